@@ -195,7 +195,9 @@ class Generator:
     @torch.no_grad()
     def prefill(self, model: Thinker, tokens: list[list[int]], cache: KVCache) -> Tensor:
         """Read tokens (B, T) into a cache. Returns the logits after the last tokens, (B, 1, V)."""
-        for chunk in torch.tensor(tokens, device=model.device).split(self.chunk_len, dim=1):
+        if model is self.model and isinstance(self.decode_model, NativeThinker):
+            model = self.decode_model
+        for chunk in torch.tensor(tokens, device=self.model.device).split(self.chunk_len, dim=1):
             logits = model(chunk, cache=cache, last_logits_only=True)
         return logits
 
@@ -311,7 +313,8 @@ class Generator:
         drafts = [draft[:max_len] for draft in drafts]
         longest = max(map(len, drafts))
         rows = [[one.tokens[-1], *draft, *[0] * (longest - len(draft))] for one, draft in zip(sequences, drafts)]
-        model = self.model if longest else self.decode_model
+        is_step = longest == 0 or isinstance(self.decode_model, NativeThinker)
+        model = self.decode_model if is_step else self.model
         return drafts, model(to_device(rows, self.model.device), cache=cache)
 
     @torch.no_grad()

@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinker.model.layers import Linear
-from thinker.native.operations import linear
+from thinker.native.operations import linear, max_rows
 from thinker.native.quantization import Packed, pack, quantize, unpack
 
-MAX_NATIVE_ROWS = 16  # above, torch's matrix products are faster
+MAX_NATIVE_ROWS = 128
 
 
 class NativeLinear(Linear):
@@ -16,7 +16,7 @@ class NativeLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
-        if x.numel() > MAX_NATIVE_ROWS * x.shape[-1] or torch.is_grad_enabled() or x.dtype != self.weight.dtype:
+        if x.numel() > max_rows() * x.shape[-1] or torch.is_grad_enabled() or x.dtype != self.weight.dtype:
             return super().forward(x)
         bias = None if self.bias is None else self.bias.float()
         y = linear(x.reshape(-1, x.shape[-1]).float(), self.weight, bias)

@@ -1,4 +1,4 @@
-"""The decoding step of a model on a CPU: a list of native operations, run by one call."""
+"""The forward pass of a model on a CPU with a cache: a list of native operations, run by one call."""
 
 import ctypes
 import math
@@ -6,11 +6,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as AbstractSequence
 
 import torch
 from torch import Tensor, nn
 
-from thinker.generation.inference_linear import MAX_NATIVE_ROWS, QuantizedLinear
+from thinker.generation.inference_linear import QuantizedLinear
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache, Thinker
 from thinker.model.masks import ForwardContext
@@ -19,16 +20,19 @@ from thinker.model.positions import MAX_TABLE_LEN
 from thinker.native import operations as native
 from thinker.native.operations import Operation, Visible, Workspace, linear_operation
 
+MIN_ROWS_TO_PREFILL = 64  # below, torch reads prompts faster
 MAX_STEPS = 16  # tokens per row to sample at once
 MAX_SECONDS = 0.03  # for them, so that text still appears token by token to a reader
 
 
 class NativeThinker:
-    """model(tokens, cache=cache) for a few new positions, without torch's overhead for each operation.
+    """model(tokens, cache=cache) without torch's overhead for each operation.
 
-    Activations are in fp32. These passes run in the model instead: the first of a cache, of more than 16 rows, of
-    several positions if a layer has a mask, with recorded or patched activations, and with linear or top-k attention,
-    learned or sinusoidal positions, or token shift.
+    Activations are in fp32. If `is_batch_invariant`, which needs full attention and a processor with AVX-512, all
+    passes are native, and a position is computed alike in each: its logits, keys and values have the same bits whatever
+    the batch, and however the text is split into passes. Otherwise the model runs the first pass of a cache, those of
+    many rows, and those of several positions if a layer has a mask. It also runs all passes with recorded or patched
+    activations, linear or top-k attention, learned or sinusoidal positions, or token shift.
     """
 
     def __init__(self, model: Thinker) -> None:
@@ -39,6 +43,8 @@ class NativeThinker:
         has_native_input = config.positions in ("rope", "alibi", "none") and not config.token_shift
         self.is_supported = by_mask and has_native_input
         self.is_causal = config.positions != "alibi" and all(pattern == CAUSAL for pattern in config.patterns)
+        self.max_rows = native.max_rows()
+        self.is_batch_invariant = self.is_supported and self.is_causal and self.max_rows >= MIN_ROWS_TO_PREFILL
         self._hooked = [module for module in model.modules() if hasattr(module, "hooks")]
         self.seconds_per_step = math.inf  # of the newest step
         self._lock = threading.Lock()  # the buffers serve one call at a time
@@ -49,53 +55,105 @@ class NativeThinker:
             self._allocate()
             operations = list(self._operations())
             self._operations = (Operation * len(operations))(*operations)
+            self._lm_head = (Operation * 1)(operations[-1])
 
-    def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V)."""
-        n_rows, T = tokens.numel(), tokens.shape[-1]
-        fits = self.is_supported and type(cache) is KVCache and n_rows <= MAX_NATIVE_ROWS
+    def __call__(self, tokens: Tensor, cache: KVCache, last_logits_only: bool = False) -> Tensor:
+        """tokens (B, T) -> logits (B, T or 1, V)."""
+        if not (self.is_supported and type(cache) is KVCache and self._are_valid(tokens, cache)):
+            return self.model(tokens, cache=cache, last_logits_only=last_logits_only)
+        B, T = tokens.shape
+        is_early_or_large = max(cache.lengths) == 0 or tokens.numel() > self.max_rows
         has_mask = T > 1 and not self.is_causal
-        if not fits or has_mask or max(cache.lengths) == 0 or not self._are_valid(tokens, cache):
-            return self.model(tokens, cache=cache)
+        if not self.is_batch_invariant and (is_early_or_large or has_mask):
+            return self.model(tokens, cache=cache, last_logits_only=last_logits_only)
+        if self.is_causal:
+            starts = cache.reserve(B, T)
+            rows = [row for row in range(B) for _ in range(T)]
+            positions = [start + t for start in starts for t in range(T)]
+            wanted = range(T - 1, B * T, T) if last_logits_only else range(B * T)
+            logits = self._read(cache, rows, positions, tokens.flatten().tolist(), wanted)
+            return logits.view(B, -1, logits.shape[1])
         with self._lock:
-            if self.is_causal:
-                self._prepare_causal(cache, *tokens.shape)
-            else:
-                self._prepare_masks(self.model.make_context(tokens, tokens, None, cache), *tokens.shape)
-            self._bind(cache)
-            tokens, start = tokens.contiguous(), time.perf_counter()
-            self._work.step.tokens = tokens.data_ptr()
-            self._work.run(self._operations, n_rows, T)
-            self.seconds_per_step = time.perf_counter() - start
-            return self._logits[:n_rows].clone().view(*tokens.shape, -1)
+            self._prepare_masks(self.model.make_context(tokens, tokens, None, cache), B)
+            return self._run(cache, tokens.flatten().tolist(), list(range(B)), list(range(B))).view(B, 1, -1)
+
+    def read(self, cache: KVCache, rows: list[int], tokens: list[int], wanted: AbstractSequence[int]) -> Tensor:
+        """Append each token to its row of a cache of full attention, in any order of rows.
+
+        Returns the logits after the tokens with the indices `wanted`, (len(wanted), V).
+        """
+        positions, lengths = [], list(cache.lengths)
+        for row in rows:
+            positions.append(lengths[row])
+            lengths[row] += 1
+        assert max(lengths) <= cache.max_len
+        cache.lengths = lengths
+        return self._read(cache, rows, positions, tokens, wanted)
 
     def sample(
-        self, sequences: list[Sequence], cache: KVCache | None, logits: Tensor, n_remaining: int
-    ) -> list[list[SampledToken]]:
+        self, sequences: list[Sequence], cache: KVCache | None, logits: Tensor, n_remaining: int,
+        rows: list[int] | None = None,
+    ) -> list[list[SampledToken]]:  # fmt: skip
         """Sample up to `n_remaining` tokens per sequence, the first from logits (B, 1, V).
 
         Fast models sample several without returning to Python, for up to MAX_SECONDS. See batch_sampling.is_unfiltered
-        for what `sequences` need.
+        for what `sequences` need. `rows`: their rows in the cache (default: all rows, in order).
         """
-        B, n_ids, temperature = len(sequences), sequences[0].tokenizer.vocab_size, sequences[0].params.temperature
-        can_step = self.is_supported and self.is_causal and type(cache) is KVCache and B <= MAX_NATIVE_ROWS
+        B, n_ids = len(sequences), sequences[0].tokenizer.vocab_size
+        temperatures = [sequence.params.temperature for sequence in sequences]
+        can_step = self.is_supported and self.is_causal and type(cache) is KVCache and len(sequences) <= self.max_rows
         can_step = can_step and not any(module.hooks for module in self._hooked)
         n_steps = max(1, min(MAX_STEPS, n_remaining, int(MAX_SECONDS / self.seconds_per_step))) if can_step else 1
         uniforms = [sequence.uniform(step) for step in range(n_steps) for sequence in sequences]
         logits = logits[:, 0].float().contiguous()  # (B, V)
         if n_steps == 1:
-            tokens, logprobs = native.sample(logits, n_ids, temperature, uniforms)
+            tokens, logprobs = native.sample(logits, n_ids, temperatures, uniforms)
         else:
+            rows = list(range(B)) if rows is None else rows
             with self._lock:
                 start = time.perf_counter()
-                self._prepare_causal(cache, B, 1, n_steps - 1)
+                positions, lengths = [cache.lengths[row] for row in rows], list(cache.lengths)
+                for row in rows:
+                    lengths[row] += n_steps - 1
+                cache.lengths = lengths
+                self._prepare_causal(positions, max(lengths))
                 self._bind(cache)
+                self._cache_rows[:B] = rows
                 (visible,) = self._visible.values()
                 tokens, logprobs = self._work.sample_steps(
-                    self._operations, visible, logits, n_ids, temperature, uniforms
+                    self._operations, visible, logits, n_ids, temperatures, uniforms
                 )
                 self.seconds_per_step = (time.perf_counter() - start) / (n_steps - 1)
         return [[(token, logprob, {}) for token, logprob in zip(tokens[row::B], logprobs[row::B])] for row in range(B)]
+
+    def _read(
+        self, cache: KVCache, rows: list[int], positions: list[int], tokens: list[int], wanted: AbstractSequence[int]
+    ) -> Tensor:
+        """As read(), for positions that the cache already counts."""
+        if self.model.rope is not None:
+            self.model.rope.check_growth(max(positions) + 1)
+        logits = []
+        with self._lock:
+            for start in range(0, len(rows), self.max_rows):
+                part = slice(start, start + self.max_rows)
+                self._prepare_causal(positions[part], max(positions[part]) + 1)
+                indices = [index - start for index in wanted if start <= index < start + self.max_rows]
+                logits.append(self._run(cache, tokens[part], rows[part], indices))
+        return torch.cat(logits)
+
+    def _run(self, cache: KVCache, tokens: list[int], rows: list[int], wanted: list[int]) -> Tensor:
+        """Run all operations on prepared positions. Returns the logits of the wanted rows, (len(wanted), V)."""
+        n, start = len(tokens), time.perf_counter()
+        self._bind(cache)
+        self._tokens[:n], self._cache_rows[:n] = tokens, rows
+        if len(wanted) == n:
+            self._work.run(self._operations, n)
+        else:  # few need the LM head
+            self._work.run(self._operations, n, len(self._operations) - 1)
+            self._x[: len(wanted)] = self._x[wanted]
+            self._work.run(self._lm_head, len(wanted))
+        self.seconds_per_step = time.perf_counter() - start
+        return self._logits[: len(wanted)].clone()
 
     def _are_valid(self, tokens: Tensor, cache: KVCache) -> bool:
         """Whether the kernels can read these inputs, and no activation is recorded. The model reports mistakes."""
@@ -106,7 +164,7 @@ class NativeThinker:
         return is_tensor and fits and cache.dtype == self.model.dtype and not is_recorded
 
     def _allocate(self) -> None:
-        config, N = self.model.config, MAX_NATIVE_ROWS
+        config, N = self.model.config, self.max_rows
 
         def buffer(width: int) -> Tensor:
             return torch.empty(N, width, dtype=torch.float32, device="cpu")
@@ -116,8 +174,9 @@ class NativeThinker:
         self._x, self._qkv, self._y = buffer(config.d_model), buffer((H + 2 * K) * D), buffer(H * D)
         self._gate_up, self._logits = buffer(2 * config.d_ff), buffer(config.vocab_size)
         self._work = Workspace(N, max(config.d_model, H * D, config.d_ff))
-        self._positions = (ctypes.c_int64 * N)()
-        self._work.step.positions = self._positions
+        self._tokens, self._positions, self._cache_rows = ((ctypes.c_int64 * N)() for _ in range(3))
+        step = self._work.step
+        step.tokens, step.positions, step.cache_rows = self._tokens, self._positions, self._cache_rows
         patterns = dict.fromkeys(config.patterns)
         self._visible = {pattern: Visible() for pattern in patterns}
         self._slots = {pattern: ((ctypes.c_int64 * N)(), (ctypes.c_int64 * N)()) for pattern in patterns}
@@ -167,34 +226,30 @@ class NativeThinker:
         self._kept.append(tensor.detach().float().contiguous())
         return self._kept[-1].data_ptr()
 
-    def _prepare_causal(self, cache: KVCache, B: int, T: int, n_steps: int = 1) -> None:
-        """Add T positions per step to a cache of full attention: each attends to all slots up to its own."""
-        starts = cache.reserve(B, T * n_steps)
-        positions = [start + t for start in starts for t in range(T)]
-        if self.model.rope is not None:
-            self.model.rope.check_growth(max(cache.lengths))
+    def _prepare_causal(self, positions: list[int], end: int) -> None:
+        """Set positions below `end` in a cache of full attention: each attends to all slots up to its own."""
         for slots, lengths in self._slots.values():
-            slots[: B * T] = positions
-            lengths[: B * T] = [position + 1 for position in positions]
-        self._set_rope(positions, max(cache.lengths))
+            slots[: len(positions)] = positions
+            lengths[: len(positions)] = [position + 1 for position in positions]
+        self._set_rope(positions, end)
 
-    def _prepare_masks(self, context: ForwardContext, B: int, T: int) -> None:
-        """Refer to the masks that torch built for each pattern."""
+    def _prepare_masks(self, context: ForwardContext, B: int) -> None:
+        """Refer to the masks that torch built for each pattern, for one new position per row."""
         by_pattern = dict(zip(self.model.config.patterns, zip(context.masks, context.slots)))
         self._masks = []
         for pattern, (mask, cache_slots) in by_pattern.items():
             slots, lengths = self._slots[pattern]
-            slots[: B * T] = cache_slots.slot_mapping.expand(B, T).flatten().tolist()
-            lengths[: B * T] = [cache_slots.kv_len] * (B * T)
+            slots[:B] = cache_slots.slot_mapping.expand(B, 1).flatten().tolist()
+            lengths[:B] = [cache_slots.kv_len] * B
             visible, allowed = self._visible[pattern], mask.allowed
             visible.mask = None
             if allowed is not None:
                 allowed = allowed if allowed.dtype == torch.bool else allowed.float()
-                allowed = allowed.expand(B, self.model.config.n_heads, T, -1)
+                allowed = allowed.expand(B, self.model.config.n_heads, 1, -1)[:, :, 0]
                 self._masks.append(allowed)
                 visible.mask, visible.is_bool = allowed.data_ptr(), allowed.dtype == torch.bool
-                visible.row, visible.head, visible.query, visible.slot = allowed.stride()
-        self._set_rope(context.positions.expand(B, T).flatten().tolist(), context.end)
+                visible.row, visible.head, visible.slot = allowed.stride()
+        self._set_rope(context.positions.expand(B, 1).flatten().tolist(), context.end)
 
     def _set_rope(self, positions: list[int], end: int) -> None:
         """Point to tables of cos and sin that have a row for each position, and for those up to `end`."""

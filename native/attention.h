@@ -60,30 +60,49 @@ INLINE float cached_at(Cached c, int64_t offset) {
     return c.is_bf16 ? bf16_to_float(((const uint16_t *)c.data)[offset]) : ((const float *)c.data)[offset];
 }
 
-/* scores[s] = q key[s], for S keys. */
-INLINE void dot_keys(Cached keys, int64_t base, const float *q, int64_t S, int64_t D, float *scores) {
-    int64_t s = 0;
-    for (; s + 4 <= S; s += 4) {
-        vec total[4] = {};
+/* A tile is a few queries of one head whose keys are in the same row of the cache. Each query is computed alike in any
+   tile: the order of its additions depends only on its number of keys. */
+#if defined(__AVX512F__)
+#define TILE_QUERIES 4
+#else /* too few registers */
+#define TILE_QUERIES 1
+#endif
+
+/* scores[i][s] = q[i] key[s], for keys [begin, end) and n queries; begin is a multiple of 4. */
+INLINE void dot_keys(int n, Cached keys, int64_t base, const float *q, int64_t q_stride, int64_t begin, int64_t end,
+                     int64_t D, float *scores, int64_t scores_stride) {
+    int64_t s = begin;
+    for (; s + 4 <= end; s += 4) {
+        vec total[TILE_QUERIES][4] = {};
         int64_t d = 0, offset = base + s * keys.slot;
         for (; d + WIDTH <= D; d += WIDTH) {
-            vec x = load(q + d);
+            vec key[4];
             UNROLLED
-            for (int i = 0; i < 4; i++) total[i] += x * load_cached(keys, offset + i * keys.slot + d);
+            for (int j = 0; j < 4; j++) key[j] = load_cached(keys, offset + j * keys.slot + d);
+            UNROLLED
+            for (int i = 0; i < n; i++) {
+                vec x = load(q + i * q_stride + d);
+                UNROLLED
+                for (int j = 0; j < 4; j++) total[i][j] += x * key[j];
+            }
         }
-        vec4 y = sum4(total[0], total[1], total[2], total[3]);
-        for (; d < D; d++)
-            for (int i = 0; i < 4; i++) y[i] += q[d] * cached_at(keys, offset + i * keys.slot + d);
-        memcpy(scores + s, &y, sizeof y);
+        UNROLLED
+        for (int i = 0; i < n; i++) {
+            vec4 y = sum4(total[i][0], total[i][1], total[i][2], total[i][3]);
+            for (int64_t rest = d; rest < D; rest++)
+                for (int j = 0; j < 4; j++) y[j] += q[i * q_stride + rest] * cached_at(keys, offset + j * keys.slot + rest);
+            memcpy(scores + i * scores_stride + s, &y, sizeof y);
+        }
     }
-    for (; s < S; s++) {
-        vec total = {};
-        float rest = 0;
-        int64_t d = 0, offset = base + s * keys.slot;
-        for (; d + WIDTH <= D; d += WIDTH) total += load(q + d) * load_cached(keys, offset + d);
-        for (; d < D; d++) rest += q[d] * cached_at(keys, offset + d);
-        scores[s] = sum(total) + rest;
-    }
+    for (; s < end; s++)
+        for (int i = 0; i < n; i++) {
+            vec total = {};
+            float rest = 0;
+            int64_t d = 0, offset = base + s * keys.slot;
+            for (; d + WIDTH <= D; d += WIDTH) total += load(q + i * q_stride + d) * load_cached(keys, offset + d);
+            for (; d < D; d++) rest += q[i * q_stride + d] * cached_at(keys, offset + d);
+            scores[i * scores_stride + s] = sum(total) + rest;
+        }
 }
 
 /* Replace scores by exp(score - largest). Returns their sum. */
@@ -101,64 +120,87 @@ INLINE float exponentials(float *scores, int64_t S, float largest) {
     return sum(total) + rest;
 }
 
-/* y = the sum over s of weights[s] values[s]; dimensions are contiguous. */
-INLINE void weighted_sum(Cached values, int64_t base, const float *weights, int64_t S, int64_t D, float factor,
-                         float *y) {
-    int64_t d = 0;
+/* total[i] += weights[i][s] values[s], for two vectors at `offset`. */
+INLINE void add_value(int n, Cached values, int64_t offset, const float *weights, int64_t stride, vec total[][4],
+                      int first) {
+    vec a = load_cached(values, offset), b = load_cached(values, offset + WIDTH);
+    UNROLLED
+    for (int i = 0; i < n; i++) {
+        total[i][first] += weights[i * stride] * a;
+        total[i][first + 1] += weights[i * stride] * b;
+    }
+}
+
+/* y[i] = factor[i] times the sum over s of weights[i][s] values[s], for n queries with S[i] keys, in ascending order. */
+INLINE void weighted_sum(int n, Cached values, int64_t base, const float *weights, int64_t stride, const int64_t *S,
+                         int64_t D, const float *factor, float *y, int64_t y_stride) {
+    int64_t d = 0, shared = S[0] / 2 * 2;
     for (; d + 2 * WIDTH <= D; d += 2 * WIDTH) {
-        vec a = {}, b = {}, a2 = {}, b2 = {};
-        int64_t s = 0;
-        for (; s + 2 <= S; s += 2) {
-            int64_t offset = base + s * values.slot + d, next = offset + values.slot;
-            a += weights[s] * load_cached(values, offset);
-            b += weights[s] * load_cached(values, offset + WIDTH);
-            a2 += weights[s + 1] * load_cached(values, next);
-            b2 += weights[s + 1] * load_cached(values, next + WIDTH);
+        vec total[TILE_QUERIES][4] = {}; /* two vectors for even, and two for odd keys */
+        for (int64_t s = 0; s < shared; s += 2) {
+            add_value(n, values, base + s * values.slot + d, weights + s, stride, total, 0);
+            add_value(n, values, base + (s + 1) * values.slot + d, weights + s + 1, stride, total, 2);
         }
-        if (s < S) {
-            a += weights[s] * load_cached(values, base + s * values.slot + d);
-            b += weights[s] * load_cached(values, base + s * values.slot + d + WIDTH);
+        UNROLLED
+        for (int i = 0; i < n; i++) {
+            for (int64_t s = shared; s < S[i]; s++)
+                add_value(1, values, base + s * values.slot + d, weights + i * stride + s, stride, total + i, s % 2 * 2);
+            store(y + i * y_stride + d, (total[i][0] + total[i][2]) * factor[i]);
+            store(y + i * y_stride + d + WIDTH, (total[i][1] + total[i][3]) * factor[i]);
         }
-        store(y + d, (a + a2) * factor);
-        store(y + d + WIDTH, (b + b2) * factor);
     }
-    for (; d < D; d++) {
-        float total = 0;
-        for (int64_t s = 0; s < S; s++) total += weights[s] * cached_at(values, base + s * values.slot + d);
-        y[d] = total * factor;
-    }
+    for (; d < D; d++)
+        for (int i = 0; i < n; i++) {
+            float total = 0;
+            for (int64_t s = 0; s < S[i]; s++)
+                total += weights[i * stride + s] * cached_at(values, base + s * values.slot + d);
+            y[i * y_stride + d] = total * factor[i];
+        }
 }
 
 /* Which keys a row may attend to: slots [0, length), of which a mask may hide some. */
 typedef struct {
     int64_t *slots;        /* (n_rows,): where the new key of each row goes */
     int64_t *length;       /* (n_rows,) */
-    const void *mask;      /* (B, H, T, S) by strides, NULL: none */
-    int64_t is_bool, row, head, query, slot; /* bool: true is visible; fp32: added to the scores */
+    const void *mask;      /* (n_rows, H, S) by strides, NULL: none */
+    int64_t is_bool, row, head, slot; /* bool: true is visible; fp32: added to the scores */
 } Visible;
 
-/* scores (S,), a work space */
-INLINE void attend(const float *q, Cached keys, Cached values, int64_t row, int64_t head, int64_t group, int64_t S,
-                   int64_t D, float scale, float softcap, const float *sinks, const Visible *visible, int64_t query,
-                   float *scores, float *y) {
-    dot_keys(keys, cached_offset(keys, row, head / group, 0), q, S, D, scores);
-    int64_t mask_base = row * visible->row + head * visible->head + query * visible->query;
-    float largest = sinks ? sinks[head] : -INFINITY;
-    for (int64_t s = 0; s < S; s++) {
-        float score = scores[s] * scale;
-        if (softcap > 0) score = softcap * tanhf(score / softcap);
-        if (visible->mask) {
-            int64_t i = mask_base + s * visible->slot;
-            if (!visible->is_bool) score += ((const float *)visible->mask)[i];
-            else if (!((const uint8_t *)visible->mask)[i]) score = -INFINITY;
+/* Score of key s, with soft cap and mask. */
+INLINE float final_score(float score, float scale, float softcap, const Visible *visible, int64_t mask_base, int64_t s) {
+    score *= scale;
+    if (softcap > 0) score = softcap * tanhf(score / softcap);
+    if (visible->mask) {
+        int64_t i = mask_base + s * visible->slot;
+        if (!visible->is_bool) score += ((const float *)visible->mask)[i];
+        else if (!((const uint8_t *)visible->mask)[i]) score = -INFINITY;
+    }
+    return score;
+}
+
+/* Attention of a tile of n queries q[i], which attend to the first S[i] keys of cache row `row`, in ascending order.
+   mask_row: row of the mask, for a single query. scores: work space, (TILE_QUERIES, stride). */
+INLINE void attend(int n, const float *q, int64_t q_stride, Cached keys, Cached values, int64_t row, int64_t head,
+                   int64_t group, const int64_t *S, int64_t D, float scale, float softcap, const float *sinks,
+                   const Visible *visible, int64_t mask_row, float *scores, int64_t stride, float *y, int64_t y_stride) {
+    int64_t base = cached_offset(keys, row, head / group, 0), shared = S[0] / 4 * 4;
+    float factor[TILE_QUERIES];
+    dot_keys(n, keys, base, q, q_stride, 0, shared, D, scores, stride);
+    UNROLLED
+    for (int i = 0; i < n; i++) {
+        float *own = scores + i * stride, largest = sinks ? sinks[head] : -INFINITY;
+        dot_keys(1, keys, base, q + i * q_stride, q_stride, shared, S[i], D, own, stride);
+        int64_t mask_base = mask_row * visible->row + head * visible->head;
+        for (int64_t s = 0; s < S[i]; s++) {
+            own[s] = final_score(own[s], scale, softcap, visible, mask_base, s);
+            largest = own[s] > largest ? own[s] : largest;
         }
-        scores[s] = score;
-        largest = score > largest ? score : largest;
+        if (largest == -INFINITY) { /* nothing is visible */
+            for (int64_t s = 0; s < S[i]; s++) own[s] = 0;
+            factor[i] = 0;
+        } else {
+            factor[i] = 1 / (exponentials(own, S[i], largest) + (sinks ? expf(sinks[head] - largest) : 0));
+        }
     }
-    if (largest == -INFINITY) { /* nothing is visible */
-        memset(y, 0, D * sizeof(float));
-        return;
-    }
-    float total = exponentials(scores, S, largest) + (sinks ? expf(sinks[head] - largest) : 0);
-    weighted_sum(values, cached_offset(values, row, head / group, 0), scores, S, D, 1 / total, y);
+    weighted_sum(n, values, cached_offset(values, row, head / group, 0), scores, stride, S, D, factor, y, y_stride);
 }

@@ -28,10 +28,11 @@ def load_library() -> ctypes.CDLL:
     library = _load("decode.c", FLAGS)
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.run.argtypes = pointer, integer, pointer, integer
-    library.sample.argtypes = pointer, integer, integer, integer, ctypes.c_double, *[pointer] * 4
+    library.sample.argtypes = pointer, integer, integer, integer, *[pointer] * 5
     library.sample_steps.argtypes = (
-        pointer, integer, pointer, pointer, integer, pointer, integer, integer, ctypes.c_double, *[pointer] * 4, integer
+        pointer, integer, pointer, pointer, integer, pointer, integer, integer, *[pointer] * 5, integer
     )  # fmt: skip
+    library.max_rows.argtypes, library.max_rows.restype = (), integer
     library.run.restype = library.sample.restype = library.sample_steps.restype = None
     return library
 

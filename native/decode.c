@@ -27,13 +27,14 @@ typedef struct {
 } Operation;
 
 typedef struct {
-    int64_t n_rows, n_queries;       /* rows are (sequence, query); n_queries of each sequence */
+    int64_t n_rows;
     const int64_t *tokens;           /* (n_rows,) */
+    const int64_t *cache_rows;       /* (n_rows,): the row of the cache that holds the keys of each row */
     int64_t *positions;              /* (n_rows,), rows of the RoPE tables */
     const float *cosines, *sines;    /* (positions, D) */
     float *transformed;              /* (n_rows, largest n_in) */
     Activations activations;
-    float *scores;                   /* (threads, n_scores) */
+    float *scores;                   /* (threads, TILE_QUERIES, n_scores) */
     int64_t n_scores;
 } Step;
 
@@ -102,7 +103,7 @@ static void rotate_and_cache(const Operation *op, const Step *step, int64_t thre
     int64_t D = op->D, n_heads = op->H + 2 * op->K;
     SHARE(step->n_rows * n_heads, first, last);
     for (int64_t unit = first; unit < last; unit++) {
-        int64_t n = unit / n_heads, head = unit % n_heads, row = n / step->n_queries;
+        int64_t n = unit / n_heads, head = unit % n_heads, row = step->cache_rows[n];
         float *x = op->x + unit * D;
         if (head < op->H + op->K) {
             if (op->norm) scaled(x, op->norm + head * D, inverse_rms(x, op->eps, D), D, x);
@@ -117,15 +118,44 @@ static void rotate_and_cache(const Operation *op, const Step *step, int64_t thre
     }
 }
 
+/* Consecutive rows with the same row of the cache, which attend to ascending numbers of keys, form tiles. */
 static void attention(const Operation *op, const Step *step, int64_t thread, int64_t n_threads) {
-    int64_t H = op->H, D = op->D;
-    SHARE(step->n_rows * H, first, last);
-    for (int64_t unit = first; unit < last; unit++) {
-        int64_t n = unit / H, head = unit % H;
-        attend(op->x + (n * (H + 2 * op->K) + head) * D, op->keys, op->values, n / step->n_queries, head, H / op->K,
-               op->visible->length[n], D, op->attention_scale, op->softcap, op->sinks, op->visible,
-               n % step->n_queries, step->scores + thread * step->n_scores, op->out + unit * D);
+    int64_t H = op->H, D = op->D, width = (H + 2 * op->K) * D, stride = step->n_scores, n_tiles = 0;
+    const int64_t *S = op->visible->length;
+    int64_t starts[step->n_rows + 1];
+    for (int64_t n = 0; n < step->n_rows; n++) {
+        int fits = n > 0 && n - starts[n_tiles - 1] < TILE_QUERIES && !op->visible->mask && S[n] >= S[n - 1] &&
+                   step->cache_rows[n] == step->cache_rows[n - 1];
+        if (!fits) starts[n_tiles++] = n;
     }
+    starts[n_tiles] = step->n_rows;
+    float *scores = step->scores + thread * TILE_QUERIES * stride;
+    SHARE(n_tiles * H, first, last); /* ordered by head, because later tiles may have more keys */
+    for (int64_t unit = first; unit < last; unit++) {
+        int64_t head = unit / n_tiles, n = starts[unit % n_tiles], count = starts[unit % n_tiles + 1] - n;
+        const float *q = op->x + n * width + head * D;
+        float *y = op->out + (n * H + head) * D;
+#define ATTEND_TILE(size) \
+    attend(size, q, width, op->keys, op->values, step->cache_rows[n], head, H / op->K, S + n, D, op->attention_scale, \
+           op->softcap, op->sinks, op->visible, n, scores, stride, y, H * D)
+        switch (count) {
+#if TILE_QUERIES == 4
+        case 4: ATTEND_TILE(4); break;
+        case 3: ATTEND_TILE(3); break;
+        case 2: ATTEND_TILE(2); break;
+#endif
+        default: ATTEND_TILE(1);
+        }
+    }
+}
+
+/* How many rows the products compute as fast as torch's; more are computed in several passes. */
+int64_t max_rows(void) {
+#if defined(__AVX512F__)
+    return 128;
+#else /* GCC keeps vectors that are wider than the registers in memory */
+    return 16;
+#endif
 }
 
 void run(const Operation *operations, int64_t n_operations, const Step *step, int64_t n_threads) {
@@ -145,19 +175,20 @@ void run(const Operation *operations, int64_t n_operations, const Step *step, in
 }
 
 /* Sample n_steps tokens of each of n_rows sequences, the first from `logits`, running the model between two of them. It
-   counts up what `step` and `visible` say of positions. Arguments as in sample(); tokens, logprobs and uniforms have a
+   counts up what `first` and `visible` say of positions. Arguments as in sample(); tokens, logprobs and uniforms have a
    row per step, and logits that of the last operation. */
-void sample_steps(const Operation *operations, int64_t n_operations, Step *step, Visible *visible, int64_t n_threads,
-                  const float *logits, int64_t stride, int64_t n_ids, double temperature, const double *uniforms,
+void sample_steps(const Operation *operations, int64_t n_operations, const Step *first, Visible *visible, int64_t n_threads,
+                  const float *logits, int64_t stride, int64_t n_ids, const double *temperatures, const double *uniforms,
                   double *terms, int64_t *tokens, float *logprobs, int64_t n_steps) {
-    int64_t N = step->n_rows;
+    Step step = *first;
+    int64_t N = step.n_rows;
     for (int64_t i = 0;; i++) {
-        sample(logits, N, stride, n_ids, temperature, uniforms + i * N, terms, tokens + i * N, logprobs + i * N);
+        sample(logits, N, stride, n_ids, temperatures, uniforms + i * N, terms, tokens + i * N, logprobs + i * N);
         if (i == n_steps - 1) return;
-        step->tokens = tokens + i * N;
-        run(operations, n_operations, step, n_threads);
+        step.tokens = tokens + i * N;
+        run(operations, n_operations, &step, n_threads);
         for (int64_t n = 0; n < N; n++) {
-            step->positions[n]++;
+            step.positions[n]++;
             visible->slots[n]++;
             visible->length[n]++;
         }

@@ -26,12 +26,15 @@ class Cached(Structure):
         self.row, self.head, self.slot, _ = tensor.stride()
 
 
+TILE_QUERIES = 4  # at most, in attention.h
+
+
 class Visible(Structure):
     """The slots of new keys, and the slots that each query attends to."""
 
     _fields_ = [
         ("slots", POINTER(c_int64)), ("length", POINTER(c_int64)), ("mask", c_void_p),
-        *[(name, c_int64) for name in ("is_bool", "row", "head", "query", "slot")],
+        *[(name, c_int64) for name in ("is_bool", "row", "head", "slot")],
     ]  # fmt: skip
 
 
@@ -58,8 +61,8 @@ class Step(Structure):
     """What all operations of a step share; see decode.c."""
 
     _fields_ = [
-        ("n_rows", c_int64), ("n_queries", c_int64), ("tokens", c_void_p), ("positions", POINTER(c_int64)),
-        ("cosines", c_void_p), ("sines", c_void_p), ("transformed", c_void_p), ("activations", Activations),
+        ("n_rows", c_int64), *[(name, POINTER(c_int64)) for name in ("tokens", "cache_rows", "positions")],
+        *[(name, c_void_p) for name in ("cosines", "sines", "transformed")], ("activations", Activations),
         ("scores", c_void_p), ("n_scores", c_int64),
     ]  # fmt: skip
 
@@ -80,18 +83,19 @@ class Workspace:
             setattr(self.step if name == "transformed" else self.step.activations, name, tensor.data_ptr())
 
     def set_scores(self, n_scores: int) -> None:
-        """Allocate memory for the attention scores of one head per thread."""
+        """Allocate memory for the attention scores of one tile per thread."""
         if n_scores > self.step.n_scores:
-            self.tensors["scores"] = torch.empty(self.n_threads, n_scores, dtype=torch.float32, device="cpu")
+            shape = self.n_threads, TILE_QUERIES, n_scores
+            self.tensors["scores"] = torch.empty(shape, dtype=torch.float32, device="cpu")
             self.step.scores, self.step.n_scores = self.tensors["scores"].data_ptr(), n_scores
 
-    def run(self, operations: ctypes.Array, n_rows: int, n_queries: int = 1) -> None:
-        """Run operations on `n_rows` rows, `n_queries` of each sequence."""
-        self.step.n_rows, self.step.n_queries = n_rows, n_queries
-        load_library().run(operations, len(operations), ctypes.byref(self.step), self.n_threads)
+    def run(self, operations: ctypes.Array, n_rows: int, n_operations: int | None = None) -> None:
+        """Run the first operations (default: all) on `n_rows` rows."""
+        self.step.n_rows = n_rows
+        load_library().run(operations, n_operations or len(operations), ctypes.byref(self.step), self.n_threads)
 
     def sample_steps(
-        self, operations: ctypes.Array, visible: Visible, logits: Tensor, n_ids: int, temperature: float,
+        self, operations: ctypes.Array, visible: Visible, logits: Tensor, n_ids: int, temperatures: list[float],
         uniforms: list[float],
     ) -> tuple[list[int], list[float]]:  # fmt: skip
         """Sample tokens of each row of logits (B, V), one per step and row in `uniforms`, and run the operations
@@ -99,13 +103,19 @@ class Workspace:
         n, n_rows = len(uniforms), len(logits)
         tokens, logprobs, numbers = (c_int64 * n)(), (c_float * n)(), (c_double * n)(*uniforms)
         terms = torch.empty(n_ids + 32, dtype=torch.float64, device="cpu")
-        self.step.n_rows, self.step.n_queries = n_rows, 1
+        by_row = (c_double * n_rows)(*temperatures)
+        self.step.n_rows = n_rows
         load_library().sample_steps(
             operations, len(operations), ctypes.byref(self.step), ctypes.byref(visible), self.n_threads,
-            logits.data_ptr(), logits.stride(0), n_ids, temperature, numbers, terms.data_ptr(), tokens, logprobs,
+            logits.data_ptr(), logits.stride(0), n_ids, by_row, numbers, terms.data_ptr(), tokens, logprobs,
             n // n_rows,
         )  # fmt: skip
         return list(tokens), list(logprobs)
+
+
+def max_rows() -> int:
+    """The largest number of rows for which the kernels are as fast as torch's matrix products on this processor."""
+    return load_library().max_rows()
 
 
 def linear_operation(weight: Tensor | Packed, bias: Tensor | None = None) -> Operation:
@@ -121,17 +131,20 @@ def linear_operation(weight: Tensor | Packed, bias: Tensor | None = None) -> Ope
     return operation
 
 
-def sample(logits: Tensor, n_ids: int, temperature: float, uniforms: list[float]) -> tuple[list[int], list[float]]:
+def sample(
+    logits: Tensor, n_ids: int, temperatures: list[float], uniforms: list[float]
+) -> tuple[list[int], list[float]]:
     """Sample a token from each row of contiguous logits (N, V) in fp32, of which the first `n_ids` are valid.
 
-    As generation.sampler.sample(), without filters and penalties. Returns tokens and their log-probabilities under the
-    unmodified model.
+    As generation.sampler.sample() with a temperature per row, without filters and penalties. Returns tokens and their
+    log-probabilities under the unmodified model.
     """
     n_rows = len(uniforms)
     tokens, logprobs, numbers = (c_int64 * n_rows)(), (c_float * n_rows)(), (c_double * n_rows)(*uniforms)
+    by_row = (c_double * n_rows)(*temperatures)
     terms = torch.empty(n_ids + 32, dtype=torch.float64, device="cpu")
     load_library().sample(
-        logits.data_ptr(), n_rows, logits.stride(0), n_ids, temperature, numbers, terms.data_ptr(), tokens, logprobs
+        logits.data_ptr(), n_rows, logits.stride(0), n_ids, by_row, numbers, terms.data_ptr(), tokens, logprobs
     )
     return list(tokens), list(logprobs)
 

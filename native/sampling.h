@@ -72,11 +72,11 @@ INLINE double sum_of_exponentials(const float *logits, int64_t n, double largest
 
 /* Sample one token of each row of logits (n_rows, stride), of which n are valid. temperature 0: the likeliest one.
    `terms`: work space of n doubles, padded to a multiple of 32. logprobs: under the unmodified model. */
-void sample(const float *logits, int64_t n_rows, int64_t stride, int64_t n, double temperature, const double *uniforms,
-            double *terms, int64_t *tokens, float *logprobs) {
+void sample(const float *logits, int64_t n_rows, int64_t stride, int64_t n, const double *temperatures,
+            const double *uniforms, double *terms, int64_t *tokens, float *logprobs) {
     for (int64_t row = 0; row < n_rows; row++, logits += stride) {
         int64_t best = argmax(logits, n), token = best;
-        double largest = logits[best];
+        double largest = logits[best], temperature = temperatures[row];
         double plain = sum_of_exponentials(logits, n, largest, 1, NULL);
         if (temperature > 0) {
             double total = sum_of_exponentials(logits, n, largest, temperature, terms), cumulative = 0;

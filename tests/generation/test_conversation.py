@@ -34,7 +34,7 @@ def counted(generator):
 
 @pytest.mark.parametrize("how", [{}, {"speculate": 3}, {"window": 12, "sinks": 2}, {"window": 90}])
 def test_every_turn_equals_a_fresh_prefill_and_reads_only_new_tokens(model, how):
-    generator = Generator(model, TOKENIZER, **how)
+    generator = Generator(model, TOKENIZER, compile=False, **how)
     conversation, passes = Conversation(generator), counted(generator)
     for text in ("Once upon", " a time", "", ", there was a fox"):
         expected = fresh(Generator(model, TOKENIZER, **how), conversation.tokens + TOKENIZER.encode(text), PARAMS)
@@ -118,7 +118,7 @@ def test_recovers_from_an_interrupted_step(model, monkeypatch, native):
 
 
 def test_a_failed_reading_of_another_text_leaves_no_trace(model):
-    conversation = Conversation(Generator(model, TOKENIZER))
+    conversation = Conversation(Generator(model, TOKENIZER, compile=False))
     list(conversation.reply("Some text", PARAMS))
     before = list(conversation.tokens)
     conversation.undo()

@@ -1,5 +1,6 @@
 """The native step equals the model's, for all that it supports, and leaves the rest to the model."""
 
+import random
 import threading
 
 import pytest
@@ -104,6 +105,45 @@ def count_native(monkeypatch):
 
     monkeypatch.setattr(operations.Workspace, "run", counted)
     return calls
+
+
+@pytest.mark.parametrize("how", [{}, {"dtype": torch.bfloat16}, {"bits": 8}, {"bits": 4}], ids=str)
+@pytest.mark.parametrize("form", ["mha", "gqa", "mqa", "bias", "softcap", "sinks", "no positions", "uneven kv heads"])
+@torch.no_grad()
+def test_a_position_has_the_same_bits_in_any_batch_and_any_pass(form, how):
+    """Texts are read alone in one pass, token by token, and in chunks of random length beside each other."""
+    step = NativeThinker(make(FORMS[form], **how))
+    if not step.is_batch_invariant:
+        pytest.skip("needs AVX-512")
+    generator = random.Random(form)
+    texts = [[generator.randrange(301) for _ in range(n)] for n in (1, 7, 36, 60, 49)]
+    alone = []
+    for text in texts:
+        cache = step.model.new_cache(1, 64)
+        alone.append((step(torch.tensor([text]), cache)[0], [layer.keys[0, :, : len(text)] for layer in cache.layers]))
+    by_token = step.model.new_cache(1, 64)
+    one_by_one = [step(torch.tensor([[token]]), by_token)[0, 0] for token in texts[3]]
+    assert torch.equal(torch.stack(one_by_one), alone[3][0])
+    pool, n_read, n_wanted = step.model.new_cache(len(texts), 64), [0] * len(texts), 0
+    while left := [row for row, text in enumerate(texts) if n_read[row] < len(text)]:
+        rows, tokens = [], []
+        for row in generator.sample(left, generator.randint(1, len(left))):
+            chunk = texts[row][n_read[row] :][: generator.choice([1, 2, 3, 5, 40])]
+            rows += [row] * len(chunk)
+            tokens += chunk
+        wanted = sorted(generator.sample(range(len(rows)), generator.randint(0, len(rows))))
+        logits = step.read(pool, rows, tokens, wanted)
+        positions = [n_read[row] + rows[:index].count(row) for index, row in enumerate(rows)]
+        for index, found in zip(wanted, logits, strict=True):
+            assert torch.equal(found, alone[rows[index]][0][positions[index]])
+            n_wanted += 1
+        for row in rows:
+            n_read[row] += 1
+        assert pool.lengths == n_read
+    for row, (text, (_, keys)) in enumerate(zip(texts, alone)):
+        for layer, known in zip(pool.layers, keys):
+            assert torch.equal(layer.keys[row, :, : len(text)], known)
+    assert n_wanted > 10
 
 
 @pytest.mark.parametrize("form", UNSUPPORTED)

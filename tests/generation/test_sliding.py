@@ -138,7 +138,7 @@ def test_every_turn_beyond_the_context_is_a_fresh_reading_of_what_is_in_view(mod
 
 
 def test_a_new_text_is_read_whole_or_refused(model):
-    conversation = Conversation(Generator(model, TOKENIZER, slide=True))
+    conversation = Conversation(Generator(model, TOKENIZER, compile=False, slide=True))
     passes = []
     hook = conversation.generator.model.register_forward_pre_hook(lambda _, args: passes.append(args[0].tolist()[0]))
     list(conversation.reply("hello", SamplingParams(7, logit_bias=NO_END)))

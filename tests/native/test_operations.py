@@ -92,7 +92,7 @@ def test_nonfinite_numbers_are_not_lost(dtype, value):
 def test_sampling_draws_the_same_tokens(vocab, scale, temperature, rows, extra, seed):
     logits, rng = scale * random_tensor(rows, vocab + extra, seed=seed), random.Random(seed)
     uniforms = [rng.choice([0.0, rng.random(), 1 - 2**-53]) for _ in range(rows)]
-    tokens, logprobs = sample(logits, vocab, temperature, uniforms)
+    tokens, logprobs = sample(logits, vocab, [temperature] * rows, uniforms)
     params = SamplingParams(temperature=temperature)
     known = plain_sample(logits[:, :vocab], params, torch.tensor(uniforms, dtype=torch.float64), None, None)
     assert tokens == known.tolist()
@@ -104,12 +104,12 @@ def test_sampling_never_draws_an_impossible_token():
     logits = torch.full((1, 40), -math.inf)
     logits[0, [5, 17]] = 0.0
     for uniform in (0.0, 0.4999, 0.5, 1 - 2**-53):
-        (token,), (logprob,) = sample(logits, 40, 1.0, [uniform])
+        (token,), (logprob,) = sample(logits, 40, [1.0], [uniform])
         assert token == (5 if uniform < 0.5 else 17)
         assert logprob == pytest.approx(-math.log(2))
-    assert sample(logits, 40, 0.0, [0.0])[0] == [5]  # ties: the lowest id
+    assert sample(logits, 40, [0.0], [0.0])[0] == [5]  # ties: the lowest id
     logits[0, 5] = math.nan
-    assert math.isnan(sample(logits, 40, 0.0, [0.0])[1][0])
+    assert math.isnan(sample(logits, 40, [0.0], [0.0])[1][0])
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
