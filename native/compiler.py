@@ -28,7 +28,7 @@ def load_library() -> ctypes.CDLL:
     library = _load("decode.c", FLAGS)
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.run.argtypes = pointer, integer, pointer, integer
-    library.sample.argtypes = pointer, integer, integer, integer, *[pointer] * 5
+    library.sample.argtypes = pointer, integer, integer, integer, *[pointer] * 7
     library.sample_steps.argtypes = (
         pointer, integer, pointer, pointer, integer, pointer, integer, integer, *[pointer] * 5, integer
     )  # fmt: skip

@@ -183,7 +183,8 @@ void sample_steps(const Operation *operations, int64_t n_operations, const Step 
     Step step = *first;
     int64_t N = step.n_rows;
     for (int64_t i = 0;; i++) {
-        sample(logits, N, stride, n_ids, temperatures, uniforms + i * N, terms, tokens + i * N, logprobs + i * N);
+        sample(logits, N, stride, n_ids, temperatures, uniforms + i * N, terms, tokens + i * N, logprobs + i * N,
+               NULL, NULL);
         if (i == n_steps - 1) return;
         step.tokens = tokens + i * N;
         run(operations, n_operations, &step, n_threads);

@@ -132,20 +132,23 @@ def linear_operation(weight: Tensor | Packed, bias: Tensor | None = None) -> Ope
 
 
 def sample(
-    logits: Tensor, n_ids: int, temperatures: list[float], uniforms: list[float]
+    logits: Tensor, n_ids: int, temperatures: list[float], uniforms: list[float], allowed: Tensor | None = None
 ) -> tuple[list[int], list[float]]:
     """Sample a token from each row of contiguous logits (N, V) in fp32, of which the first `n_ids` are valid.
 
-    As generation.sampler.sample() with a temperature per row, without filters and penalties. Returns tokens and their
-    log-probabilities under the unmodified model.
+    As generation.sampler.sample() with a temperature per row, without filters and penalties. `allowed`: (N, V / 32)
+    int32, a bit for each token that may be sampled; by default, all may. Returns tokens and their log-probabilities
+    under the unmodified model.
     """
     n_rows = len(uniforms)
     tokens, logprobs, numbers = (c_int64 * n_rows)(), (c_float * n_rows)(), (c_double * n_rows)(*uniforms)
     by_row = (c_double * n_rows)(*temperatures)
     terms = torch.empty(n_ids + 32, dtype=torch.float64, device="cpu")
+    masked = None if allowed is None else torch.empty(n_ids, dtype=torch.float32, device="cpu")
     load_library().sample(
-        logits.data_ptr(), n_rows, logits.stride(0), n_ids, by_row, numbers, terms.data_ptr(), tokens, logprobs
-    )
+        logits.data_ptr(), n_rows, logits.stride(0), n_ids, by_row, numbers, terms.data_ptr(), tokens, logprobs,
+        *(None if tensor is None else tensor.data_ptr() for tensor in (allowed, masked)),
+    )  # fmt: skip
     return list(tokens), list(logprobs)
 
 

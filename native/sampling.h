@@ -71,15 +71,27 @@ INLINE double sum_of_exponentials(const float *logits, int64_t n, double largest
 }
 
 /* Sample one token of each row of logits (n_rows, stride), of which n are valid. temperature 0: the likeliest one.
-   `terms`: work space of n doubles, padded to a multiple of 32. logprobs: under the unmodified model. */
+   `terms`: work space of n doubles, padded to a multiple of 32. logprobs: under the unmodified model. `allowed`: NULL,
+   or a bit per token of each row (n / 32 numbers, rounded up); others are not sampled. `masked`: work space for n
+   logits, if `allowed` is not NULL. */
 void sample(const float *logits, int64_t n_rows, int64_t stride, int64_t n, const double *temperatures,
-            const double *uniforms, double *terms, int64_t *tokens, float *logprobs) {
+            const double *uniforms, double *terms, int64_t *tokens, float *logprobs, const uint32_t *allowed,
+            float *masked) {
     for (int64_t row = 0; row < n_rows; row++, logits += stride) {
         int64_t best = argmax(logits, n), token = best;
         double largest = logits[best], temperature = temperatures[row];
         double plain = sum_of_exponentials(logits, n, largest, 1, NULL);
+        const float *choices = logits;
+        double largest_choice = largest;
+        if (allowed) {
+            for (int64_t i = 0; i < n; i++) masked[i] = allowed[i / 32] >> (i % 32) & 1 ? logits[i] : -INFINITY;
+            allowed += (n + 31) / 32;
+            choices = masked;
+            token = argmax(masked, n);
+            largest_choice = masked[token];
+        }
         if (temperature > 0) {
-            double total = sum_of_exponentials(logits, n, largest, temperature, terms), cumulative = 0;
+            double total = sum_of_exponentials(choices, n, largest_choice, temperature, terms), cumulative = 0;
             for (int64_t i = 0; i < n; i++) terms[i] = cumulative += (float)(terms[i] / total);
             double target = uniforms[row] * cumulative;
             for (token = 0; token < n - 1 && !(terms[token] > target) && terms[token] < cumulative; token++) {}
