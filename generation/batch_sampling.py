@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from thinker.generation.constraints import allowed_tokens, banned_tokens
 from thinker.generation.sampler import SamplingParams, sample
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.runtime.device import to_device
@@ -23,6 +24,8 @@ class BatchSampler:
         uniforms = [[one.uniform(len(drafts) + step) for one, drafts in contexts] for step in range(n_steps)]
         numbers = torch.tensor(uniforms, dtype=torch.float64, device="cpu")  # (n_steps, N)
         self._uniforms = iter(to_device(numbers, self.device))
+        allowed = allowed_tokens([sequence.constraint for sequence, _ in contexts])
+        self._banned = None if allowed is None else banned_tokens(allowed, vocab_size, self.device)  # for one step
         groups: dict[SamplingParams, list[int]] = {}
         for row, (sequence, _) in enumerate(contexts):
             groups.setdefault(sequence.sampling_key, []).append(row)
@@ -38,6 +41,8 @@ class BatchSampler:
     def __call__(self, logits: Tensor) -> Tensor:
         """Sample tokens (N,) from logits (N, V). The next call counts them as part of the text."""
         logits, uniforms = logits.to(self.device), next(self._uniforms)
+        if self._banned is not None:
+            logits = logits.masked_fill(self._banned, -torch.inf)
         if len(self._groups) == 1 and self._groups[0][2] is None:  # the usual case, without a copy
             return sample(logits, self._groups[0][0], uniforms, None, None)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=self.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from thinker.generation.engine import Generator
 from thinker.generation.prompts import check_text
 from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Sequence
+from thinker.generation.sequence import Sequence, describe_unmet
 from thinker.generation.sliding import continue_text, decode_sliding, describe_context_end
 from thinker.model import KVCache
 
@@ -62,10 +62,11 @@ class Conversation:
         return True
 
     def news(self) -> Iterator[str]:
-        """Yield a line per event at the end of the context in the last turn, each once per text."""
+        """Yield a line per event at the end of the context in the last turn, each once per text, and if it was cut."""
         lines = describe_context_end(self.generator, [self._last.completion], self._last.params.max_new_tokens)
         yield from (line for name, line in lines.items() if name not in self._said)
         self._said |= lines.keys()
+        yield from describe_unmet([self._last.completion])
 
     def _decode(self, sequence: Sequence) -> Iterator[str]:
         self._last = sequence

@@ -16,6 +16,7 @@ from thinker.data.tokenizer import Tokenizer
 from thinker.generation import prompts as checks
 from thinker.generation.batch_sampling import is_unfiltered, sample_next, sample_steps, top_logprobs
 from thinker.generation.compiled_decode import CompiledThinker
+from thinker.generation.constraints import Constraint
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.native_decode import NativeThinker
 from thinker.generation.sampler import SamplingParams
@@ -172,14 +173,19 @@ class Generator:
         return [*self.tokenizer.bos_prefix, *ids] or [self.tokenizer.bos_id]
 
     def new_sequence(self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]) -> Sequence:
-        """Create a sequence that starts with `tokens`. Raises UserError if the tokens or the logit bias are invalid."""
+        """Create a sequence that starts with `tokens`. Raises UserError if the tokens or the parameters are invalid."""
         hint = ", or use --window N to attend to the newest N tokens" if self.supports_window else ""
         checks.check_prompt(tokens, self.tokenizer, self.config, self.context_len, hint, params.logit_bias)
         completion.prompt_tokens = len(tokens)
         # The model does not read the last token, so n positions allow n + 1 tokens.
         n_new = min(params.max_new_tokens, self.context_len + 1 - len(tokens))
         n_later = params.max_new_tokens - n_new if self.slide else 0
-        return Sequence(index, completion, params, list(tokens), n_new, self.tokenizer, n_later)
+        constraint = None
+        if params.json_schema is not None or params.regex is not None:
+            if self.speculate:
+                raise UserError("json_schema and regex cannot be combined with speculate; use speculate=0")
+            constraint = Constraint(self.tokenizer, params.json_schema, params.regex, params.logit_bias)
+        return Sequence(index, completion, params, list(tokens), n_new, self.tokenizer, n_later, constraint=constraint)
 
     def new_cache(self, model: Thinker, batch_size: int, max_len: int) -> KVCache:
         """Create an empty cache; with a window, a sink cache."""
@@ -236,7 +242,8 @@ class Generator:
         n_remaining = min(sequence.n_remaining for sequence in sequences)
         if isinstance(self.decode_model, NativeThinker) and is_unfiltered(sequences):
             return self.decode_model.sample(sequences, cache, logits, n_remaining)
-        n_steps = min(self.steps_per_read, n_remaining)
+        has_constraint = any(sequence.constraint is not None for sequence in sequences)
+        n_steps = 1 if has_constraint else min(self.steps_per_read, n_remaining)
         return sample_steps(sequences, logits, n_steps, partial(self.decode_model, cache=cache))
 
     @torch.no_grad()

@@ -119,6 +119,8 @@ def _set_param(params: SamplingParams, name: str, value: str) -> SamplingParams:
         raise UserError(f"unknown setting {name}{did_you_mean(name, names)}; /set lists all settings")
     if value.lower() == "none":
         return dataclasses.replace(params, **{name: getattr(SamplingParams, name)})
+    if name in ("json_schema", "regex"):
+        return dataclasses.replace(params, **{name: value})
     if name == "stop":
         return dataclasses.replace(params, stop=(value.replace("\\n", "\n"),))
     try:

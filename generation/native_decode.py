@@ -11,6 +11,7 @@ from collections.abc import Sequence as AbstractSequence
 import torch
 from torch import Tensor, nn
 
+from thinker.generation.constraints import allowed_tokens
 from thinker.generation.inference_linear import QuantizedLinear
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache, Thinker
@@ -103,11 +104,13 @@ class NativeThinker:
         temperatures = [sequence.params.temperature for sequence in sequences]
         can_step = self.is_supported and self.is_causal and type(cache) is KVCache and len(sequences) <= self.max_rows
         can_step = can_step and not any(module.hooks for module in self._hooked)
+        allowed = allowed_tokens([sequence.constraint for sequence in sequences])
+        can_step = can_step and allowed is None
         n_steps = max(1, min(MAX_STEPS, n_remaining, int(MAX_SECONDS / self.seconds_per_step))) if can_step else 1
         uniforms = [sequence.uniform(step) for step in range(n_steps) for sequence in sequences]
         logits = logits[:, 0].float().contiguous()  # (B, V)
         if n_steps == 1:
-            tokens, logprobs = native.sample(logits, n_ids, temperatures, uniforms)
+            tokens, logprobs = native.sample(logits, n_ids, temperatures, uniforms, allowed)
         else:
             rows = list(range(B)) if rows is None else rows
             with self._lock:

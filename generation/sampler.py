@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinker.generation.json_schema import canonical_schema
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.type_checks import describe
@@ -46,6 +47,8 @@ class SamplingParams:
     logprobs: int = 0  # number of top log-probabilities to report per position
     seed: int = 0  # row i of a batch is sampled with seed + i, independently of other rows
     stop: tuple[str, ...] = ()  # stop before the first of these strings
+    json_schema: str | None = None  # generate JSON valid under this schema: dict, JSON text, or True (any object)
+    regex: str | None = None  # generate a text that matches this regular expression as a whole
 
     def __post_init__(self) -> None:
         for name, (kind, lowest, highest, expected) in _RANGES.items():
@@ -56,8 +59,15 @@ class SamplingParams:
                 object.__setattr__(self, name, int(value) if kind is Integral else float(value))
         if not isinstance(self.stop, (list, tuple)) or not all(isinstance(text, str) and text for text in self.stop):
             raise UserError(f"stop is {describe(self.stop)}; use a list of non-empty strings")
-        if any("\ud800" <= char <= "\udfff" for text in self.stop for char in text):
-            raise UserError("stop contains a lone surrogate, which is not valid text; decode it as UTF-8")
+        if self.regex is not None and not (isinstance(self.regex, str) and self.regex):
+            raise UserError(f"regex is {describe(self.regex)}; use a non-empty string")
+        for name, texts in (("stop", self.stop), ("regex", self.regex or "")):
+            if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
+                raise UserError(f"{name} contains a lone surrogate, which is not valid text; decode it as UTF-8")
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", canonical_schema(self.json_schema))
+        if self.json_schema is not None and self.regex is not None:
+            raise UserError("json_schema and regex cannot be combined; use only one")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "logit_bias", _sorted_pairs(self.logit_bias))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinker.data.tokenizer import Tokenizer
+from thinker.generation.constraints import Constraint
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.streaming import TextStreamer
 from thinker.runtime.finite import check_computed
@@ -24,12 +25,23 @@ class Completion:
     token_ids: list[int] = field(default_factory=list, repr=False)  # all sampled tokens, including end of text
     logprobs: list[float] = field(default_factory=list, repr=False)  # per token under the unmodified model, in nats
     top_logprobs: list[dict[int, float]] = field(default_factory=list, repr=False)  # most likely tokens, per token
-    finish_reason: str = "length"  # "stop": end of text or a stop string; "length": max_new_tokens or a full context
+    # "stop": end of text, a stop string or a complete constraint; "length": max_new_tokens, a full context, or no token
+    # that both the constraint and the logit bias allow.
+    finish_reason: str = "length"
+    constraint_met: bool | None = None  # whether the text got to match json_schema or regex as a whole; None: no such
     prompt_tokens: int = 0  # including the BOS token
     n_evicted: int = 0  # positions that a sink cache had evicted at the end
     n_slides: int = 0  # times that the text continued from its newest half (generation/sliding.py)
     drafted: int = 0  # speculated tokens
     accepted: int = 0  # drafted tokens that were accepted
+
+
+def describe_unmet(completions: list[Completion]) -> list[str]:
+    """Describe, in a line or none, how many texts were cut before they matched their JSON schema or regex."""
+    n_unmet = sum(completion.constraint_met is False for completion in completions)
+    cut = f"{n_unmet} of {len(completions)} texts were" if len(completions) > 1 else "the text was"
+    hint = "use a higher --max-new-tokens, or a schema or regex with shorter texts"
+    return [f"{cut} cut before the JSON schema or regex was complete; {hint}"] if n_unmet else []
 
 
 @dataclass(frozen=True)
@@ -67,12 +79,14 @@ class Sequence:
     n_remaining: int  # tokens left to sample
     tokenizer: Tokenizer
     n_after_sliding: int = 0  # tokens left to sample beyond the context
+    constraint: Constraint | None = None
     forgotten: list[int] = field(default_factory=list)  # tokens before `tokens`, dropped by sliding
 
     def __post_init__(self) -> None:
         self.streamer = TextStreamer(self.tokenizer, self.params.stop)
         # Parameters that shape the distribution: sequences with equal keys are sampled in one batch.
-        self.sampling_key = replace(self.params, seed=0, max_new_tokens=1, stop=(), logprobs=0)
+        unrelated = {"seed": 0, "max_new_tokens": 1, "stop": (), "logprobs": 0, "json_schema": None, "regex": None}
+        self.sampling_key = replace(self.params, **unrelated)
         self._random, self._uniforms = random.Random(self.params.seed), []
 
     def uniform(self, offset: int) -> float:
@@ -102,12 +116,26 @@ class Sequence:
             completion.top_logprobs += top_logprobs
         self.n_remaining -= n_used
         is_eos = n_used == n_to_eos
+        is_stop = is_eos or streamer.stopped
+        if self.constraint is not None:
+            is_stop |= self._follow_constraint(self.constraint, tokens, is_eos)
         if is_eos or self.n_remaining + self.n_after_sliding == 0:
             text += streamer.finish()
         completion.text += text
-        if is_eos or streamer.stopped:
+        if is_stop:
             completion.finish_reason = "stop"
-        return text, is_eos or streamer.stopped or self.n_remaining == 0
+        return text, is_stop or self.n_remaining == 0
+
+    def _follow_constraint(self, constraint: Constraint, tokens: list[int], is_eos: bool) -> bool:
+        """Tell the constraint what was sampled. Returns whether the text is complete and nothing may follow."""
+        if not is_eos:
+            (token,) = tokens  # the next one depends on it
+            constraint.append(token)
+            if not constraint.can_continue:
+                self.n_remaining = self.n_after_sliding = 0
+        is_complete = is_eos or constraint.is_complete
+        self.completion.constraint_met = is_complete and not self.streamer.stopped
+        return is_complete and not constraint.can_continue
 
     def penalty_inputs(self, drafts: list[int], vocab_size: int) -> tuple[Tensor, Tensor]:
         """Return which tokens are in the text with `drafts`, and how often each was generated, (V,) both."""

@@ -63,7 +63,8 @@ def describe_context_end(generator: Any, completions: list[Completion], max_new_
     if any(completion.n_slides for completion in completions):
         kept = f"its newest {kept_when_sliding(generator.context_len)} (see --no-slide)"
         lines["slid"] = f"the context of {generator.context_len} tokens is full: the text continues from {kept}"
-    if any(one.finish_reason == "length" and len(one.token_ids) < max_new_tokens for one in completions):
+    short = [one for one in completions if one.finish_reason == "length" and len(one.token_ids) < max_new_tokens]
+    if any(one.prompt_tokens + len(one.token_ids) > generator.context_len for one in short):
         hint = "; use --window N for longer texts" if generator.supports_window else ""
         lines["ended"] = f"stopped at the end of the context ({generator.context_len} tokens){hint}"
     sinks, window = generator.sinks, generator.window

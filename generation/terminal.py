@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from thinker.generation.engine import Generator
 from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Completion, Score
+from thinker.generation.sequence import Completion, Score, describe_unmet
 from thinker.generation.sliding import describe_context_end
 from thinker.runtime.finite import finite_json
 from thinker.runtime.terminal_text import for_stream
@@ -48,7 +48,7 @@ def print_samples(
         accepted = sum(completion.accepted for completion in completions)
         text += f"; {accepted} of {sum(completion.drafted for completion in completions)} drafted tokens accepted"
     log(text)
-    log(*describe_context_end(generator, completions, params.max_new_tokens).values())
+    log(*describe_context_end(generator, completions, params.max_new_tokens).values(), *describe_unmet(completions))
 
 
 def logprob_lines(generator: Generator, tokens: Completion | Score) -> Iterator[str]:
