@@ -16,7 +16,7 @@ except ModuleNotFoundError:
 
 SAMPLING_FLAGS = (
     "max_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "temperature",
-    "greedy", "top_k", "top_p", "min_p", "seed", "stop",
+    "greedy", "top_k", "top_p", "min_p", "seed", "stop", "json_schema", "regex",
 )  # fmt: skip
 DECODING_FLAGS = ("speculate", "compile", "no_cache", "no_slide")
 UNUSED_FLAGS = {  # by mode, the flags that have no effect in it
@@ -60,6 +60,10 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--seed", type=int, help="seed for reproducible samples (default: random)")
     stop_help = r"stop before TEXT (\n is a line break, \\ a backslash); repeatable"
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", type=unescape, help=stop_help)
+    constraint = group.add_mutually_exclusive_group()
+    schema_help = "generate JSON that is valid under the JSON schema in FILE (UTF-8)"
+    constraint.add_argument("--json-schema", metavar="FILE", help=schema_help)
+    constraint.add_argument("--regex", metavar="PATTERN", help="generate a text that matches PATTERN as a whole")
     group = parser.add_argument_group("performance and context")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     precisions = ["auto", "fp32", "bf16", "fp16"]
@@ -119,6 +123,8 @@ def main() -> int:
     arguments = parse_arguments()
     prompt = arguments.prompt if arguments.prompt_file is None else read_text(arguments.prompt_file)
     text_to_score = None if arguments.score is None else read_text(arguments.score)
+    if arguments.json_schema is not None:
+        arguments.json_schema = read_text(arguments.json_schema)
 
     from thinker.data.text_bytes import loses_text, warn_of_lost_text
     from thinker.generation import Completion, Generator, SamplingParams, terminal
@@ -126,6 +132,7 @@ def main() -> int:
     from thinker.generation.conversation import Conversation
     from thinker.generation.interactive import run_interactive
     from thinker.generation.prompts import check_cache_fits
+    from thinker.generation.sequence import describe_unmet
     from thinker.interop import load
     from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
     from thinker.runtime.finite import finite_json
@@ -176,8 +183,10 @@ def main() -> int:
         run_interactive(conversation, prompt, params)
     elif arguments.json:
         n = arguments.num_samples
-        for index, completion in enumerate(generator.generate([prompt] * n, params, [tokens] * n)):
+        completions = generator.generate([prompt] * n, params, [tokens] * n)
+        for index, completion in enumerate(completions):
             print(finite_json(asdict(completion) | {"seed": params.seed + index}))
+        terminal.log(*describe_unmet(completions))
     else:
         shown_prompt = "" if arguments.chat else prompt
         terminal.print_samples(generator, shown_prompt, tokens, params, arguments.num_samples, show_logprobs)
