@@ -54,13 +54,6 @@ class BatchSampler:
         return tokens
 
 
-def is_unfiltered(sequences: list[Sequence]) -> bool:
-    """Whether all are sampled at one temperature, without filters, penalties and top log-probabilities."""
-    params = sequences[0].sampling_key
-    are_alike = all(one.sampling_key == params and not one.params.logprobs for one in sequences)
-    return are_alike and not params.changes_logits
-
-
 @torch.no_grad()
 def sample_steps(
     sequences: list[Sequence], logits: Tensor, n_steps: int, step: Callable[[Tensor], Tensor]

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from thinker.data.text_bytes import count_bytes
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation import prompts as checks
-from thinker.generation.batch_sampling import is_unfiltered, sample_next, sample_steps, top_logprobs
+from thinker.generation.batch_sampling import sample_next, sample_steps, top_logprobs
 from thinker.generation.compiled_decode import CompiledThinker
 from thinker.generation.constraints import Constraint
 from thinker.generation.inference_model import prepare_for_inference
@@ -137,6 +137,11 @@ class Generator:
             needed = "an unbounded context" if config.is_unbounded else f"at least {config.max_cached_len}"
             raise UserError(f"the draft model's context is {length} tokens; use a draft model with {needed}")
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a text has the same logits, to the bit, in any batch and however it is split into passes."""
+        return isinstance(self.decode_model, NativeThinker) and self.decode_model.is_batch_invariant
+
     def __repr__(self) -> str:
         where = f"{self.model.dtype} on {self.model.device}"
         return f"Generator({self.tokenizer}, context of {self.context_len} tokens, {where})"
@@ -215,7 +220,8 @@ class Generator:
         drafts: list[list[int]] = [[] for _ in sequences]
         while True:
             if drafter is None:
-                sampled = self._sample(sequences, cache, logits)
+                n_remaining = min(sequence.n_remaining for sequence in sequences)
+                sampled = self.sample(sequences, cache, logits, n_remaining)
             else:
                 sampled = sample_next(sequences, drafts, logits)
             unfinished = []
@@ -237,14 +243,28 @@ class Generator:
                         batch.select(unfinished)
             drafts, logits = self._decode_step(sequences, cache, drafter)
 
-    def _sample(self, sequences: list[Sequence], cache: KVCache | None, logits: Tensor) -> list[list[SampledToken]]:
-        """Sample one token per sequence from logits (B, 1, V), or several if the model can run in between."""
-        n_remaining = min(sequence.n_remaining for sequence in sequences)
-        if isinstance(self.decode_model, NativeThinker) and is_unfiltered(sequences):
-            return self.decode_model.sample(sequences, cache, logits, n_remaining)
-        has_constraint = any(sequence.constraint is not None for sequence in sequences)
-        n_steps = 1 if has_constraint else min(self.steps_per_read, n_remaining)
-        return sample_steps(sequences, logits, n_steps, partial(self.decode_model, cache=cache))
+    def sample(
+        self, sequences: list[Sequence], cache: KVCache | None, logits: Tensor, max_steps: int,
+        rows: list[int] | None = None,
+    ) -> list[list[SampledToken]]:  # fmt: skip
+        """Sample a token per sequence from logits (B, 1, V), or up to `max_steps` if the model can run in between.
+
+        `rows`: the rows of the sequences in the cache (default: all, in order).
+        """
+        step = self.decode_model
+        unfiltered = [row for row, sequence in enumerate(sequences) if sequence.is_unfiltered]
+        if not isinstance(step, NativeThinker) or not unfiltered:
+            has_constraint = any(sequence.constraint is not None for sequence in sequences)
+            n_steps = 1 if has_constraint else min(self.steps_per_read, max_steps)
+            return sample_steps(sequences, logits, n_steps, partial(step, cache=cache))
+        if len(unfiltered) == len(sequences):
+            return step.sample(sequences, cache, logits, max_steps, rows)
+        others = [row for row in range(len(sequences)) if row not in unfiltered]
+        tokens = dict(
+            zip(unfiltered, step.sample([sequences[row] for row in unfiltered], cache, logits[unfiltered], 1))
+        )
+        tokens |= zip(others, sample_steps([sequences[row] for row in others], logits[others], 1, step))
+        return [tokens[row] for row in range(len(sequences))]
 
     @torch.no_grad()
     def score(self, text: str, n_top: int = 0, progress: bool = False) -> Score:

@@ -97,8 +97,8 @@ class NativeThinker:
     ) -> list[list[SampledToken]]:  # fmt: skip
         """Sample up to `n_remaining` tokens per sequence, the first from logits (B, 1, V).
 
-        Fast models sample several without returning to Python, for up to MAX_SECONDS. See batch_sampling.is_unfiltered
-        for what `sequences` need. `rows`: their rows in the cache (default: all rows, in order).
+        Fast models sample several without returning to Python, for up to MAX_SECONDS. All `sequences` are
+        unfiltered. `rows`: their rows in the cache (default: all rows, in order).
         """
         B, n_ids = len(sequences), sequences[0].tokenizer.vocab_size
         temperatures = [sequence.params.temperature for sequence in sequences]

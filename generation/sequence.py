@@ -81,6 +81,7 @@ class Sequence:
     n_after_sliding: int = 0  # tokens left to sample beyond the context
     constraint: Constraint | None = None
     forgotten: list[int] = field(default_factory=list)  # tokens before `tokens`, dropped by sliding
+    n_shared: int = 0  # prompt tokens whose keys another text of a continuous batch had computed
 
     def __post_init__(self) -> None:
         self.streamer = TextStreamer(self.tokenizer, self.params.stop)
@@ -88,6 +89,11 @@ class Sequence:
         unrelated = {"seed": 0, "max_new_tokens": 1, "stop": (), "logprobs": 0, "json_schema": None, "regex": None}
         self.sampling_key = replace(self.params, **unrelated)
         self._random, self._uniforms = random.Random(self.params.seed), []
+
+    @property
+    def is_unfiltered(self) -> bool:
+        """Whether sampling needs only a temperature and a constraint: no filters, penalties, top log-probabilities."""
+        return not (self.params.changes_logits or self.params.logprobs)
 
     def uniform(self, offset: int) -> float:
         """Return the random number in [0, 1) of the token `offset` positions ahead, the same in every call."""

@@ -27,10 +27,11 @@ def decode_sliding(
         sequences = [sequence for sequence in sequences if sequence.completion.finish_reason != "stop"]
         sequences = [sequence for sequence in sequences if sequence.n_after_sliding]
         for sequence in sequences:
-            _slide(sequence, generator.context_len)
+            slide(sequence, generator.context_len)
 
 
-def _slide(sequence: Sequence, context_len: int) -> None:
+def slide(sequence: Sequence, context_len: int) -> None:
+    """Make the newest half of a full context a new text."""
     n_kept = kept_when_sliding(context_len)
     n_before = len(sequence.tokens) - n_kept
     sequence.forgotten += sequence.tokens[:n_before]

@@ -99,7 +99,7 @@ def test_recovers_from_an_interrupted_step(model, monkeypatch, native):
     generator = Generator(model, TOKENIZER, compile=None if native else False)
     conversation = Conversation(generator)
     list(conversation.reply("Some text", PARAMS))
-    step, calls = type(generator)._sample, []
+    step, calls = type(generator).sample, []
 
     def interrupted(self, *arguments):
         sampled = step(self, *arguments)
@@ -108,10 +108,10 @@ def test_recovers_from_an_interrupted_step(model, monkeypatch, native):
             raise KeyboardInterrupt
         return sampled
 
-    monkeypatch.setattr(type(generator), "_sample", interrupted)
+    monkeypatch.setattr(type(generator), "sample", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(conversation.reply(" more", PARAMS))
-    monkeypatch.setattr(type(generator), "_sample", step)
+    monkeypatch.setattr(type(generator), "sample", step)
     expected = fresh(generator, [*conversation.tokens, *TOKENIZER.encode(".")], PARAMS)
     list(conversation.reply(".", PARAMS))
     assert conversation.tokens == expected

@@ -1,0 +1,144 @@
+"""Continuous batching: sequences join and leave a running batch between two steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from thinker.generation.cache_rows import JoinedRows, PooledRows, Row, common_prefix
+from thinker.generation.engine import Generator
+from thinker.generation.sequence import SampledToken, Sequence
+from thinker.generation.sliding import slide
+from thinker.runtime.errors import RunError, UserError
+
+TOKENS_PER_STEP = 64  # to read in one pass: the newest of each text, and pieces of prompts
+
+
+@dataclass
+class Progress:
+    """What a step added to a sequence."""
+
+    sequence: Sequence
+    text: str  # newly certain text
+    sampled: list[SampledToken]  # of which the tokens after the end of the text are left out
+    has_ended: bool
+    error: UserError | RunError | None = None  # why the sequence failed; others are not affected
+
+
+class ContinuousBatch:
+    """Decodes sequences that are added at any time, up to `max_rows` at once.
+
+    Prompts are read in pieces beside the texts that grow, so that a long one delays nobody for long. What a prompt
+    shares with texts that were read before is not read again. If the Generator is batch invariant, a sequence gets
+    exactly the tokens that generate() gives it alone; otherwise, a logit may differ by a rounding error. Not
+    thread-safe.
+    """
+
+    def __init__(self, generator: Generator, max_rows: int) -> None:
+        """Allocate the cache. Raises UserError if it does not fit into memory, or for unsupported options."""
+        if generator.window is not None or generator.speculate or not generator.use_cache:
+            raise UserError("continuous batching supports no window, no speculation, and needs the KV cache")
+        self.generator, self.max_rows = generator, max_rows
+        self.rows = PooledRows(generator, max_rows) if generator.is_batch_invariant else JoinedRows(generator, max_rows)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Row] = []  # oldest first
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence from Generator.new_sequence()."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, which frees its row at once."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        for row in [row for row in self.running if row.sequence is sequence]:
+            self._close(row)
+
+    @torch.no_grad()
+    def step(self) -> list[Progress]:
+        """Read and sample once for all sequences. Returns what was added; an ended sequence has left the batch."""
+        self._admit()
+        reads = list(self._choose_reads())
+        if not reads:
+            return []
+        ready = [row for row, tokens in reads if len(tokens) == row.n_unread]
+        logits = self.rows.read(reads)  # after the last token of each row in `ready`, (len(ready), 1, V)
+        if not ready:
+            return []
+        sequences = [row.sequence for row in ready]
+        is_alone = not self.waiting and len(ready) == len(self.running)
+        n_steps = min(sequence.n_remaining for sequence in sequences) if is_alone else 1
+        sampled = self.rows.sample(ready, logits, n_steps)
+        return [progress for row, tokens in zip(ready, sampled) for progress in self._extend(row, tokens)]
+
+    def _admit(self) -> None:
+        """Give free rows to waiting sequences, in order. Those that wait for a prefix to be read are passed over."""
+        passed_over = []
+        while self.waiting and len(self.running) < self.max_rows:
+            sequence = self.waiting.popleft()
+            if self._will_be_shared(sequence):
+                passed_over.append(sequence)
+                continue
+            row = self.rows.open(sequence)
+            if not sequence.completion.token_ids:
+                sequence.n_shared = row.n_read
+            self.running.append(row)
+        self.waiting.extendleft(reversed(passed_over))
+
+    def _will_be_shared(self, sequence: Sequence) -> bool:
+        """Whether a prompt that is being read shares more with this one than has been read of it."""
+        longest = len(sequence.tokens) - 1  # the last token has to be read for its logits
+        return self.rows.shares_prompts and any(
+            row.n_read < min(common_prefix(row.sequence.tokens, sequence.tokens), longest)
+            for row in self.running
+            if row.n_unread > 1
+        )
+
+    def _choose_reads(self) -> Iterator[tuple[Row, list[int]]]:
+        """Choose what to read in this step: the newest token of each text, then pieces of prompts.
+
+        Half of what is left goes to the prompt that waits longest, the rest to the shortest, so that both advance.
+        """
+        budget = max(TOKENS_PER_STEP - len(self.running), TOKENS_PER_STEP // 4)
+        prompts = [row for row in self.running if row.n_unread > 1]
+        yield from ((row, row.next_tokens(1)) for row in self.running if row.n_unread == 1)
+        n_chosen = [0] * len(prompts)
+        by_length = sorted(range(len(prompts)), key=lambda index: prompts[index].n_unread)
+        for index, limit in [*((0, budget // 2) for _ in prompts[:1]), *((index, budget) for index in by_length)]:
+            row, before = prompts[index], n_chosen[index]
+            n_unread = row.n_unread - before
+            # A bidirectional prefix has to be read in one pass.
+            least = max(0, min(self.generator.config.prefix - row.n_read, n_unread)) if before == 0 else 0
+            n_chosen[index] += max(least, min(n_unread, limit, budget))
+            budget -= n_chosen[index] - before
+        yield from ((row, row.next_tokens(n)) for row, n in zip(prompts, n_chosen) if n > 0)
+
+    def _extend(self, row: Row, sampled: list[SampledToken]) -> Iterator[Progress]:
+        sequence = row.sequence
+        n_before = len(sequence.completion.token_ids)
+        try:
+            text, has_ended = sequence.extend(sampled)
+        except (UserError, RunError) as error:
+            self._close(row)
+            yield Progress(sequence, "", [], True, error)
+            return
+        sampled = sampled[: len(sequence.completion.token_ids) - n_before]
+        if has_ended:
+            self._close(row)
+            if sequence.completion.finish_reason != "stop" and sequence.n_after_sliding:
+                slide(sequence, self.generator.context_len)
+                self.waiting.appendleft(sequence)
+                has_ended = False
+        yield Progress(sequence, text, sampled, has_ended)
+
+    def _close(self, row: Row) -> None:
+        self.running.remove(row)
+        self.rows.close(row)

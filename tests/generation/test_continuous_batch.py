@@ -1,0 +1,297 @@
+"""A text of a continuous batch is the text of generate(), whatever its neighbours, timing and settings."""
+
+import math
+import random
+
+import pytest
+import torch
+from conftest import examples, random_model
+
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.generation import Completion, Generator, SamplingParams
+from thinker.generation.cache_rows import JoinedRows, PooledRows, common_prefix
+from thinker.generation.continuous_batch import TOKENS_PER_STEP, ContinuousBatch
+from thinker.runtime.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOKENIZER = make_tokenizer("byte", [])
+NO_END = {TOKENIZER.bos_id: -math.inf}
+KINDS = {  # model config, options of the Generator
+    "gqa": ({"n_heads": 4, "n_kv_heads": 2}, {}),
+    "int8": ({}, {"bits": 8}),
+    "bf16": ({}, {"dtype": "bf16"}),
+    "softcap": ({"attn_logit_softcap": 5.0}, {}),
+    "torch": ({}, {"compile": False}),
+    "window": ({"attention": "window(8) | global(2)"}, {}),
+    "windows in some layers": ({"attention": ["full", "window(6)"]}, {}),
+    "linear": ({"attention": "linear(16)"}, {}),
+    "alibi": ({"positions": "alibi"}, {}),
+    "learned": ({"positions": "learned"}, {}),
+    "token shift": ({"token_shift": True}, {}),
+    "prefix": ({"attention": "prefix(4)"}, {}),
+    "unbounded": ({"attention": "window(8)"}, {}),
+}
+PROMPTS = [
+    "", "a", "You are a helpful model. Hi!", "You are a helpful model. Who is it?", "é漢 " * 6, "x" * 60, "ab" * 70,
+]  # fmt: skip
+
+
+def make_generator(kind="gqa", **options):
+    config, how = KINDS[kind]
+    return Generator(random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=160, **config), TOKENIZER, **how, **options)
+
+
+def random_params(numbers, seed):
+    """Any settings, each of which some requests leave out."""
+    choices = {
+        "max_new_tokens": [1, 2, 7, 30], "temperature": [0.0, 0.7, 1.0], "top_k": [None, 5], "top_p": [None, 0.8],
+        "min_p": [None, 0.05], "repetition_penalty": [1.0, 1.3], "presence_penalty": [0.0, 0.5], "logprobs": [0, 3],
+        "frequency_penalty": [0.0, 0.5], "logit_bias": [(), {97: 3.0}], "stop": [(), ("a", "bc")],
+        "regex": [None, None, None, "[ab]{3,20}"],
+    }  # fmt: skip
+    is_plain = numbers.random() < 0.4  # so that steps of several tokens are tested, too
+    names = ["max_new_tokens", "temperature"] if is_plain else choices
+    return SamplingParams(seed=seed, **{name: numbers.choice(choices[name]) for name in names})
+
+
+def new_sequence(generator, prompt, params):
+    tokens = generator.encode(prompt)
+    return generator.new_sequence(0, Completion(prompt), params, tokens)
+
+
+def run_batch(generator, requests, numbers, max_rows=4, n_removed=0):
+    """Add requests (prompt, params) at random times, remove some; returns the sequences and the joined pieces."""
+    batch = ContinuousBatch(generator, max_rows)
+    sequences, pieces, sampled = [], {}, {}
+    removed, waiting = [], list(requests)
+    while waiting or not batch.is_idle:
+        for _ in range(numbers.choice([0, 1, 1, 3])):
+            if waiting:
+                sequences.append(new_sequence(generator, *waiting.pop(0)))
+                batch.add(sequences[-1])
+        if len(removed) < n_removed and sequences and numbers.random() < 0.2:
+            removed.append(numbers.choice(sequences))
+            batch.remove(removed[-1])
+        for progress in batch.step():
+            assert progress.error is None
+            key = id(progress.sequence)
+            pieces[key] = pieces.get(key, "") + progress.text
+            sampled.setdefault(key, []).extend(progress.sampled)
+        assert len(batch.running) <= max_rows
+    if isinstance(batch.rows, PooledRows):
+        assert sorted(batch.rows.free) == list(range(max_rows))
+    else:
+        assert batch.rows.joined == []
+        assert batch.rows.cache is None
+    kept = [one for one in sequences if not any(one is other for other in removed)]
+    for sequence in kept:
+        assert pieces[id(sequence)] == sequence.completion.text
+        assert [token for token, *_ in sampled[id(sequence)]] == sequence.completion.token_ids
+    return kept
+
+
+def check_equal(generator, sequences):
+    """Each text is the one that generate() gives alone."""
+    for sequence in sequences:
+        (known,) = generator.generate([sequence.completion.prompt], [sequence.params])
+        found = sequence.completion
+        assert found.text == known.text
+        assert found.token_ids == known.token_ids
+        assert (found.finish_reason, found.n_slides) == (known.finish_reason, known.n_slides)
+        if generator.is_batch_invariant:
+            assert found.logprobs == known.logprobs
+            assert found.top_logprobs == known.top_logprobs
+        else:
+            assert found.logprobs == pytest.approx(known.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(examples(9)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_equal_those_of_generate(kind, seed):
+    numbers = random.Random(f"{kind} {seed}")
+    generator = make_generator(kind)
+    prompts = PROMPTS[2:] if kind == "prefix" else PROMPTS  # which needs a few tokens
+    requests = [(numbers.choice(prompts), random_params(numbers, index)) for index in range(14)]
+    check_equal(generator, run_batch(generator, requests, numbers, numbers.choice([1, 3, 8]), n_removed=3))
+
+
+def test_both_kinds_of_rows_are_tested():
+    assert type(ContinuousBatch(make_generator("torch"), 2).rows) is JoinedRows
+    generator = make_generator()
+    if generator.is_batch_invariant:
+        assert type(ContinuousBatch(generator, 2).rows) is PooledRows
+
+
+@pytest.mark.parametrize("kind", ["gqa", "torch", "window"])
+def test_texts_slide(kind):
+    generator = make_generator(kind, slide=True)
+    requests = [(prompt, SamplingParams(250, seed=seed, logit_bias=NO_END)) for seed, prompt in enumerate(PROMPTS[2:])]
+    sequences = run_batch(generator, requests, random.Random(1))
+    if kind != "window":  # which ends with the context
+        assert all(sequence.completion.n_slides > 1 for sequence in sequences)
+    check_equal(generator, sequences)
+
+
+def count_read(monkeypatch, batch):
+    """A list of (row, number of tokens) of every reading."""
+    reads, read = [], batch.rows.read
+
+    def counted(chosen):
+        reads.append([(row, len(tokens)) for row, tokens in chosen])
+        return read(chosen)
+
+    monkeypatch.setattr(batch.rows, "read", counted)
+    return reads
+
+
+def finish(batch):
+    while not batch.is_idle:
+        batch.step()
+
+
+@pytest.mark.parametrize("kind", ["gqa", "torch", "window", "prefix"])
+def test_shared_prefixes_are_not_read_again(monkeypatch, kind):
+    generator = make_generator(kind)
+    system, params = "You are a helpful model. " * 3, SamplingParams(5, seed=3, logit_bias=NO_END)
+    batch = ContinuousBatch(generator, 3)
+    reads = count_read(monkeypatch, batch)
+    first = new_sequence(generator, system + "Hi!", params)
+    batch.add(first)
+    finish(batch)
+    del reads[:]
+    # Another chat with the same system message, and the next turn of the first chat.
+    other = new_sequence(generator, system + "Who are you?", params)
+    turn = generator.new_sequence(0, Completion(""), params, [*first.tokens, *TOKENIZER.encode(" And now?")])
+    for sequence in (other, turn):
+        batch.add(sequence)
+    finish(batch)
+    n_read = sum(n for step in reads for _, n in step)
+    if kind in ("gqa", "torch", "prefix"):  # a window has forgotten the beginning
+        assert n_read <= len("Who are you?") + len(" And now?") + 1 + 2 * 5
+        assert other.n_shared == 1 + len(system)
+        assert turn.n_shared == len(first.tokens) - 1  # the last token was sampled, but not read
+    for sequence in (other, turn):
+        known = Completion("")
+        for _ in generator.stream_batch([known], [params], [sequence.tokens[: sequence.completion.prompt_tokens]]):
+            pass
+        assert sequence.completion.token_ids == known.token_ids
+
+
+def test_equal_prompts_that_come_together_are_read_once(monkeypatch):
+    generator = make_generator()
+    if not generator.is_batch_invariant:
+        pytest.skip("needs AVX-512")
+    batch = ContinuousBatch(generator, 6)
+    reads = count_read(monkeypatch, batch)
+    prompt = "ab" * 60
+    sequences = [new_sequence(generator, prompt, SamplingParams(3, seed=seed, logit_bias=NO_END)) for seed in range(4)]
+    for sequence in sequences:
+        batch.add(sequence)
+    finish(batch)
+    assert sum(n for step in reads for _, n in step) <= 121 + 3 * 1 + 4 * 3
+    check_equal(generator, sequences)
+
+
+def test_a_removed_prompt_does_not_hold_up_those_that_wait_for_it():
+    generator = make_generator()
+    batch = ContinuousBatch(generator, 6)
+    first, second = (new_sequence(generator, "ab" * 70, SamplingParams(4, seed=seed)) for seed in range(2))
+    batch.add(first)
+    batch.add(second)
+    batch.step()
+    batch.remove(first)
+    finish(batch)
+    assert first.completion.token_ids == []
+    check_equal(generator, [second])
+
+
+@pytest.mark.parametrize("kind", ["gqa", "torch"])
+def test_a_short_prompt_waits_two_steps_at_most_for_a_long_one(kind):
+    """The first token of a short prompt, in steps: alone, and while others decode and a long prompt is read."""
+    generator = make_generator(kind)
+    params = SamplingParams(20, logit_bias=NO_END)
+
+    def steps_to_first_token(batch, prompt):
+        sequence = new_sequence(generator, prompt, params)
+        batch.add(sequence)
+        n_steps = 0
+        while not sequence.completion.token_ids:
+            batch.step()
+            n_steps += 1
+        return n_steps
+
+    for n in (1, 20, 40, TOKENS_PER_STEP):
+        alone = steps_to_first_token(ContinuousBatch(generator, 8), "z" * n)
+        batch = ContinuousBatch(generator, 8)
+        for text in ("a", "b", "c"):
+            steps_to_first_token(batch, text)
+        batch.add(new_sequence(generator, "long" * 35, params))
+        batch.step()
+        assert any(row.n_unread > 1 for row in batch.running)
+        assert steps_to_first_token(batch, "z" * n) <= alone + 2
+
+
+def test_a_long_prompt_advances_while_short_ones_come():
+    generator = make_generator()
+    batch = ContinuousBatch(generator, 8)
+    long = new_sequence(generator, "long" * 35, SamplingParams(4))
+    batch.add(long)
+    for step in range(12):
+        for seed in range(2):
+            batch.add(new_sequence(generator, f"{step} {seed} " + "y" * 40, SamplingParams(1, seed=seed)))
+        batch.step()
+    assert long.completion.token_ids
+
+
+def test_a_sequence_that_fails_takes_no_other_with_it():
+    generator = make_generator()
+    batch = ContinuousBatch(generator, 3)
+    params = SamplingParams(8, seed=1, logit_bias=NO_END)
+    good, bad = (new_sequence(generator, prompt, params) for prompt in ("good", "bad"))
+    extend = bad.extend
+
+    def failing(sampled):
+        if len(bad.completion.token_ids) == 3:
+            raise UserError("as if its logits were not finite")
+        return extend(sampled)
+
+    bad.extend = failing
+    batch.add(good)
+    batch.add(bad)
+    errors = []
+    while not batch.is_idle:
+        errors += [progress for progress in batch.step() if progress.error is not None]
+    (error,) = errors
+    assert error.sequence is bad
+    assert error.has_ended
+    check_equal(generator, [good])
+
+
+def test_refuses_what_it_does_not_support():
+    model = random_model(vocab_size=264, max_seq_len=64)
+    for options in ({"window": 8}, {"speculate": 2}, {"use_cache": False}):
+        with pytest.raises(UserError, match="continuous batching"):
+            ContinuousBatch(Generator(model, TOKENIZER, **options), 2)
+    with pytest.raises(UserError, match="memory"):
+        ContinuousBatch(Generator(model, TOKENIZER), 10**9)
+
+
+def test_common_prefix():
+    numbers = random.Random(1)
+    for _ in range(200):
+        a, b = ([numbers.randrange(2) for _ in range(numbers.randrange(9))] for _ in range(2))
+        known = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+        assert common_prefix(a, b) == known
+
+
+@torch.no_grad()
+def test_memory_is_taken_at_the_start():
+    generator = make_generator()
+    if not generator.is_batch_invariant:
+        pytest.skip("needs AVX-512")
+    batch = ContinuousBatch(generator, 3)
+    addresses = [layer.keys.data_ptr() for layer in batch.rows.cache.layers]
+    for seed in range(8):
+        batch.add(new_sequence(generator, "ab" * 30, SamplingParams(20, seed=seed)))
+    finish(batch)
+    assert [layer.keys.data_ptr() for layer in batch.rows.cache.layers] == addresses
