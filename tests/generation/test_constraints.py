@@ -223,7 +223,7 @@ def test_a_masked_distribution_is_the_renormalised_one(logits_and_allowed, tempe
         torch.testing.assert_close(probs.double(), renormalised / total, rtol=1e-4, atol=1e-7)
     for one in (params, SamplingParams(temperature=0)):
         token = sample(masked, one, torch.tensor([uniform], dtype=torch.float64), None, None)
-        tokens, logprobs = native.sample(logits, len(values), one.temperature, [uniform], packed)
+        tokens, logprobs = native.sample(logits, len(values), [one.temperature], [uniform], packed)
         assert tokens == token.tolist()
         assert logprobs[0] == pytest.approx(logits.log_softmax(dim=-1)[0, token].item(), abs=1e-5)
 

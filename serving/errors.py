@@ -1,0 +1,45 @@
+"""Errors of the API, in OpenAI's form."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from thinker.runtime.finite import finite_json
+
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A request that is refused. `param`: the field at fault; `code`: a short name for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+
+    @property
+    def content(self) -> dict[str, dict[str, str | None]]:
+        """The body of the response."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The whole response."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return json_response(self.content, self.status, headers)
+
+
+def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A response of JSON."""
+    return Response(finite_json(content), status, headers, "application/json")
+
+
+def event(content: object) -> bytes:
+    """A server-sent event."""
+    return f"data: {content if isinstance(content, str) else finite_json(content)}\n\n".encode()

@@ -1,0 +1,135 @@
+"""The models of a server, and how requests become sequences of their engines."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thinker.data import chat
+from thinker.generation import Completion, Generator
+from thinker.generation.sequence import Sequence
+from thinker.interop import load
+from thinker.runtime.errors import UserError
+from thinker.serving.engine_thread import EngineThread
+from thinker.serving.errors import ApiError
+from thinker.serving.protocol import ChatRequest, CompletionRequest, invalid
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model with its name, its folder and the thread that decodes its texts."""
+
+    name: str
+    path: Path
+    checkpoint: str
+    engine: EngineThread
+    precision: str  # for people: "fp32", or "8-bit weights, fp32"
+    prompt_limit: int | None = None  # tokens; None: the context
+
+    @property
+    def generator(self) -> Generator:
+        """The model, ready to decode."""
+        return self.engine.generator
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that the model was trained to read."""
+        return int(min(self.generator.context_len, self.generator.config.max_seq_len))
+
+    @property
+    def max_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return min(self.context_len, self.prompt_limit or self.context_len)
+
+    def describe(self) -> dict[str, Any]:
+        """An entry of /v1/models: OpenAI's fields, and ours."""
+        generator = self.generator
+        return {
+            "id": self.name, "object": "model", "created": 0, "owned_by": "thinker", "context_length": self.context_len,
+            "max_prompt_tokens": self.max_prompt, "vocab_size": generator.tokenizer.vocab_size,
+            "chat": generator.tokenizer.chat_template is not None, "slides": generator.slide,
+            "parameters": sum(weight.numel() for weight in generator.model.parameters()),
+            "precision": self.precision,
+        }  # fmt: skip
+
+    def vocabulary(self) -> dict[str, Any]:
+        """The text of every id. Ids without valid text have null, and their bytes apart."""
+        tokenizer, texts, data = self.generator.tokenizer, [], {}
+        for token in range(tokenizer.vocab_size):
+            content = tokenizer.token_bytes(token)
+            try:
+                texts.append(content.decode() or None)
+            except UnicodeDecodeError:
+                texts.append(None)
+                data[str(token)] = list(content)
+        names = {str(token): name for name, token in tokenizer.special_tokens.items()}
+        special = {"bos_id": tokenizer.bos_id, "eos_ids": tokenizer.eos_ids, "special": names}
+        return {"tokens": texts, "bytes": data, **special}
+
+    def sequences(self, body: CompletionRequest | ChatRequest) -> list[Sequence]:
+        """The sequences of all choices of a request. Raises ApiError; may take long for long texts."""
+        seed = secrets.randbelow(2**31) if body.seed is None else body.seed
+        try:
+            sequences = []
+            for tokens in self._chat_prompt(body) if isinstance(body, ChatRequest) else self._prompts(body):
+                n_new = self._max_new_tokens(body, len(tokens))
+                for _ in range(body.n):
+                    index = len(sequences)
+                    params = body.sampling_params(n_new, seed + index, body.n_top)
+                    sequences.append(self.generator.new_sequence(index, Completion(""), params, tokens))
+        except UserError as error:
+            raise ApiError(400, str(error)) from None
+        return sequences
+
+    def _prompts(self, body: CompletionRequest) -> list[list[int]]:
+        prompts = body.prompts
+        self._check_number(len(prompts) * body.n)
+        if not prompts or [] in prompts:
+            raise invalid("prompt", body.prompt, type(body))
+        encoded = [self.generator.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return [self._check_length(tokens, "prompt") for tokens in encoded]
+
+    def _chat_prompt(self, body: ChatRequest) -> list[list[int]]:
+        tokenizer = self.generator.tokenizer
+        self._check_number(body.n)
+        if tokenizer.chat_template is None:
+            reason = "has no chat template: it was not trained on chats; use /v1/completions"
+            raise ApiError(400, f"the model {self.name} {reason}", "model")
+        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        return [self._check_length(chat.encode_prompt(tokenizer, messages), "messages")]
+
+    def _max_new_tokens(self, body: CompletionRequest | ChatRequest, n_prompt: int) -> int:
+        limits = [body.max_tokens]
+        if isinstance(body, ChatRequest):
+            limits.append(body.max_completion_tokens)
+            if None not in limits:
+                raise ApiError(400, "max_tokens and max_completion_tokens mean the same; use one", "max_tokens")
+        given = [limit for limit in limits if limit is not None]
+        return given[0] if given else max(1, self.context_len + 1 - n_prompt)
+
+    def _check_length(self, tokens: list[int], param: str) -> list[int]:
+        if len(tokens) > self.max_prompt:
+            message = f"{param} has {len(tokens)} tokens; the model {self.name} reads at most {self.max_prompt}"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        return tokens
+
+    def _check_number(self, n_texts: int) -> None:
+        if n_texts > self.engine.max_texts:
+            limit = f"this server decodes and queues at most {self.engine.max_texts}"
+            raise ApiError(400, f"the request asks for {n_texts} texts; {limit}", "n")
+
+
+def load_model(
+    name: str, path: Path, checkpoint: str, device: Any, precision: str, options: dict[str, Any]
+) -> tuple[Generator, str]:
+    """Load a model for serving. Returns its Generator and precision in words. Raises UserError."""
+    from thinker.runtime.device import DTYPES
+
+    model, tokenizer = load(path, device, checkpoint)
+    if tokenizer is None:
+        raise UserError(f"{path} has no tokenizer, so it cannot read text; use a model saved with one")
+    generator = Generator(model, tokenizer, dtype=DTYPES[precision], **options)
+    bits = options.get("bits")
+    return generator, f"{bits}-bit weights, {precision}" if bits else precision
