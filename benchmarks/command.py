@@ -27,6 +27,7 @@ BENCHMARKS = {  # by name, the arguments of two examples
     "size_rule": ("my.txt", "my.txt --characters 100000 --minutes 1 --jobs 2"),
     "speculative": ("", "--drafts 4 8 --temperatures 0 --precisions fp32"),
     "step_parts": ("configs/quickstart.yaml", "configs/quickstart.yaml train.batch_size=16 --rounds 50"),
+    "structured": ("", "--shape tiny --precisions int8,int4 --new 20"),
     "sweep": ("configs/pysource.yaml --vary optimizer.lr=x0.5,x2 --png sweep.png",
               "configs/pysource.yaml --vary optimizer.lr=x0.5,x2 --shapes 64x4x2,192x5x6 --jobs 2"),
     "time_to_loss": ("BASELINE.yaml CANDIDATE.yaml", "BASELINE.yaml CANDIDATE.yaml --tune optimizer.lr=0.004,0.008"),

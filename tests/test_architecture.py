@@ -31,6 +31,7 @@ NEW_ROOMS = {
     "benchmarks/regularization.py",
     "benchmarks/size_rule.py",
     "benchmarks/step_parts.py",
+    "benchmarks/structured.py",
     "benchmarks/tokenizing.py",
     "benchmarks/tuning.py",
     "benchmarks/tuning_report.py",
@@ -194,8 +195,8 @@ def test_sizes():
     new_rooms = {ROOT / name for name in NEW_ROOMS}
     of_benchmarks = sum(n for path, n in lengths.items() if package(path) == "benchmarks" and path not in new_rooms)
     of_new_rooms = sum(lengths[path] for path in new_rooms)
-    assert of_benchmarks <= 3480  # they measure the toolkit, as tests do
-    assert sum(lengths.values()) - of_benchmarks - of_new_rooms <= 13497
+    assert of_benchmarks <= 3481  # they measure the toolkit, as tests do
+    assert sum(lengths.values()) - of_benchmarks - of_new_rooms <= 13557
     assert {path.name: n for path, n in lengths.items() if n > 350} == {}
 
 

@@ -47,6 +47,15 @@ def test_decode_compared_with_transformers_from_any_folder(benchmark, tmp_path):
     assert {"command", "date", "processor", "torch"} <= result["environment"].keys()
 
 
+def test_structured(benchmark):
+    shown = benchmark(BENCHMARK, "structured", "--shape", "tiny", "--precisions", "fp32,int8", "--new", "9")
+    rows = json.loads(shown.splitlines()[-1])["rows"]
+    assert len({(row["precision"], row["sampling"], row["constraint"]) for row in rows}) == len(rows) == 2 * 2 * 4
+    for row in rows:
+        assert 0 < row["mask_s"] < row["constrained_s"]
+        assert row["share"] == row["constrained_s"] / row["step_s"]
+
+
 @pytest.mark.parametrize(("flag", "file"), [("--png", "nowhere/a.png"), ("--png", "a.jpg"), ("--out", "nowhere/a")])
 def test_a_result_that_cannot_be_written_is_known_first(flag, file, tmp_path):
     done = run_script(BENCHMARK, "decode_lengths", "--shape", "tiny", flag, file, cwd=tmp_path)
