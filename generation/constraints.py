@@ -52,7 +52,7 @@ class Constraint:
         self.allowed = torch.from_numpy(self._allowed)
         self._address, self._n_bytes = self._allowed.ctypes.data, self._allowed.nbytes
         banned = [token for token, bias in logit_bias if bias == -np.inf]
-        self._not_banned = None if not banned else ~pack_tokens(banned, tokenizer.vocab_size)
+        self._permitted = None if not banned else ~pack_tokens(banned, tokenizer.vocab_size)
         self._update()
         if not self.can_continue:
             raise UserError(f"no token can begin a text that matches {kind}; change it or the logit bias")
@@ -72,8 +72,8 @@ class Constraint:
         if self.can_continue:
             self._matcher.unsafe_compute_mask_ptr(self._address, self._n_bytes)
             self.can_continue = not self._matcher.is_error()  # no token fits, or a limit of llguidance was reached
-        if self.can_continue and self._not_banned is not None:
-            self._allowed &= self._not_banned
+        if self.can_continue and self._permitted is not None:
+            self._allowed &= self._permitted
             self.can_continue = bool(self._allowed.any())
 
 

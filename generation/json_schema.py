@@ -40,7 +40,7 @@ def canonical_schema(schema: Any) -> str:
             _check_keywords(json.loads(text))  # with the keys as JSON has them
             return text
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"json_schema is not valid JSON ({error}); {EXPECTED}") from None
+        raise UserError(f"json_schema is {describe(schema)}, which is not valid JSON ({error}); {EXPECTED}") from None
     raise UserError(f"json_schema is {describe(schema)}; {EXPECTED}")
 
 

@@ -129,7 +129,8 @@ def test_options_of_a_generator_have_their_types(option, types):
 
 @pytest.mark.parametrize("field", SamplingParams.__dataclass_fields__)
 def test_sampling_parameters_have_their_types(field):
-    kind = {"stop": set(), "logit_bias": {dict}}.get(field, {int, float})
+    others = {"stop": set(), "logit_bias": {dict}, "json_schema": {dict, str, bool}, "regex": {str}}
+    kind = others.get(field, {int, float})
     optional = {type(None)} if getattr(SamplingParams, field) is None else set()
     all_refused(lambda value: SamplingParams(**{field: value}), kind | optional)
 

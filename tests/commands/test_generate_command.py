@@ -158,7 +158,7 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
         (["--score", "x", "--json-schema", "s"], "--json-schema has no effect with --score"),
         (["--regex", "a", "--json-schema", "s"], "not allowed with argument --regex"),
         (["--json-schema", "nowhere.json"], "cannot read nowhere.json"),
-        (["--json-schema", os.devnull], "json_schema is not valid JSON"),
+        (["--json-schema", os.devnull], "json_schema is '', which is not valid JSON"),
         (["--regex", "["], "regex cannot be used: unclosed character class"),
         (["--regex", "a", "--speculate", "2"], "json_schema and regex cannot be combined with speculate"),
         (["--interactive", "--score", "x"], "not allowed with argument --interactive"),

@@ -408,7 +408,8 @@ def test_sample_from_probs_at_the_boundaries():
     assert sample_from_probs(thirds, torch.tensor([last], dtype=torch.float64)).item() == 2
 
 
-NUMBERS = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in ("stop", "logit_bias")]
+TEXTS = ("stop", "logit_bias", "json_schema", "regex")
+NUMBERS = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in TEXTS]
 WHOLE = ["max_new_tokens", "top_k", "seed", "logprobs"]
 
 
@@ -420,6 +421,8 @@ WHOLE = ["max_new_tokens", "top_k", "seed", "logprobs"]
         *({name: value} for name in WHOLE for value in (2.5, 2.0, -1)),
         *({name: 0} for name in ("max_new_tokens", "top_k", "top_p", "repetition_penalty")),
         *({name: 10**400} for name in NUMBERS if name not in WHOLE),
+        *({"json_schema": value} for value in ("a", "1", False, [1], math.nan, INF, 10**400)),
+        *({"regex": value} for value in ("", True, [1], 1)),
         {"temperature": -1},
         {"top_p": 1.1},
         {"top_p": -0.1},
