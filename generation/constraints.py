@@ -32,7 +32,7 @@ class Constraint:
 
     Attributes:
         allowed: (V / 32, rounded up) int32; bit i of number j is set if token 32 j + i may come next.
-        can_continue: whether any token may come next, beside the end of text if nothing else may.
+        can_continue: whether any token may come next, the end of text included.
     """
 
     def __init__(
