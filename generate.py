@@ -129,10 +129,10 @@ def main() -> int:
     from thinker.data.text_bytes import loses_text, warn_of_lost_text
     from thinker.generation import Completion, Generator, SamplingParams, terminal
     from thinker.generation.chat_conversation import ChatConversation
+    from thinker.generation.constraints import describe_unmet
     from thinker.generation.conversation import Conversation
     from thinker.generation.interactive import run_interactive
     from thinker.generation.prompts import check_cache_fits
-    from thinker.generation.sequence import describe_unmet
     from thinker.interop import load
     from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
     from thinker.runtime.finite import finite_json

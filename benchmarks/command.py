@@ -23,13 +23,13 @@ BENCHMARKS = {  # by name, the arguments of two examples
     "packing": ("", "--seq-len 256 --tokens 500000 --seeds 1"),
     "regularization": ("my.txt", "a.txt b.txt --epochs 4 16 --seeds 3 --jobs 2"),
     "scaling": ("configs/pysource.yaml --minutes 10 --jobs 2", "configs/pysource.yaml --shapes 48x2x2,64x3x2"),
+    "serving": ("", "--precision bf16 --clients 8 --transformers /opt/peer/bin/transformers"),
     "short_context": ("", "--tokens 32 --minutes 1 3"),
     "size_rule": ("my.txt", "my.txt --characters 100000 --minutes 1 --jobs 2"),
     "speculative": ("", "--drafts 4 8 --temperatures 0 --precisions fp32"),
     "step_parts": ("configs/quickstart.yaml", "configs/quickstart.yaml train.batch_size=16 --rounds 50"),
     "structured": ("", "--shape tiny --precisions int8,int4 --new 20"),
-    "sweep": ("configs/pysource.yaml --vary optimizer.lr=x0.5,x2 --png sweep.png",
-              "configs/pysource.yaml --vary optimizer.lr=x0.5,x2 --shapes 64x4x2,192x5x6 --jobs 2"),
+    "sweep": ("CONFIG.yaml --vary optimizer.lr=x0.5,x2 --png sweep.png", "CONFIG.yaml --vary optimizer.lr=x2 --jobs 2"),
     "time_to_loss": ("BASELINE.yaml CANDIDATE.yaml", "BASELINE.yaml CANDIDATE.yaml --tune optimizer.lr=0.004,0.008"),
     "tokenizing": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --repeats 1"),
     "train": ("--shape 12m", "--shape 124m --no-baseline --png train.png"),
@@ -49,8 +49,7 @@ def main() -> int:
         )
         module.add_arguments(command)
         if name != "gpu":  # writes its own files
-            out_help = "append the results to FILE as a line of JSON"
-            command.add_argument("--out", type=output_file, metavar="FILE", help=out_help)
+            command.add_argument("--out", type=output_file, metavar="FILE", help="append a line of JSON to FILE")
         command.set_defaults(run_benchmark=module.run)
     arguments = parser.parse_args()
     if getattr(arguments, "png", None) is not None:

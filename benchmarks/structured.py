@@ -4,18 +4,14 @@ import argparse
 import random
 import statistics
 import time
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from thinker.benchmarks.decode import BITS, SHAPES, make_random_model
 from thinker.data.tokenizer import BOS_TOKEN, Tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
-from thinker.generation.batch_sampling import is_unfiltered, sample_steps
 from thinker.generation.constraints import Constraint
-from thinker.generation.native_decode import NativeThinker
 from thinker.generation.sequence import Sequence
 from thinker.model import KVCache
 from thinker.runtime.device import DTYPES
@@ -98,7 +94,7 @@ def measure(generator: Generator, free_params: SamplingParams, params: SamplingP
             with torch.no_grad():
                 logits = generator.decode_model(torch.tensor([sequence.tokens[-1:]]), cache=cache)
             middle = time.perf_counter()
-            _, ended = sequence.extend(sample_token(generator, sequence, cache, logits))
+            _, ended = sequence.extend(generator.sample([sequence], cache, logits, 1)[0])
             seconds[name].append(time.perf_counter() - middle)
             seconds["step"].append(middle - start)
         assert ended == (len(seconds["free"]) == params.max_new_tokens)
@@ -113,14 +109,6 @@ def start_text(generator: Generator, params: SamplingParams) -> tuple[Sequence, 
     cache = generator.new_cache(generator.model, 1, len(tokens) + params.max_new_tokens)
     generator.prefill(generator.model, [tokens[:-1]], cache)
     return generator.new_sequence(0, Completion("x"), params, tokens), cache
-
-
-def sample_token(generator: Generator, sequence: Sequence, cache: KVCache, logits: Tensor) -> list:
-    """Sample one token as Generator.decode() does."""
-    model = generator.decode_model
-    if isinstance(model, NativeThinker) and is_unfiltered([sequence]):
-        return model.sample([sequence], cache, logits, 1)[0]
-    return sample_steps([sequence], logits, 1, partial(model, cache=cache))[0]
 
 
 def time_masks(tokenizer: Tokenizer, params: SamplingParams, tokens: list[int]) -> float:

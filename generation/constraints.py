@@ -100,6 +100,14 @@ def banned_tokens(allowed: Tensor, vocab_size: int, device: torch.device) -> Ten
     return ((octets[:, :, None] & bits) == 0).flatten(1)[:, :vocab_size]
 
 
+def describe_unmet(completions: list[Any]) -> list[str]:
+    """Describe, in a line or none, how many Completions were cut before they matched their JSON schema or regex."""
+    n_unmet = sum(completion.constraint_met is False for completion in completions)
+    cut = f"{n_unmet} of {len(completions)} texts were" if len(completions) > 1 else "the text was"
+    hint = "use a higher --max-new-tokens, or a schema or regex with shorter texts"
+    return [f"{cut} cut before the JSON schema or regex was complete; {hint}"] if n_unmet else []
+
+
 def _vocabulary(tokenizer: Tokenizer) -> Any:
     """Return llguidance's view of a tokenizer. Special tokens and gaps have no bytes, so only EOS is ever allowed."""
     try:

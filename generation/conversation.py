@@ -6,10 +6,11 @@ from itertools import takewhile
 
 from torch import Tensor
 
+from thinker.generation.constraints import describe_unmet
 from thinker.generation.engine import Generator
 from thinker.generation.prompts import check_text
 from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Sequence, describe_unmet
+from thinker.generation.sequence import Sequence
 from thinker.generation.sliding import continue_text, decode_sliding, describe_context_end
 from thinker.model import KVCache
 

@@ -9,17 +9,17 @@ from typing import get_type_hints
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from thinker.data.text_bytes import count_bytes
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation import prompts as checks
-from thinker.generation.batch_sampling import sample_next, sample_steps, top_logprobs
+from thinker.generation.batch_sampling import sample_next, sample_steps
 from thinker.generation.compiled_decode import CompiledThinker
 from thinker.generation.constraints import Constraint
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.native_decode import NativeThinker
+from thinker.generation.option_checks import check_options
 from thinker.generation.sampler import SamplingParams
+from thinker.generation.scoring import score_text
 from thinker.generation.sequence import Completion, SampledToken, Score, Sequence
 from thinker.generation.sink_cache import SinkCache
 from thinker.generation.sliding import decode_sliding
@@ -29,7 +29,6 @@ from thinker.native.compiler import load_library
 from thinker.native.operations import FORMATS
 from thinker.runtime.device import choose_dtype, to_device
 from thinker.runtime.errors import UserError
-from thinker.runtime.finite import check_computed
 from thinker.runtime.type_checks import check_types, describe
 
 Params = SamplingParams | list[SamplingParams] | None
@@ -64,7 +63,7 @@ class Generator:
         config, dtype = model.config, choose_dtype(dtype or model.dtype)
         self.config, self.tokenizer, self.use_cache = config, tokenizer, use_cache
         self.window, self.sinks, self.speculate, self.bits = window, sinks, speculate, bits
-        self._check_options(bool(compile), bits, draft, model.device.type == "cpu")
+        check_options(self, bool(compile), bits, draft, model.device.type == "cpu")
         self.kernel_problem = ""  # why decoding uses no native kernels, if nobody asked for that
         self.native = self._use_native(model, dtype, compile)
         self.supports_window = use_cache and config.is_plain
@@ -97,45 +96,6 @@ class Generator:
             raise UserError(f"compile is not available: {problem}; use compile=False")
         self.kernel_problem = problem
         return False
-
-    def _check_options(self, compile: bool, bits: int | None, draft: Thinker | None, on_cpu: bool) -> None:
-        config, window, sinks, speculate = self.config, self.window, self.sinks, self.speculate
-        if self.tokenizer.vocab_size > config.vocab_size:
-            raise UserError(f"tokenizer has {self.tokenizer.vocab_size} ids, more than the model's {config.vocab_size}")
-        if sinks < 0 or (window is None and sinks):
-            raise UserError(f"sinks is {sinks}; use at least 0, and only with a window")
-        if window is not None and not 1 <= window <= config.max_seq_len - sinks:
-            limit = f"the trained context ({config.max_seq_len} tokens)"
-            raise UserError(f"window is {window}, sinks is {sinks}; use window >= 1, and a sum of at most {limit}")
-        if bits not in (None, 4, 8):
-            raise UserError(f"bits is {bits}; use 8 or 4, or None for weights in `dtype`")
-        if not 0 <= speculate <= 64:
-            raise UserError(f"speculate is {speculate}; use 0 (off) to 64 drafted tokens per step")
-        for name, value in {"window": window, "speculate": speculate, "compile": compile}.items():
-            if value and not self.use_cache:
-                raise UserError(f"{name} needs the KV cache; use use_cache=True")
-        compile = compile and not on_cpu  # kernels for a CPU support all models and windows
-        if window is not None and (speculate or compile):
-            raise UserError(f"window cannot be combined with {'speculate' if speculate else 'compile'}; use only one")
-        if (window is not None or compile) and not config.is_plain:
-            name, has = "compile" if compile else "window", f"{config.attention}, model.positions={config.positions}"
-            needs = "full attention and plain RoPE in all layers, no soft cap or sinks"
-            raise UserError(f"{name} needs {needs} (this model has model.attention={has})")
-        patterns = config.patterns if draft is None else (*config.patterns, *draft.config.patterns)
-        if speculate and any(pattern.n_features for pattern in patterns):
-            raise UserError("speculate does not support linear attention: its state cannot be rolled back; use 0")
-        if draft is None:
-            return
-        n_ids, n_draft_ids, length = config.vocab_size, draft.config.vocab_size, draft.config.max_cached_len
-        if not speculate:
-            raise UserError("draft needs speculate; set it to the number of tokens to draft per step")
-        if n_draft_ids != n_ids:
-            raise UserError(f"the draft has {n_draft_ids} token ids, the model has {n_ids}; use the same tokenizer")
-        if draft.config.prefix > config.prefix:
-            raise UserError(f"the draft's bidirectional prefix is {draft.config.prefix}; use at most {config.prefix}")
-        if not draft.config.is_unbounded and (config.is_unbounded or length < config.max_cached_len):
-            needed = "an unbounded context" if config.is_unbounded else f"at least {config.max_cached_len}"
-            raise UserError(f"the draft model's context is {length} tokens; use a draft model with {needed}")
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -266,43 +226,9 @@ class Generator:
         tokens |= zip(others, sample_steps([sequences[row] for row in others], logits[others], 1, step))
         return [tokens[row] for row in range(len(sequences))]
 
-    @torch.no_grad()
     def score(self, text: str, n_top: int = 0, progress: bool = False) -> Score:
-        """Compute the log-probability of every token of a text.
-
-        A text longer than the context is read in windows that overlap by half; with `window`, it is read in one pass.
-        Tokens inside a bidirectional prefix are not counted. `n_top`: number of top log-probabilities per position.
-        `progress`: show a progress bar. Raises UserError if the whole text is inside the bidirectional prefix.
-        """
-        if type(n_top) is not int or n_top < 0:
-            raise UserError(f"n_top is {describe(n_top)}; use an integer of at least 0")
-        ids = self.tokenizer.encode(checks.check_text(text, "the text"))
-        tokens = [self.tokenizer.bos_id, *ids]
-        n_skipped = max(0, self.config.prefix - 1)  # ids inside the prefix
-        if n_skipped and len(ids) <= n_skipped:
-            prefix = f"the model's bidirectional prefix ({n_skipped + 1}); use a longer text"
-            raise UserError(f"the text has {len(tokens)} tokens, all inside {prefix}")
-        logprobs: list[float] = []
-        likeliest: list[dict[int, float]] = []
-        start, bar = 0, tqdm(desc="scoring", total=len(ids), unit=" tokens", leave=False, delay=1, disable=not progress)
-        while n_skipped + len(logprobs) < len(ids):
-            end = min(start + self.context_len, len(ids))
-            cache = self.new_cache(self.model, 1, end - start)
-            for chunk_start in range(start, end, self.chunk_len):  # tokens[start:end] predict ids[start:end]
-                chunk = tokens[chunk_start : min(chunk_start + self.chunk_len, end)]
-                logits = self.model(torch.tensor([chunk], device=self.model.device), cache=cache)[0]
-                logits = logits[:, : self.tokenizer.vocab_size].float()  # ids above the tokenizer's are padding
-                n_counted = n_skipped + len(logprobs)
-                new = logits.log_softmax(dim=-1)[max(0, n_counted - chunk_start) :]  # (T, V), not yet counted
-                targets = torch.tensor(ids[n_counted : chunk_start + len(chunk)], device=new.device)
-                bar.update(len(targets))
-                if len(targets):
-                    logprobs += new.gather(1, targets[:, None])[:, 0].tolist()
-                    likeliest += [top_logprobs(row, n_top) for row in new] if n_top else []
-            start = max(0, end - max((end - start) // 2, n_skipped))
-        bar.close()
-        check_computed(logprobs)
-        return Score(ids[n_skipped:], logprobs, likeliest, count_bytes(self.tokenizer, text, ids, n_skipped))
+        """Compute the log-probability of every token of a text; see generation.scoring.score_text()."""
+        return score_text(self, text, n_top, progress)
 
     def _prefill_unique(self, model: Thinker, sequences: list[Sequence], slack: int) -> tuple[KVCache | None, Tensor]:
         """Read each distinct prompt once, equal lengths together. Returns a cache and logits, (B, 1, V)."""

@@ -25,23 +25,13 @@ class Completion:
     token_ids: list[int] = field(default_factory=list, repr=False)  # all sampled tokens, including end of text
     logprobs: list[float] = field(default_factory=list, repr=False)  # per token under the unmodified model, in nats
     top_logprobs: list[dict[int, float]] = field(default_factory=list, repr=False)  # most likely tokens, per token
-    # "stop": end of text, a stop string or a complete constraint; "length": max_new_tokens, a full context, or no token
-    # that both the constraint and the logit bias allow.
-    finish_reason: str = "length"
+    finish_reason: str = "length"  # "stop": end of text, a stop string, a complete constraint; "length": it was cut
     constraint_met: bool | None = None  # whether the text got to match json_schema or regex as a whole; None: no such
     prompt_tokens: int = 0  # including the BOS token
     n_evicted: int = 0  # positions that a sink cache had evicted at the end
     n_slides: int = 0  # times that the text continued from its newest half (generation/sliding.py)
     drafted: int = 0  # speculated tokens
     accepted: int = 0  # drafted tokens that were accepted
-
-
-def describe_unmet(completions: list[Completion]) -> list[str]:
-    """Describe, in a line or none, how many texts were cut before they matched their JSON schema or regex."""
-    n_unmet = sum(completion.constraint_met is False for completion in completions)
-    cut = f"{n_unmet} of {len(completions)} texts were" if len(completions) > 1 else "the text was"
-    hint = "use a higher --max-new-tokens, or a schema or regex with shorter texts"
-    return [f"{cut} cut before the JSON schema or regex was complete; {hint}"] if n_unmet else []
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ import sys
 import time
 from collections.abc import Iterator
 
+from thinker.generation.constraints import describe_unmet
 from thinker.generation.engine import Generator
 from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Completion, Score, describe_unmet
+from thinker.generation.sequence import Completion, Score
 from thinker.generation.sliding import describe_context_end
 from thinker.runtime.finite import finite_json
 from thinker.runtime.terminal_text import for_stream

@@ -122,7 +122,7 @@ def main() -> int:
         models[name] = model
         slow = f"; slower without compiled kernels: {generator.kernel_problem}" if generator.kernel_problem else ""
         log(f"{name}: {words} on {device.type}, context of {model.context_len} tokens{slow}")
-    metrics.watch([model.engine for model in models.values()])
+    metrics.watch({name: model.engine.state for name, model in models.items()})
     address, port = listener.getsockname()[:2]
     hosts = LOCAL | {arguments.host} if is_local(address) else None
     service = Service(models, metrics, playground_page(), arguments.api_key, arguments.max_body, hosts)

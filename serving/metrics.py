@@ -1,13 +1,11 @@
 """Counters and histograms in Prometheus' text format."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-if TYPE_CHECKING:
-    from thinker.serving.engine_thread import EngineThread
+State = Callable[[], Mapping[str, float]]  # the values of a model's gauges
 
 disable_created_metrics()  # which would double the number of lines
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150)
@@ -29,9 +27,9 @@ class Metrics:
         self.per_token = Histogram("thinker_seconds_per_token", "Mean time between tokens of a text", model, **latency)
         self.whole = Histogram("thinker_text_seconds", "Arrival to end of text", model, **latency)
 
-    def watch(self, engines: Iterable["EngineThread"]) -> None:
-        """Report the queues and caches of these engines at every scrape."""
-        self.registry.register(_Gauges(list(engines)))
+    def watch(self, states: Mapping[str, State]) -> None:
+        """Report the gauges of these models at every scrape."""
+        self.registry.register(_Gauges(states))
 
     def text(self) -> bytes:
         """All metrics."""
@@ -39,8 +37,8 @@ class Metrics:
 
 
 class _Gauges:
-    def __init__(self, engines: list["EngineThread"]) -> None:
-        self.engines = engines
+    def __init__(self, states: Mapping[str, State]) -> None:
+        self.states = states
 
     def collect(self) -> Iterable[Metric]:
         """Called by prometheus_client."""
@@ -51,6 +49,6 @@ class _Gauges:
         }
         for key, (name, documentation) in names.items():
             family = GaugeMetricFamily(name, documentation, labels=["model"])
-            for engine in self.engines:
-                family.add_metric([engine.name], engine.state()[key])
+            for model, state in self.states.items():
+                family.add_metric([model], state()[key])
             yield family

@@ -30,6 +30,7 @@ NEW_ROOMS = {
     "benchmarks/processes.py",
     "benchmarks/regularization.py",
     "benchmarks/size_rule.py",
+    "benchmarks/serving.py",
     "benchmarks/step_parts.py",
     "benchmarks/structured.py",
     "benchmarks/tokenizing.py",
@@ -72,7 +73,9 @@ NEW_ROOMS = {
     "generation/interactive.py",
     "generation/json_schema.py",
     "generation/native_decode.py",
+    "generation/option_checks.py",
     "generation/prompts.py",
+    "generation/scoring.py",
     "generation/sliding.py",
     "interop/gguf_quantization.py",
     "interop/ollama.py",
@@ -195,8 +198,8 @@ def test_sizes():
     new_rooms = {ROOT / name for name in NEW_ROOMS}
     of_benchmarks = sum(n for path, n in lengths.items() if package(path) == "benchmarks" and path not in new_rooms)
     of_new_rooms = sum(lengths[path] for path in new_rooms)
-    assert of_benchmarks <= 3481  # they measure the toolkit, as tests do
-    assert sum(lengths.values()) - of_benchmarks - of_new_rooms <= 13557
+    assert of_benchmarks <= 3480  # they measure the toolkit, as tests do
+    assert sum(lengths.values()) - of_benchmarks - of_new_rooms <= 13497
     assert {path.name: n for path, n in lengths.items() if n > 350} == {}
 
 

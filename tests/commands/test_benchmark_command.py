@@ -56,6 +56,18 @@ def test_structured(benchmark):
         assert row["share"] == row["constrained_s"] / row["step_s"]
 
 
+def test_serving(benchmark):
+    shown = benchmark(
+        BENCHMARK, "serving", "--shape", "2m", "--clients", 1, 3, "--prompt", 5, "--new", 4, "--repeats", 1
+    )
+    result = json.loads(shown.splitlines()[-1])
+    assert [row["clients"] for row in result["rows"]] == [1, 3]
+    for row in result["rows"]:
+        assert row["rates"].keys() == {"engine", "server"}
+        assert min(row["engine_tokens_per_second"], row["server_tokens_per_second"]) > 0
+    assert 0 < result["first_token"]["alone_ms"]
+
+
 @pytest.mark.parametrize(("flag", "file"), [("--png", "nowhere/a.png"), ("--png", "a.jpg"), ("--out", "nowhere/a")])
 def test_a_result_that_cannot_be_written_is_known_first(flag, file, tmp_path):
     done = run_script(BENCHMARK, "decode_lengths", "--shape", "tiny", flag, file, cwd=tmp_path)
