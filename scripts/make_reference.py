@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {  # command: the module with its main()
     "train.py": "thinker.train",
     "generate.py": "thinker.generate",
+    "thinker-serve": "thinker.serving.__main__",
     "scripts/plan.py": "thinker.scripts.plan",
     "scripts/data.py": "thinker.scripts.data",
     "scripts/tune.py": "thinker.scripts.tune",

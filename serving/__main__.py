@@ -16,6 +16,8 @@ LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
+    if sys.argv[0].endswith("__main__.py"):  # python -m thinker.serving
+        sys.argv[0] = "thinker-serve"
     examples = ("runs/quickstart", "runs/quickstart runs/finetune --port 8001", "tiny=runs/quickstart --bits 8")
     description = "Serve models over HTTP: OpenAI's API at /v1, and a playground at /."
     parser = ArgumentParser(description=description, examples=examples)

@@ -14,10 +14,10 @@ from conftest import ROOT, run_script
 class ServerProcess:
     """python -m thinker.serving with these arguments, on a free port."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, cwd=ROOT):
         command = [sys.executable, "-m", "thinker.serving", *map(str, arguments), "--port", "0"]
         environment = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd)
         self.lines, self._ready = [], threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -99,8 +99,8 @@ def start_server():
     """Start a server of the test's own."""
     started = []
 
-    def start(*arguments):
-        started.append(ServerProcess(*arguments))
+    def start(*arguments, cwd=ROOT):
+        started.append(ServerProcess(*arguments, cwd=cwd))
         return started[-1]
 
     yield start

@@ -12,12 +12,13 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import chromium
 import pytest
+import server_process
 from conftest import ROOT, TINY_OVERRIDES, run_script
 
 from thinker.benchmarks import command
 from thinker.scripts.make_reference import api_markdown, commands_markdown, parser_of, sizes_markdown
 
-browser = chromium.browser  # a fixture
+browser, start_server = chromium.browser, server_process.start_server  # fixtures
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?ms)^```(\w+)\n(.*?)^```$")
@@ -151,16 +152,19 @@ def run_line(line, variables, folder):
 @pytest.mark.parametrize(
     "path", [path for path in PAGES if blocks(path, "bash", "python")], ids=lambda path: str(path.relative_to(ROOT))
 )
-def test_commands_and_python_run(path, folder, monkeypatch):
+def test_commands_and_python_run(path, folder, monkeypatch, start_server):
     """In the order of the page, in one folder; the Python of a page is one program."""
     monkeypatch.chdir(folder)
-    variables, names = "", {"__name__": "page"}
+    variables, names, address = "", {"__name__": "page"}, "http://127.0.0.1:8000"
     for language, code in blocks(path, "bash", "python"):
+        code = code.replace("http://127.0.0.1:8000", address)
         if language == "python":
             exec(compile(code, str(path), "exec"), names)
             continue
         for line in lines_of(code):
-            if re.fullmatch(r"\w+=(\".*\"|'.*'|\S*)", line):
+            if line.startswith("thinker-serve"):
+                address = start_server(*expand(line.rstrip("& "), variables)[1:], cwd=folder).url
+            elif re.fullmatch(r"\w+=(\".*\"|'.*'|\S*)", line):
                 variables += f"{line}\n"
             elif not any(name in line for name in NOT_HERE):
                 done = run_line(line, variables, folder)
