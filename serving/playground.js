@@ -1,0 +1,173 @@
+// The page as a whole: models, tabs, theme, links, keys.
+
+const models = new Map(); // id -> facts
+let tab = "write";
+
+// ---- theme ---------------------------------------------------------------------------------------------------------
+
+const THEMES = ["auto", "light", "dark"];
+
+function setTheme(name) {
+  document.documentElement.dataset.theme = name;
+  $("theme").textContent = `Theme: ${name}`;
+}
+
+function startTheme() {
+  const known = useStorage("localStorage", (storage) => storage.getItem("thinker-theme"));
+  setTheme(THEMES.includes(known) ? known : "auto");
+  $("theme").addEventListener("click", () => {
+    const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
+    useStorage("localStorage", (storage) => storage.setItem("thinker-theme", next));
+    setTheme(next);
+  });
+}
+
+// ---- models and tabs -----------------------------------------------------------------------------------------------
+
+async function loadModels() {
+  const response = await request("/v1/models"), { data } = await fromNetwork(response.json());
+  for (const model of data) models.set(model.id, model);
+  for (const id of ["model", "other"]) $(id).replaceChildren(...data.map((model) => make("option", { textContent: model.id })));
+  $("other").selectedIndex = Math.min(1, data.length - 1);
+  $("compare-choice").hidden = data.length < 2;
+}
+
+function refresh() {
+  const chosen = write.active.map(({ model }) => model), noChat = chosen.filter((model) => !model.chat).map(({ id }) => id);
+  const count = (number) => number.toLocaleString("en", { notation: "compact", maximumFractionDigits: 1 });
+  const [{ parameters, precision, vocab_size, context_length }] = chosen;
+  $("facts").textContent = `${count(parameters)} parameters · ${precision} · vocabulary of ${count(vocab_size)} · context of ${count(context_length)} tokens`;
+  $("facts").hidden = chosen.length > 1;
+  $("other-choice").hidden = chosen.length < 2;
+  $("no-chat").hidden = !noChat.length;
+  $("no-chat").textContent = `Chat is off: ${noChat.join(" and ")} has no chat template. Fine-tune on conversations to get one.`;
+  $("tab-chat").ariaDisabled = String(noChat.length > 0);
+  if (noChat.length) showTab("write");
+  write.refresh();
+  chat.refresh();
+}
+
+function showTab(name) {
+  if (name === "chat" && $("tab-chat").ariaDisabled === "true") return;
+  tab = name;
+  for (const other of ["write", "chat"]) {
+    $(other).hidden = other !== name;
+    $(`tab-${other}`).ariaSelected = String(other === name);
+    $(`tab-${other}`).tabIndex = other === name ? 0 : -1;
+  }
+}
+
+function startTabs() {
+  for (const name of ["write", "chat"]) {
+    $(`tab-${name}`).addEventListener("click", () => showTab(name));
+    $(`tab-${name}`).addEventListener("keydown", (event) => {
+      if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+      const next = name === "write" ? "chat" : "write";
+      $(`tab-${next}`).focus();
+      showTab(next);
+    });
+  }
+  ["model", "other"].forEach((id, at) => $(id).addEventListener("change", async () => {
+    await write.changeModel(write.drafts[at]);
+    await chat.stop();
+    chat.conversations[at].clear();
+    refresh();
+  }));
+  $("compare").addEventListener("change", async () => {
+    await Promise.all([write.stop(), chat.stop()]);
+    if (!write.isEditing) write.setText(write.text);
+    refresh();
+  });
+}
+
+// ---- links ---------------------------------------------------------------------------------------------------------
+
+/** The model, the text and the settings as the part of a link after #. */
+function linkParameters() {
+  const parameters = new URLSearchParams({ model: $("model").value });
+  if ($("compare").checked) parameters.set("compare", $("other").value);
+  if (tab === "chat") parameters.set("tab", tab);
+  if (write.text) parameters.set("prompt", write.text);
+  if ($("system").value) parameters.set("system", $("system").value);
+  settings.save(parameters);
+  return parameters;
+}
+
+function openLink() {
+  const parameters = new URLSearchParams(location.hash.slice(1));
+  const missing = ["model", "compare"].map((name) => parameters.get(name)).filter((id) => id !== null && !models.has(id));
+  showPageError(missing.length ? `The link asks for ${missing.join(" and ")}, which this server does not have.` : "");
+  if (models.has(parameters.get("model"))) $("model").value = parameters.get("model");
+  $("compare").checked = models.has(parameters.get("compare"));
+  if ($("compare").checked) $("other").value = parameters.get("compare");
+  $("system").value = parameters.get("system") ?? "";
+  settings.restore(parameters);
+  write.setText(parameters.get("prompt") ?? "");
+  refresh();
+  showTab(parameters.get("tab") === "chat" ? "chat" : "write");
+}
+
+function startLinks() {
+  $("copy-link").addEventListener("click", (event) => {
+    history.replaceState(null, "", `#${linkParameters()}`);
+    copyText(location.href, event.target);
+  });
+  window.addEventListener("hashchange", async () => {
+    await Promise.all([write.stop(), chat.stop()]);
+    openLink();
+  });
+}
+
+// ---- keys, colors, start -------------------------------------------------------------------------------------------
+
+function showPageError(message) {
+  $("page-error").textContent = message;
+  $("page-error").hidden = !message;
+}
+
+function startKeys() {
+  document.addEventListener("keydown", (event) => {
+    const shown = tab === "write" ? write : chat;
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !shown.isBusy) shown.toggle();
+    else if (event.key === "Escape" && shown.isBusy) shown.stop();
+    else if (event.key === "Escape") popover.hide();
+    else return;
+    event.preventDefault();
+  });
+}
+
+function startColors() {
+  FLOORS.forEach((floor, at) => {
+    const text = floor ? `${at ? "" : "≥ "}${Math.round(100 * floor)}%` : `< ${100 * FLOORS[at - 1]}%`;
+    $("scale").append(make("li", { className: `p${at}`, textContent: text }));
+  });
+  $("colors").addEventListener("change", (event) => $("work").classList.toggle("plain-tokens", !event.target.checked));
+}
+
+async function connect() {
+  try {
+    await loadModels();
+  } catch (error) {
+    if (!(error instanceof RequestError)) throw error;
+    $("facts").textContent = "";
+    return showPageError(error.message);
+  }
+  $("key-form").hidden = true;
+  openLink();
+}
+
+startTheme();
+settings.start();
+write.start();
+chat.start();
+popover.start();
+startTabs();
+startLinks();
+startKeys();
+startColors();
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setApiKey($("key").value);
+  connect();
+});
+connect();

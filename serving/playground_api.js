@@ -1,0 +1,153 @@
+// Requests to the server: errors as sentences, one retry when it is busy, events of a stream, bytes of tokens.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+
+/** Create an element with properties and children. Strings are text, never markup. */
+function make(tag, properties = {}, ...inside) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...inside);
+  return element;
+}
+
+/** Access one of the browser's storages by name; null if the browser denies it. */
+function useStorage(name, change) {
+  try {
+    return change(window[name]);
+  } catch (error) {
+    if (error instanceof DOMException) return null;
+    throw error;
+  }
+}
+
+// ---- requests ------------------------------------------------------------------------------------------------------
+
+/** What the user should read: the server's own message, or what happened to the connection. */
+class RequestError extends Error {
+  constructor(message, { status = 0, retryAfter = 0 } = {}) {
+    super(message);
+    Object.assign(this, { status, retryAfter });
+  }
+}
+
+const LOST = "The connection to the server was lost. Check that the server still runs, then try again.";
+let apiKey = useStorage("sessionStorage", (storage) => storage.getItem("thinker-api-key"));
+
+function setApiKey(key) {
+  apiKey = key;
+  useStorage("sessionStorage", (storage) => storage.setItem("thinker-api-key", key));
+}
+
+/** Await a promise of the network. Failures become RequestErrors, except that of a request that the user stopped. */
+async function fromNetwork(promise) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new RequestError(LOST);
+  }
+}
+
+/** Send a request, with POST if it has a body. Raises RequestError unless it succeeds. */
+async function request(path, { body, signal } = {}) {
+  const headers = { ...(body && { "Content-Type": "application/json" }), ...(apiKey && { Authorization: `Bearer ${apiKey}` }) };
+  const options = { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal };
+  const response = await fromNetwork(fetch(path, options));
+  if (response.ok) return response;
+  const { status } = response, text = await fromNetwork(response.text());
+  if (status === 401) $("key-form").hidden = false;
+  throw new RequestError(messageOf(text) ?? `The server answered with status ${status}.`,
+    { status, retryAfter: Number(response.headers.get("Retry-After")) || 1 });
+}
+
+/** The message of an error in OpenAI's form; null for anything else, such as a page of a proxy. */
+function messageOf(text) {
+  try {
+    return JSON.parse(text).error?.message ?? null;
+  } catch (error) {
+    if (error instanceof SyntaxError) return null;
+    throw error;
+  }
+}
+
+/** Send a request. If the server is busy, call `onWait(seconds)` and try once more after that time. */
+async function requestPatiently(path, options, onWait) {
+  try {
+    return await request(path, options);
+  } catch (error) {
+    if (error.status !== 429) throw error;
+    onWait(error.retryAfter);
+    await pause(error.retryAfter, options.signal);
+    return request(path, options);
+  }
+}
+
+function pause(seconds, signal) {
+  return new Promise((resolve, reject) => {
+    setTimeout(resolve, 1000 * seconds);
+    signal.addEventListener("abort", () => reject(signal.reason));
+  });
+}
+
+/** Yield the JSON of each server-sent event until [DONE]. */
+async function* readEvents(response) {
+  const reader = response.body.getReader(), decoder = new TextDecoder();
+  let buffer = "";
+  for (;;) {
+    const { done, value } = await fromNetwork(reader.read());
+    if (done) throw new RequestError(LOST);
+    buffer += decoder.decode(value, { stream: true });
+    const events = buffer.split("\n\n");
+    buffer = events.pop(); // the part of an event that has arrived
+    for (const event of events.filter((text) => text.startsWith("data: "))) {
+      const data = event.slice("data: ".length);
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new RequestError(chunk.error.message);
+      yield chunk;
+    }
+  }
+}
+
+// ---- tokens --------------------------------------------------------------------------------------------------------
+
+const vocabularies = new Map(), encoder = new TextEncoder();
+
+/** Fetch a model's vocabulary once. Returns a function from an id to {id, bytes}, or {id, name} for a special token. */
+async function loadVocabulary(model) {
+  if (!vocabularies.has(model)) {
+    const response = await request(`/vocabulary?model=${encodeURIComponent(model)}`);
+    vocabularies.set(model, await fromNetwork(response.json()));
+  }
+  const { tokens, bytes, eos_ids, bos_id } = vocabularies.get(model);
+  return (id) => {
+    if (tokens[id] !== null) return { id, bytes: encoder.encode(tokens[id]) };
+    if (bytes[id]) return { id, bytes: Uint8Array.from(bytes[id]) };
+    return { id, name: eos_ids.includes(id) ? "end of text" : id === bos_id ? "start of text" : `special token ${id}` };
+  };
+}
+
+/** The new tokens of a choice of /v1/completions, each with its `logprob` and `alternatives`, the likeliest first. */
+function tokensOfCompletion({ token_ids, logprobs }, lookUp) {
+  const idOf = (key) => Number(key.slice("token_id:".length));
+  return (token_ids ?? []).map((id, at) => {
+    const top = Object.entries(logprobs?.top_logprobs?.[at] ?? {});
+    const alternatives = top.map(([key, logprob]) => ({ ...lookUp(idOf(key)), logprob }));
+    return { ...lookUp(id), logprob: logprobs?.token_logprobs?.[at] ?? null, alternatives: ranked(alternatives) };
+  });
+}
+
+/** The same for a choice of /v1/chat/completions, whose tokens have no ids. */
+function tokensOfChat({ logprobs }) {
+  const read = ({ token, bytes, logprob }) => (bytes?.length ? { bytes: Uint8Array.from(bytes), logprob } : { name: token, logprob });
+  return (logprobs?.content ?? []).map((entry) => ({ ...read(entry), alternatives: ranked((entry.top_logprobs ?? []).map(read)) }));
+}
+
+function ranked(alternatives) {
+  return alternatives.sort((a, b) => b.logprob - a.logprob);
+}
+
+/** Whether two tokens are the same: by id where they have one, otherwise by bytes. */
+function isSame(a, b) {
+  if (a.id !== undefined) return a.id === b.id;
+  return a.name === b.name && String(a.bytes) === String(b.bytes);
+}

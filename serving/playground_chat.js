@@ -1,0 +1,158 @@
+// Chat: messages to a model with a chat template. Each model that is compared has a conversation of its own.
+
+class Conversation extends Pane {
+  constructor(select, changed) {
+    super($("conversations"), select, changed);
+    this.messages = []; // {role, content, item}
+    this.list = make("ol", { className: "messages", ariaLabel: "Conversation" });
+    this.find(".body").append(this.list);
+    this.clear();
+  }
+
+  clear() {
+    this.truncate(0);
+    this.showError("");
+    this.showSeed(null);
+    this.showStats("");
+  }
+
+  /** Keep the first `count` messages. */
+  truncate(count) {
+    for (const { item } of this.messages.splice(count)) item.remove();
+    this.root.classList.toggle("empty", !count);
+  }
+
+  async ask(content) {
+    await this.stop();
+    this.add("user", content);
+    await this.answer();
+  }
+
+  async answer() {
+    const model = this.select.value, system = $("system").value.trim(), n = settings.value("logprobs");
+    const asked = this.messages.map(({ role, content }) => ({ role, content }));
+    const messages = system ? [{ role: "system", content: system }, ...asked] : asked;
+    const options = { max_completion_tokens: settings.value("max_tokens"), logprobs: true, top_logprobs: n };
+    const message = this.add("assistant", "");
+    await this.run("/v1/chat/completions", { model, messages, ...settings.body(), ...options }, message.view, (choice) => {
+      message.content += choice.delta?.content ?? "";
+      return tokensOfChat(choice);
+    });
+    this.cutStop(message);
+    this.changed();
+  }
+
+  /** Remove tokens of a stop string: they are no part of the message. */
+  cutStop({ content, view }) {
+    let count = view.tokens.length;
+    for (let length = view.text.length; count && length > content.length; ) length -= view.tokens[--count].text.length;
+    if (view.text.length > content.length) view.truncate(count);
+  }
+
+  /** Ask again for the answer at `index`, and forget what follows it. */
+  async regenerate(index) {
+    if (!settings.areValid()) return;
+    await this.stop();
+    this.truncate(index);
+    await this.answer();
+  }
+
+  add(role, content) {
+    const text = make("div", { className: "message-text", textContent: role === "user" ? content : "" });
+    const name = make("p", { className: "who", textContent: role === "user" ? "You" : this.model.id }), tools = make("div", { className: "bar tools" });
+    const item = make("li", { className: role }, name, text, tools), message = { role, content, item };
+    if (role === "assistant") {
+      text.role = "group";
+      text.ariaLabel = "Message with tokens";
+      message.view = new TokenView(text, this.find(".body"));
+    }
+    const tool = (label, act) => {
+      const button = make("button", { type: "button", className: "small", textContent: label });
+      button.addEventListener("click", () => act(button));
+      tools.append(button);
+    };
+    if (role === "user") tool("Edit", () => this.edit(message));
+    else tool("Regenerate", () => this.regenerate(this.messages.indexOf(message)));
+    tool("Copy", (button) => copyText(message.content, button));
+    this.messages.push(message);
+    this.list.append(item);
+    this.root.classList.remove("empty");
+    this.find(".body").scrollTop = this.find(".body").scrollHeight;
+    return message;
+  }
+
+  /** Edit a message in place. Sending it replaces the message and what follows it. */
+  edit(message) {
+    const { item, content } = message, parts = [...item.children];
+    const area = make("textarea", { value: content, ariaLabel: "Edited message", rows: 3 });
+    const close = () => item.replaceChildren(...parts);
+    const send = async () => {
+      if (!settings.areValid()) return;
+      await this.stop();
+      this.truncate(this.messages.indexOf(message));
+      await this.ask(area.value);
+    };
+    const button = (textContent, act, className = "small") => {
+      const one = make("button", { type: "button", textContent, className });
+      one.addEventListener("click", act);
+      return one;
+    };
+    const bar = make("div", { className: "bar tools" }, button("Send edited", send, "small primary"), button("Cancel", close));
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") close();
+      else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
+      else return;
+      event.stopPropagation();
+    });
+    item.replaceChildren(parts[0], area, bar);
+    area.focus();
+  }
+}
+
+const chat = {
+  start() {
+    const changed = () => this.refresh();
+    this.conversations = [new Conversation($("model"), changed), new Conversation($("other"), changed)];
+    $("send").addEventListener("click", () => this.toggle());
+    $("new-chat").addEventListener("click", () => this.clear());
+    this.refresh();
+  },
+
+  get active() {
+    return this.conversations.slice(0, $("compare").checked ? 2 : 1);
+  },
+
+  get isBusy() {
+    return this.conversations.some(({ controller }) => controller);
+  },
+
+  toggle() {
+    return this.isBusy ? this.stop() : this.send();
+  },
+
+  stop() {
+    return Promise.all(this.conversations.map((conversation) => conversation.stop()));
+  },
+
+  send() {
+    const content = $("message").value;
+    if (!content.trim() || !settings.areValid()) return $("message").focus();
+    $("message").value = "";
+    for (const conversation of this.active) conversation.ask(content);
+  },
+
+  async clear() {
+    await this.stop();
+    for (const conversation of this.active) conversation.clear();
+    $("message").focus();
+  },
+
+  refresh() {
+    const { active } = this;
+    this.conversations.forEach((conversation, at) => {
+      conversation.root.hidden = at >= active.length;
+      conversation.find(".pane-name").textContent = active.length > 1 ? conversation.model?.id : "";
+    });
+    $("send").textContent = this.isBusy ? "Stop" : "Send";
+  },
+};

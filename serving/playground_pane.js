@@ -1,0 +1,136 @@
+// A pane shows what one model writes: it runs one request at a time, and shows its progress, speed and errors.
+
+const announce = (text) => ($("status").textContent = text);
+
+/** Copy a text; browsers without a clipboard (pages that are neither local nor https) copy from a selection. */
+async function copyText(text, button) {
+  if (navigator.clipboard) await navigator.clipboard.writeText(text);
+  else {
+    const area = make("textarea", { value: text });
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  const label = button.textContent;
+  button.textContent = "Copied";
+  announce("Copied.");
+  setTimeout(() => (button.textContent = label), 1500);
+}
+
+class Pane {
+  /** select: the control that holds the model. changed(): called when a request starts or ends. */
+  constructor(box, select, changed) {
+    Object.assign(this, { select, changed, controller: null, running: null, stats: "" });
+    this.root = $("pane").content.cloneNode(true).firstElementChild;
+    this.find = (selector) => this.root.querySelector(selector);
+    this.find(".seed").addEventListener("click", () => settings.set("seed", this.seed));
+    box.append(this.root);
+  }
+
+  get model() {
+    return models.get(this.select.value);
+  }
+
+  addTool(label, act) {
+    const button = make("button", { type: "button", className: "small", textContent: label });
+    button.addEventListener("click", () => act(button));
+    this.find(".tools").append(button);
+    return button;
+  }
+
+  showError(message) {
+    this.find(".error").textContent = message;
+    this.find(".error").hidden = !message;
+  }
+
+  showStats(text) {
+    this.find(".stats").textContent = text;
+  }
+
+  showSeed(seed) {
+    this.seed = seed;
+    this.find(".seed").hidden = seed === null;
+    this.find(".seed").textContent = `Reuse seed ${seed}`;
+  }
+
+  /** Stop the request, and wait until its last tokens are shown. */
+  async stop() {
+    this.controller?.abort();
+    await this.running;
+  }
+
+  /** Load what reading an answer needs. */
+  async prepare() {}
+
+  /** Run a request; its tokens go to `view`. read(choice): the new tokens of a choice. */
+  run(path, body, view, read) {
+    this.running = this.stream(path, body, view, read);
+    return this.running;
+  }
+
+  async stream(path, body, view, read) {
+    const { signal } = (this.controller = new AbortController());
+    const speed = new Speed(this, view), asked = settings.value("logprobs");
+    this.showError("");
+    this.showStats("Reading the prompt…");
+    this.changed();
+    announce("Writing.");
+    try {
+      await this.prepare();
+      speed.started = performance.now();
+      const wait = (seconds) => this.showError(`The server is busy. This is tried again in ${seconds} s.`);
+      const response = await requestPatiently(path, { body, signal }, wait);
+      this.showError("");
+      let reason = null;
+      for await (const { choices, usage } of readEvents(response)) {
+        if (usage) speed.promptTokens = usage.prompt_tokens;
+        for (const choice of choices) {
+          if (choice.seed !== undefined) this.showSeed(choice.seed);
+          const tokens = read(choice);
+          for (const token of tokens) view.push({ ...token, asked });
+          speed.add(tokens.length);
+          reason = choice.finish_reason ?? reason;
+        }
+      }
+      speed.end(reason === "length" ? "reached max tokens" : "the text ended");
+    } catch (error) {
+      if (error.name !== "AbortError" && !(error instanceof RequestError)) throw error;
+      if (error instanceof RequestError) this.showError(error.message);
+      speed.end(error instanceof RequestError ? "an error ended it" : "stopped");
+    } finally {
+      view.flush();
+      this.controller = null;
+      this.changed();
+    }
+  }
+}
+
+/** Measures a request: time to the first token, tokens per second after it, share of the context. */
+class Speed {
+  constructor(pane, view) {
+    Object.assign(this, { pane, view, count: 0, started: 0, first: 0, promptTokens: null });
+  }
+
+  add(count) {
+    if (!count) return;
+    if (!this.count) this.first = performance.now();
+    this.count += count;
+    this.pane.showStats(this.text());
+  }
+
+  text() {
+    const seconds = (performance.now() - this.first) / 1000, parts = [];
+    if (this.count > 1 && seconds > 0) parts.push(`${((this.count - 1) / seconds).toFixed(0)} tokens/s`);
+    if (this.count) parts.push(`first after ${(this.first - this.started).toFixed(0)} ms`);
+    const used = this.promptTokens === null ? this.pane.usedTokens : this.promptTokens + this.count;
+    const { context_length } = this.pane.model, slides = used > context_length ? " (sliding)" : "";
+    if (used) parts.push(`context ${used.toLocaleString("en")} of ${context_length.toLocaleString("en")}${slides}`);
+    return parts.join(" · ");
+  }
+
+  end(how) {
+    this.pane.showStats([this.text(), how].filter(Boolean).join(" · "));
+    announce(`${this.count} tokens, ${how}.`);
+  }
+}

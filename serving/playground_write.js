@@ -1,0 +1,208 @@
+// Write: a text, and what the model continues it with. The text is either edited in the text area or shown with tokens.
+
+class Draft extends Pane {
+  constructor(select, changed, edit) {
+    super($("drafts"), select, changed);
+    Object.assign(this, { promptIds: null, start: 0, past: [] });
+    this.find(".body").classList.add("paper");
+    this.find(".body").role = "group";
+    this.find(".body").ariaLabel = "Text with tokens";
+    this.view = new TokenView(this.find(".body"), this.find(".body"), (index, token) => this.replace(index, token));
+    this.find(".body").addEventListener("click", (event) => {
+      // A click on plain text edits it, unless it selects or is on a token.
+      if (!event.target.classList.contains("token") && getSelection().isCollapsed) edit(this);
+    });
+    this.editTool = this.addTool("Edit", () => edit(this));
+    this.addTool("Copy", (button) => copyText(this.text, button));
+    this.addTool("Look inside", (button) => this.lookInside(button));
+  }
+
+  get hasTokens() {
+    return this.view.tokens.length > 0;
+  }
+
+  get text() {
+    return this.view.box.hidden ? $("prompt").value : this.view.text;
+  }
+
+  get ids() {
+    return [...this.promptIds, ...this.view.tokens.map(({ id }) => id)];
+  }
+
+  get usedTokens() {
+    return this.promptIds && this.promptIds.length + this.view.tokens.length;
+  }
+
+  /** Remember the present state, for undo. */
+  remember() {
+    const { view, promptIds, start } = this;
+    if (this.hasTokens) this.past.push({ plain: view.plain, tokens: [...view.tokens], promptIds, start });
+  }
+
+  /** Go back to the last remembered state. */
+  async undo() {
+    await this.stop();
+    const { plain, tokens, promptIds, start } = this.past.pop();
+    this.view.setText(plain);
+    for (const token of tokens) this.view.push(token);
+    this.view.flush();
+    Object.assign(this, { promptIds, start });
+    this.changed();
+  }
+
+  /** Make a text the prompt, without tokens. */
+  setText(text) {
+    this.view.setText(text);
+    Object.assign(this, { promptIds: null, start: 0 });
+    this.showStats("");
+    this.showSeed(null);
+  }
+
+  /** Continue from the end of the text. */
+  async extend() {
+    this.start = this.view.tokens.length;
+    await this.generate();
+  }
+
+  /** Write the last continuation anew. */
+  async regenerate() {
+    await this.stop();
+    this.remember();
+    this.view.truncate(this.start);
+    await this.generate();
+  }
+
+  /** Continue with another token in place of the one at `index`. */
+  async replace(index, token) {
+    await this.stop();
+    this.remember();
+    const { alternatives, asked } = this.view.tokens[index];
+    this.view.truncate(index);
+    this.view.push({ ...token, alternatives, asked });
+    this.view.focus(index);
+    await this.extend();
+  }
+
+  async prepare() {
+    this.lookUp = await loadVocabulary(this.select.value);
+  }
+
+  async generate() {
+    const model = this.select.value, n = settings.value("logprobs"), prompt = this.hasTokens ? this.ids : this.view.plain;
+    const options = { max_tokens: settings.value("max_tokens"), logprobs: n, return_token_ids: true, return_tokens_as_token_ids: true };
+    await this.run("/v1/completions", { model, prompt, ...settings.body(), ...options }, this.view, (choice) => {
+      if (!Array.isArray(prompt)) this.promptIds = choice.prompt_token_ids ?? this.promptIds;
+      return tokensOfCompletion(choice, this.lookUp);
+    });
+  }
+
+  /** Open the page that shows the attention, attribution and layers of the model on this text. */
+  async lookInside(button) {
+    const tab = window.open("", "_blank"); // at once: a browser blocks tabs that open later
+    if (!tab) return this.showError("The browser blocked the new tab. Allow pop-ups for this page.");
+    tab.document.title = "Looking inside…";
+    tab.document.documentElement.style.cssText = "color-scheme: light dark; font: 16px system-ui, sans-serif";
+    tab.document.body.textContent = "The model reads the text. This takes a few seconds.";
+    this.showError("");
+    Object.assign(button, { textContent: "Looking…", disabled: true });
+    try {
+      const text = this.promptIds && !this.view.box.hidden ? { token_ids: this.ids } : { text: this.text };
+      const response = await request("/inspect", { body: { model: this.select.value, ...text } });
+      tab.location.replace(URL.createObjectURL(await fromNetwork(response.blob()))); // kept, so that the tab can be reloaded
+    } catch (error) {
+      if (!(error instanceof RequestError)) throw error;
+      tab.close();
+      this.showError(error.message);
+    } finally {
+      Object.assign(button, { textContent: "Look inside", disabled: false });
+    }
+  }
+}
+
+const write = {
+  isEditing: true,
+
+  start() {
+    const changed = () => this.refresh(), edit = (draft) => this.edit(draft);
+    this.drafts = [new Draft($("model"), changed, edit), new Draft($("other"), changed, edit)];
+    $("continue").addEventListener("click", () => this.toggle());
+    $("regenerate").addEventListener("click", () => settings.areValid() && this.active.forEach((draft) => draft.regenerate()));
+    $("undo").addEventListener("click", () => this.active.filter(({ past }) => past.length).forEach((draft) => draft.undo()));
+    $("clear").addEventListener("click", () => this.clear());
+    this.refresh();
+  },
+
+  get active() {
+    return this.drafts.slice(0, $("compare").checked ? 2 : 1);
+  },
+
+  get isBusy() {
+    return this.drafts.some(({ controller }) => controller);
+  },
+
+  /** The text without tokens, for a link. */
+  get text() {
+    return this.drafts[0].text;
+  },
+
+  toggle() {
+    return this.isBusy ? this.stop() : this.extend();
+  },
+
+  stop() {
+    return Promise.all(this.drafts.map((draft) => draft.stop()));
+  },
+
+  extend() {
+    if (!settings.areValid()) return;
+    if (this.isEditing) for (const draft of this.active) draft.setText($("prompt").value);
+    this.isEditing = false;
+    this.refresh();
+    for (const draft of this.active) draft.extend();
+  },
+
+  /** Edit a draft's text: its tokens become plain text, which is then the prompt of both drafts. */
+  async edit(draft) {
+    await this.stop();
+    draft.remember();
+    this.setText(draft.text);
+    $("prompt").focus();
+    $("prompt").setSelectionRange($("prompt").value.length, $("prompt").value.length);
+    $("prompt").scrollTop = $("prompt").scrollHeight;
+  },
+
+  async clear() {
+    await this.stop();
+    this.active.forEach((draft) => draft.remember());
+    this.setText("");
+    $("prompt").focus();
+  },
+
+  setText(text) {
+    $("prompt").value = text;
+    for (const draft of this.drafts) draft.setText(text);
+    this.isEditing = true;
+    this.refresh();
+  },
+
+  /** The ids of tokens mean nothing to another model: keep the text alone. */
+  async changeModel(draft) {
+    await this.stop();
+    draft.past = [];
+    if (!this.isEditing) this.setText(draft.text);
+    else this.refresh();
+  },
+
+  refresh() {
+    const { isEditing, isBusy, active } = this;
+    $("prompt").hidden = !isEditing;
+    this.drafts.forEach((draft, at) => {
+      draft.root.hidden = at >= active.length;
+      draft.view.box.hidden = draft.editTool.hidden = isEditing;
+      draft.find(".pane-name").textContent = active.length > 1 ? draft.model?.id : "";
+    });
+    $("continue").textContent = isBusy ? "Stop" : "Continue";
+    $("regenerate").disabled = isEditing || isBusy || !active.some(({ hasTokens }) => hasTokens);
+    $("undo").disabled = !active.some(({ past }) => past.length);
+  },
+};

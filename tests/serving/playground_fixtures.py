@@ -1,0 +1,165 @@
+"""What the tests of the playground share: a server, tabs that complain about nothing, and what can be read off them."""
+
+import json
+import math
+import os
+import urllib.request
+from urllib.parse import urlencode
+
+import chromium
+import pytest
+
+browser = chromium.browser
+FLOORS = (0.9, 0.6, 0.3, 0.1, 0.03, 0.01, 0.0)  # the least probability of each color
+DEFAULTS = {"temperature": 0.8, "top_p": 1, "min_p": 0, "top_k": None, "repetition_penalty": 1, "presence_penalty": 0}
+DEFAULTS |= {"frequency_penalty": 0, "seed": None, "stream": True, "stream_options": {"include_usage": True}}
+WRITTEN = DEFAULTS | {"max_tokens": 200, "logprobs": 5, "return_token_ids": True, "return_tokens_as_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def server_url():
+    """A running server with a model that can chat and one that cannot."""
+    url = os.environ.get("THINKER_PLAYGROUND_URL")
+    if url is None:
+        pytest.skip("THINKER_PLAYGROUND_URL names no server")
+    return url
+
+
+class Server:
+    """The API, without the page."""
+
+    def __init__(self, url):
+        self.url = url
+        models = self.get("/v1/models")["data"]
+        self.ids = [model["id"] for model in models]
+        self.plain = next(model["id"] for model in models if not model["chat"])
+        self.chat = next(model["id"] for model in models if model["chat"])
+
+    def get(self, path, body=None):
+        data, headers = None if body is None else json.dumps(body).encode(), {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers)) as response:
+            return json.load(response)
+
+    def vocabulary(self, model):
+        """The bytes of each id, b"" for special tokens."""
+        found = self.get(f"/vocabulary?model={model}")
+        raw = {int(token): bytes(values) for token, values in found["bytes"].items()}
+        return [raw.get(token, b"") if text is None else text.encode() for token, text in enumerate(found["tokens"])]
+
+
+@pytest.fixture(scope="module")
+def server(server_url):
+    return Server(server_url.rstrip("/"))
+
+
+class Tab:
+    """The page in a tab, the requests it has sent, and what the browser complained about."""
+
+    def __init__(self, page, server):
+        self.page, self.server, self.sent, self.faults, self.asked = page, server, [], [], []
+        page.on("request", self._record)
+        page.on("console", lambda message: self.faults.append(message.text))
+        page.on("pageerror", lambda error: self.faults.append(str(error)))
+
+    def _record(self, request):
+        self.asked.append(request.url)
+        if request.method == "POST":
+            self.sent.append(request.post_data_json)
+
+    def open(self, **parameters):
+        self.page.goto(f"{self.server.url}/#{urlencode({'model': self.server.plain} | parameters)}")
+        self.page.locator("#model option").first.wait_for(state="attached")
+        return self
+
+    def button(self, name, exact=True):
+        return self.page.get_by_role("button", name=name, exact=exact)
+
+    def field(self, name):
+        return self.page.get_by_label(name, exact=True)
+
+    @property
+    def tokens(self):
+        return self.page.locator("#drafts .pane:visible .token")
+
+    @property
+    def paper(self):
+        return self.page.locator("#drafts .body").first
+
+    @property
+    def error(self):
+        return self.page.locator(".error:visible")
+
+    def settled(self, button="Continue"):
+        """Wait until nothing is written."""
+        self.button(button).wait_for()
+        return self
+
+    def proceed(self):
+        """Continue the text, and wait until that is done."""
+        count = len(self.sent)
+        self.button("Continue").click()
+        self.settled()
+        assert len(self.sent) > count
+        return self
+
+    def text(self):
+        return self.page.evaluate("write.drafts[0].text")
+
+    def state(self):
+        """Ids, probabilities and colors of the tokens that are shown."""
+        return self.page.evaluate(
+            """write.drafts[0].view.tokens.map(({id, logprob}, at) =>
+                [id, logprob, Number(write.drafts[0].view.spans[at].className.match(/p(\\d)/)[1])])"""
+        )
+
+    def reply(self, *chunks, status=200, headers=None):
+        """Answer the next completion with these chunks, as a server that breaks off or fails would."""
+        body = "".join(f"data: {chunk if isinstance(chunk, str) else json.dumps(chunk)}\n\n" for chunk in chunks)
+        if status != 200:
+            body = json.dumps(chunks[0])
+        answer = {"status": status, "headers": headers or {"Content-Type": "text/event-stream"}, "body": body}
+        self.page.route("**/v1/**completions", lambda route: route.fulfill(**answer), times=1)
+
+
+def chunk(ids, logprob=-0.1, **choice):
+    """A chunk of /v1/completions with these tokens."""
+    logprobs = {"token_logprobs": [logprob] * len(ids), "top_logprobs": [{f"token_id:{i}": logprob} for i in ids]}
+    return {
+        "choices": [{"index": 0, "text": "", "token_ids": ids, "logprobs": logprobs, "finish_reason": None} | choice]
+    }
+
+
+def color(logprob):
+    return next(at for at, floor in enumerate(FLOORS) if math.exp(logprob) >= floor)
+
+
+@pytest.fixture
+def tab(browser, server):
+    """Opens tabs. Afterwards they must have asked the server alone, and have nothing to complain of.
+
+    Failed requests that a test provokes are no complaint: `faults` may hold as many as the test says.
+    """
+    contexts, tabs = [], []
+
+    def new_tab(width=1320, scheme="light", failures=0, **parameters):
+        context = browser.new_context(
+            viewport={"width": width, "height": 860},
+            color_scheme=scheme,
+            permissions=["clipboard-read", "clipboard-write"],
+        )
+        context.set_default_timeout(10_000)
+        tab = Tab(context.new_page(), server)
+        tab.failures = failures
+        contexts.append(context)
+        tabs.append(tab)
+        return tab.open(**parameters)
+
+    yield new_tab
+    for context in contexts:
+        context.close()
+    for tab in tabs:
+        failures = [text for text in tab.faults if text.startswith("Failed to load resource")]
+        assert len(failures) == tab.failures
+        complaints = sorted(set(tab.faults) - set(failures))
+        assert complaints == [], complaints
+        assert all(url.startswith((f"{server.url}/", "data:", f"blob:{server.url}/")) for url in tab.asked)

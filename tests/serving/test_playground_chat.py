@@ -1,0 +1,259 @@
+"""The playground in a real Chromium, in front of a real server: chat, two models, links, looking inside, errors."""
+
+import re
+
+import playground_fixtures
+import pytest
+from playground_fixtures import DEFAULTS, chunk
+from playwright.sync_api import expect
+
+browser, server_url = playground_fixtures.browser, playground_fixtures.server_url  # fixtures
+server, tab = playground_fixtures.server, playground_fixtures.tab
+
+
+def contents(page, at=0):
+    return page.page.evaluate("at => chat.conversations[at].messages.map(({role, content}) => [role, content])", at)
+
+
+def say(page, text):
+    page.field("Message").fill(text)
+    page.page.keyboard.press("Control+Enter")
+    page.settled("Send")
+
+
+def test_a_conversation(tab, server):
+    page = tab(model=server.chat, tab="chat", max_tokens=8, system="Be kind.")
+    say(page, "Hello")
+    body = DEFAULTS | {"model": server.chat, "max_completion_tokens": 8, "logprobs": True, "top_logprobs": 5}
+    system, first = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}
+    assert page.sent == [body | {"messages": [system, first]}]
+    [_, [role, answer]] = contents(page)
+    assert role == "assistant"
+    assert page.page.locator(".assistant .message-text").evaluate("one => one.textContent") == answer
+    assert 1 <= page.page.locator(".assistant .token").count() <= 8
+    page.page.locator(".assistant .token").first.click()
+    expect(page.page.locator("#popover li")).not_to_have_count(0)
+    assert page.page.locator("#popover button").count() == 0  # an answer cannot be continued from its middle
+    say(page, "And then?")
+    second = [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]
+    assert page.sent[1]["messages"] == [system, first, *second]
+    assert [role for role, _ in contents(page)] == ["user", "assistant"] * 2
+
+
+def test_regenerating_and_editing_messages(tab, server):
+    page = tab(model=server.chat, tab="chat", max_tokens=6)
+    for text in ("One", "Two"):
+        say(page, text)
+    before = contents(page)
+    page.button("Regenerate").nth(1).click()
+    page.settled("Send")
+    assert page.sent[2] == page.sent[1]
+    assert page.sent[2]["seed"] is None  # so that the server draws another
+    assert contents(page)[:3] == before[:3]
+    page.page.locator("#chat").get_by_role("button", name="Edit").first.click()
+    expect(page.field("Edited message")).to_be_focused()
+    page.field("Edited message").fill("Zero")
+    page.button("Cancel").click()
+    assert contents(page)[0] == ["user", "One"]
+    page.page.locator("#chat").get_by_role("button", name="Edit").first.click()
+    page.field("Edited message").fill("Zero")
+    page.button("Send edited").click()
+    page.settled("Send")
+    assert page.sent[3]["messages"] == [{"role": "user", "content": "Zero"}]
+    assert [role for role, _ in contents(page)] == ["user", "assistant"]
+    page.button("New chat").click()
+    assert contents(page) == []
+    assert page.page.locator("#chat li").count() == 0
+
+
+def test_stopping_an_answer(tab, server):
+    page = tab(model=server.chat, tab="chat", max_tokens=100_000)
+    page.field("Message").fill("Hello")
+    page.button("Send").click()
+    page.page.locator(".assistant .token").nth(10).wait_for()
+    page.button("Stop").click()
+    page.settled("Send")
+    [_, [_, answer]] = contents(page)
+    assert answer
+    assert page.error.count() == 0
+
+
+def test_an_answer_ends_before_its_stop_string(tab, server):
+    entries = [
+        {"token": text, "bytes": list(text.encode()), "logprob": -1, "top_logprobs": []} for text in ("Hi", "#", "#")
+    ]
+    page = tab(model=server.chat, tab="chat")
+    page.reply(
+        {"choices": [{"delta": {"role": "assistant", "content": "Hi"}, "logprobs": {"content": entries}}]},
+        {"choices": [{"delta": {}, "logprobs": None, "finish_reason": "stop"}]},
+        "[DONE]",
+    )
+    say(page, "Hello")
+    assert contents(page)[1] == ["assistant", "Hi"]
+    assert page.page.locator(".assistant .token").all_inner_texts() == ["Hi"]
+
+
+def test_a_model_without_a_template_cannot_chat(tab, server):
+    page = tab(tab="chat")
+    chat = page.page.get_by_role("tab", name="Chat")
+    expect(chat).to_have_attribute("aria-disabled", "true")
+    chat.click(force=True)  # a locator waits for a tab that is enabled
+    assert page.page.locator("#write").is_visible()
+    assert f"{server.plain} has no chat template" in page.page.locator("#no-chat").inner_text()
+    page.field("Model").select_option(server.chat)
+    assert page.page.locator("#no-chat").is_hidden()
+    page.page.get_by_role("tab", name="Write").focus()
+    page.page.keyboard.press("ArrowRight")
+    expect(page.page.get_by_role("tab", name="Chat")).to_be_focused()
+    assert page.page.locator("#chat").is_visible()
+    page.field("Model").select_option(server.plain)
+    assert page.page.locator("#write").is_visible()
+
+
+def test_two_models_write_side_by_side(tab, server):
+    page = tab(prompt="Once", max_tokens=8, seed=5)
+    page.field("Compare").check()
+    page.field("with").select_option(server.chat)
+    page.proceed()
+    first, second = sorted(page.sent, key=lambda body: body["model"] != server.plain)
+    assert (first["model"], second["model"]) == (server.plain, server.chat)
+    assert first | {"model": None} == second | {"model": None}
+    for draft in page.page.locator("#drafts .pane").all():
+        assert draft.is_visible()
+        assert 1 <= draft.locator(".token").count() <= 8
+    assert page.page.locator("#drafts .pane-name").all_inner_texts() == [server.plain, server.chat]
+    page.page.locator("#drafts .pane").nth(1).get_by_role("button", name="Edit").click()
+    expect(page.field("Text")).to_be_focused()
+    page.field("Compare").uncheck()
+    page.proceed()
+    assert len(page.sent) == 3
+
+
+def test_another_model_gets_the_text_and_no_ids(tab, server):
+    page = tab(prompt="Once", max_tokens=4).proceed()
+    whole = page.text()
+    page.field("Model").select_option(server.chat)
+    assert page.field("Text").input_value() == whole
+    page.proceed()
+    assert (page.sent[1]["model"], page.sent[1]["prompt"]) == (server.chat, whole)
+
+
+def test_a_link_holds_model_text_and_settings(tab, server):
+    page = tab(
+        model=server.chat,
+        prompt="Two\nlines & <b>",
+        system="s",
+        max_tokens=5,
+        stop="a\nb",
+        top_k=3,
+        compare=server.plain,
+    )
+    page.field("Temperature").fill("1.2")
+    page.button("Copy link").click()
+    expect(page.button("Copied")).to_be_visible()
+    link = page.page.evaluate("navigator.clipboard.readText()")
+    assert link == page.page.url
+    other = tab()
+    other.page.goto(link)
+    expect(other.field("Text")).to_have_value("Two\nlines & <b>")
+    assert other.page.evaluate("String(linkParameters())") == page.page.evaluate("String(linkParameters())")
+    values = {
+        "Model": server.chat,
+        "with": server.plain,
+        "Max tokens": "5",
+        "Stop strings": "a\nb",
+        "Top-k": "3",
+        "Temperature": "1.2",
+    }
+    assert {name: other.field(name).input_value() for name in values} == values
+    other.open(model="lost")
+    assert "lost" in other.page.locator("#page-error").inner_text()
+
+
+def test_looking_inside(tab, server):
+    page = tab(prompt="Once upon a time", max_tokens=6).proceed()
+    with page.page.expect_popup() as opened:
+        page.button("Look inside").click()
+    report = opened.value
+    report.wait_for_url(re.compile("^blob:"))
+    report.locator("h1").wait_for()
+    ids = page.page.evaluate("write.drafts[0].ids")
+    assert page.sent[-1] == {"model": server.plain, "token_ids": ids}
+    expect(page.button("Look inside")).to_be_enabled()
+    page.button("Edit").click()
+    page.field("Text").fill("The end")
+    with page.page.expect_popup() as opened:
+        page.button("Look inside").click()
+    opened.value.wait_for_url(re.compile("^blob:"))
+    assert page.sent[-1] == {"model": server.plain, "text": "The end"}
+
+
+def test_looking_inside_a_text_that_is_too_long(tab):
+    page = tab(prompt="TOO LONG " * 20_000, failures=1)
+    with page.page.expect_popup() as opened:
+        page.button("Look inside").click()
+    expect(page.error).to_have_text(re.compile("the prompt has .* tokens"))
+    assert opened.value.is_closed()
+
+
+def test_errors_are_shown_in_words(tab, server):
+    page = tab(prompt="Once", failures=3)
+    page.reply({"error": {"message": "temperature must be at least 0"}}, status=400)
+    page.proceed()
+    assert page.error.inner_text() == "temperature must be at least 0"
+    page.reply({"detail": "bad gateway"}, status=502)
+    page.proceed()
+    assert page.error.inner_text() == "The server answered with status 502."
+    page.page.route("**/v1/completions", lambda route: route.abort(), times=1)
+    page.proceed()
+    assert "connection to the server was lost" in page.error.inner_text()
+    page.reply(chunk([1, 2], prompt_token_ids=[0]), {"error": {"message": "the logits are not finite"}})
+    page.proceed()
+    assert page.error.inner_text() == "the logits are not finite"
+    assert page.tokens.count() == 2
+    page.reply(chunk([1, 2]))  # and no [DONE]
+    page.proceed()
+    assert "connection to the server was lost" in page.error.inner_text()
+    assert page.tokens.count() == 4
+    page.proceed()
+    assert page.error.count() == 0
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_busy_server_is_asked_once_more(tab, times):
+    page = tab(prompt="Once", max_tokens=4, failures=times)
+    page.page.clock.install()
+    busy = {"status": 429, "headers": {"Retry-After": "7"}, "body": '{"error": {"message": "the queue is full"}}'}
+    page.page.route("**/v1/completions", lambda route: route.fulfill(**busy), times=times)
+    page.button("Continue").click()
+    expect(page.error).to_have_text(re.compile("in 7 s"))
+    page.page.clock.run_for(7100)
+    if times == 1:
+        expect(page.error).to_have_count(0)
+        expect(page.tokens).not_to_have_count(0)
+        page.page.clock.resume()
+    else:
+        expect(page.error).to_have_text("the queue is full")
+    page.settled()
+    assert len(page.sent) == 2
+
+
+def test_a_server_with_a_key(tab, server):
+    page = tab(failures=1)
+    denied = {"status": 401, "body": '{"error": {"message": "the API key is missing or wrong"}}'}
+    has_key = "Bearer sesame"
+    page.page.route(
+        "**/v1/models",
+        lambda route: (
+            route.continue_() if route.request.headers.get("authorization") == has_key else route.fulfill(**denied)
+        ),
+    )
+    page.page.reload()
+    expect(page.page.locator("#page-error")).to_have_text("the API key is missing or wrong")
+    page.page.get_by_label("API key").fill("sesame")
+    page.button("Use key").click()
+    expect(page.page.locator("#page-error")).to_be_hidden()
+    expect(page.page.get_by_label("API key")).to_be_hidden()
+    page.page.reload()
+    page.page.locator("#model option").first.wait_for(state="attached")
+    assert page.page.evaluate("sessionStorage.getItem('thinker-api-key')") == "sesame"
