@@ -27,20 +27,23 @@ function startTheme() {
 async function loadModels() {
   const response = await request("/v1/models"), { data } = await fromNetwork(response.json());
   for (const model of data) models.set(model.id, model);
-  for (const id of ["model", "other"]) $(id).replaceChildren(...data.map((model) => make("option", { textContent: model.id })));
+  const options = () => data.map(({ id }) => make("option", { textContent: id }));
+  for (const name of ["model", "other"]) $(name).replaceChildren(...options());
   $("other").selectedIndex = Math.min(1, data.length - 1);
   $("compare-choice").hidden = data.length < 2;
 }
 
 function refresh() {
-  const chosen = write.active.map(({ model }) => model), noChat = chosen.filter((model) => !model.chat).map(({ id }) => id);
+  const chosen = write.active.map(({ model }) => model);
+  const noChat = chosen.filter((model) => !model.chat).map(({ id }) => id);
   const count = (number) => number.toLocaleString("en", { notation: "compact", maximumFractionDigits: 1 });
   const [{ parameters, precision, vocab_size, context_length }] = chosen;
-  $("facts").textContent = `${count(parameters)} parameters · ${precision} · vocabulary of ${count(vocab_size)} · context of ${count(context_length)} tokens`;
+  const sizes = `vocabulary of ${count(vocab_size)} · context of ${count(context_length)} tokens`;
+  $("facts").textContent = `${count(parameters)} parameters · ${precision} · ${sizes}`;
   $("facts").hidden = chosen.length > 1;
   $("other-choice").hidden = chosen.length < 2;
   $("no-chat").hidden = !noChat.length;
-  $("no-chat").textContent = `Chat is off: ${noChat.join(" and ")} has no chat template. Fine-tune on conversations to get one.`;
+  $("no-chat").textContent = `Chat needs a chat template, which ${noChat.join(" and ")} lacks. Fine-tune on conversations.`;
   $("tab-chat").ariaDisabled = String(noChat.length > 0);
   if (noChat.length) showTab("write");
   write.refresh();
@@ -74,8 +77,8 @@ function startTabs() {
     refresh();
   }));
   $("compare").addEventListener("change", async () => {
-    await Promise.all([write.stop(), chat.stop()]);
-    if (!write.isEditing) write.setText(write.text);
+    await write.changeModel(write.drafts[0]);
+    await chat.stop();
     refresh();
   });
 }
@@ -95,13 +98,16 @@ function linkParameters() {
 
 function openLink() {
   const parameters = new URLSearchParams(location.hash.slice(1));
-  const missing = ["model", "compare"].map((name) => parameters.get(name)).filter((id) => id !== null && !models.has(id));
-  showPageError(missing.length ? `The link asks for ${missing.join(" and ")}, which this server does not have.` : "");
+  const asked = ["model", "compare"].map((name) => parameters.get(name));
+  const missing = asked.filter((id) => id !== null && !models.has(id));
+  const error = `The link asks for ${missing.join(" and ")}, which this server does not have.`;
+  showPageError(missing.length ? error : "");
   if (models.has(parameters.get("model"))) $("model").value = parameters.get("model");
   $("compare").checked = models.has(parameters.get("compare"));
   if ($("compare").checked) $("other").value = parameters.get("compare");
   $("system").value = parameters.get("system") ?? "";
   settings.restore(parameters);
+  write.past = [];
   write.setText(parameters.get("prompt") ?? "");
   refresh();
   showTab(parameters.get("tab") === "chat" ? "chat" : "write");
@@ -152,7 +158,6 @@ async function connect() {
     $("facts").textContent = "";
     return showPageError(error.message);
   }
-  $("key-form").hidden = true;
   openLink();
 }
 
@@ -168,6 +173,7 @@ startColors();
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   setApiKey($("key").value);
-  connect();
+  $("key-form").hidden = true;
+  if (!models.size) connect(); // otherwise the text is kept, and the user tries again
 });
 connect();

@@ -49,7 +49,9 @@ async function fromNetwork(promise) {
 
 /** Send a request, with POST if it has a body. Raises RequestError unless it succeeds. */
 async function request(path, { body, signal } = {}) {
-  const headers = { ...(body && { "Content-Type": "application/json" }), ...(apiKey && { Authorization: `Bearer ${apiKey}` }) };
+  const headers = new Headers();
+  if (body) headers.set("Content-Type", "application/json");
+  if (apiKey) headers.set("Authorization", `Bearer ${apiKey}`);
   const options = { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal };
   const response = await fromNetwork(fetch(path, options));
   if (response.ok) return response;
@@ -96,7 +98,7 @@ async function* readEvents(response) {
     const { done, value } = await fromNetwork(reader.read());
     if (done) throw new RequestError(LOST);
     buffer += decoder.decode(value, { stream: true });
-    const events = buffer.split("\n\n");
+    const events = buffer.split(/\r?\n\r?\n/);
     buffer = events.pop(); // the part of an event that has arrived
     for (const event of events.filter((text) => text.startsWith("data: "))) {
       const data = event.slice("data: ".length);
@@ -138,8 +140,10 @@ function tokensOfCompletion({ token_ids, logprobs }, lookUp) {
 
 /** The same for a choice of /v1/chat/completions, whose tokens have no ids. */
 function tokensOfChat({ logprobs }) {
-  const read = ({ token, bytes, logprob }) => (bytes?.length ? { bytes: Uint8Array.from(bytes), logprob } : { name: token, logprob });
-  return (logprobs?.content ?? []).map((entry) => ({ ...read(entry), alternatives: ranked((entry.top_logprobs ?? []).map(read)) }));
+  const read = ({ token, bytes, logprob }) =>
+    bytes?.length ? { bytes: Uint8Array.from(bytes), logprob } : { name: token, logprob };
+  const content = logprobs?.content ?? [];
+  return content.map((entry) => ({ ...read(entry), alternatives: ranked(entry.top_logprobs.map(read)) }));
 }
 
 function ranked(alternatives) {

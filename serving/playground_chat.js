@@ -34,7 +34,8 @@ class Conversation extends Pane {
     const messages = system ? [{ role: "system", content: system }, ...asked] : asked;
     const options = { max_completion_tokens: settings.value("max_tokens"), logprobs: true, top_logprobs: n };
     const message = this.add("assistant", "");
-    await this.run("/v1/chat/completions", { model, messages, ...settings.body(), ...options }, message.view, (choice) => {
+    const body = { model, messages, ...settings.body(), ...options };
+    await this.run("/v1/chat/completions", body, message.view, (choice) => {
       message.content += choice.delta?.content ?? "";
       return tokensOfChat(choice);
     });
@@ -59,8 +60,9 @@ class Conversation extends Pane {
 
   add(role, content) {
     const text = make("div", { className: "message-text", textContent: role === "user" ? content : "" });
-    const name = make("p", { className: "who", textContent: role === "user" ? "You" : this.model.id }), tools = make("div", { className: "bar tools" });
-    const item = make("li", { className: role }, name, text, tools), message = { role, content, item };
+    const name = make("p", { className: "who", textContent: role === "user" ? "You" : this.model.id });
+    const tools = make("div", { className: "bar tools" }), item = make("li", { className: role }, name, text, tools);
+    const message = { role, content, item };
     if (role === "assistant") {
       text.role = "group";
       text.ariaLabel = "Message with tokens";
@@ -97,14 +99,14 @@ class Conversation extends Pane {
       one.addEventListener("click", act);
       return one;
     };
-    const bar = make("div", { className: "bar tools" }, button("Send edited", send, "small primary"), button("Cancel", close));
+    const buttons = [button("Send edited", send, "small primary"), button("Cancel", close)];
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close();
       else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
       else return;
       event.stopPropagation();
     });
-    item.replaceChildren(parts[0], area, bar);
+    item.replaceChildren(parts[0], area, make("div", { className: "bar tools" }, ...buttons));
     area.focus();
   }
 }
@@ -153,6 +155,7 @@ const chat = {
       conversation.root.hidden = at >= active.length;
       conversation.find(".pane-name").textContent = active.length > 1 ? conversation.model?.id : "";
     });
+    $("send").disabled = !models.size;
     $("send").textContent = this.isBusy ? "Stop" : "Send";
   },
 };

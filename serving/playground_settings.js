@@ -3,14 +3,16 @@
 const SETTINGS = [
   { name: "temperature", group: "basic", label: "Temperature", value: 0.8, min: 0, max: 2, step: 0.01, slider: true,
     help: "Higher is more varied. 0 always takes the likeliest token." },
-  { name: "max_tokens", group: "basic", label: "Max tokens", value: 200, min: 1, step: 1, help: "How many tokens to add at most." },
+  { name: "max_tokens", group: "basic", label: "Max tokens", value: 200, min: 1, step: 1,
+    help: "How many tokens to add at most." },
   { name: "top_p", group: "basic", label: "Top-p", value: 1, min: 0.01, max: 1, step: 0.01, slider: true,
     help: "Samples from the likeliest tokens that together have this probability." },
   { name: "seed", group: "basic", label: "Seed", value: "", min: 0, step: 1, placeholder: "random",
     help: "The same seed and settings give the same text." },
   { name: "logprobs", group: "basic", label: "Alternatives", value: 5, min: 0, max: 20, step: 1,
-    help: "How many of the likeliest tokens to list for each token." },
-  { name: "top_k", group: "more", label: "Top-k", value: "", min: 1, step: 1, placeholder: "all", help: "Samples from the k likeliest tokens." },
+    help: "How many of the likeliest tokens to list, with their probabilities before temperature and filters." },
+  { name: "top_k", group: "more", label: "Top-k", value: "", min: 1, step: 1, placeholder: "all",
+    help: "Samples from the k likeliest tokens." },
   { name: "min_p", group: "more", label: "Min-p", value: 0, min: 0, max: 1, step: 0.01, slider: true,
     help: "Drops tokens below this share of the likeliest token's probability." },
   { name: "repetition_penalty", group: "more", label: "Repetition penalty", value: 1, min: 0.01, step: 0.01,
@@ -19,8 +21,10 @@ const SETTINGS = [
     help: "Subtracted once from the logit of each generated token." },
   { name: "frequency_penalty", group: "more", label: "Frequency penalty", value: 0, min: -2, max: 2, step: 0.01,
     help: "Subtracted each time that a token is generated." },
-  { name: "stop", group: "more", label: "Stop strings", value: "", lines: 2, help: "One per line; \\n stands for a line break." },
-  { name: "json_schema", group: "advanced", label: "JSON schema", value: "", lines: 5, help: "The text is JSON that fits this schema." },
+  { name: "stop", group: "more", label: "Stop strings", value: "", lines: 2,
+    help: "The text ends at any of them. One per line; \\n stands for a line break." },
+  { name: "json_schema", group: "advanced", label: "JSON schema", value: "", lines: 5,
+    help: "The text is JSON that fits this schema." },
 ];
 
 const settings = {
@@ -35,11 +39,12 @@ const settings = {
 
   field({ name, label, help, value, slider, lines, min, max, step, placeholder = "" }) {
     const id = `setting-${name}`, range = { min: min ?? "", max: max ?? "", step };
-    const properties = { id, value, placeholder, ...(lines ? { rows: lines, spellcheck: false } : { type: "number", ...range, required: value !== "" }) };
-    const input = make(lines ? "textarea" : "input", properties);
+    const kind = lines ? { rows: lines, spellcheck: false } : { type: "number", ...range, required: value !== "" };
+    const input = make(lines ? "textarea" : "input", { id, value, placeholder, ...kind });
     input.setAttribute("aria-describedby", `${id}-help`);
     this.fields.set(name, input);
-    const box = make("div", { className: lines ? "setting long" : "setting" }, make("label", { htmlFor: id, textContent: label }), input);
+    const box = make("div", { className: lines ? "setting long" : "setting" });
+    box.append(make("label", { htmlFor: id, textContent: label }), input);
     if (slider) box.append(this.slider(input, range, label));
     box.append(make("p", { className: "quiet", id: `${id}-help`, textContent: help }));
     return box;
@@ -47,7 +52,8 @@ const settings = {
 
   /** A slider that moves with a number, for the pointer: the keyboard has the number. */
   slider(input, range, label) {
-    const slider = make("input", { type: "range", ...range, value: input.value, tabIndex: -1, ariaLabel: `${label}, slider` });
+    const slider = make("input", { type: "range", ...range, value: input.value, tabIndex: -1 });
+    slider.ariaLabel = `${label}, slider`;
     slider.addEventListener("input", () => (input.value = slider.value));
     input.addEventListener("input", () => (slider.value = input.value));
     return slider;
@@ -86,12 +92,14 @@ const settings = {
 
   /** The part of a request's body that all requests share. */
   body() {
-    const names = ["temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"];
+    const penalties = ["repetition_penalty", "presence_penalty", "frequency_penalty"];
+    const names = ["temperature", "top_p", "min_p", "top_k", ...penalties, "seed"];
     const body = Object.fromEntries(names.map((name) => [name, this.value(name)]));
     const stop = this.value("stop").split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
     const schema = this.value("json_schema").trim();
     if (stop.length) body.stop = stop;
-    if (schema) body.response_format = { type: "json_schema", json_schema: { name: "playground", schema: JSON.parse(schema) } };
+    const format = { type: "json_schema", json_schema: { name: "playground", schema: schema && JSON.parse(schema) } };
+    if (schema) body.response_format = format;
     return { ...body, stream: true, stream_options: { include_usage: true } };
   },
 

@@ -21,10 +21,12 @@ function labelOf({ name, bytes }) {
 
 /** Text followed by tokens, in an element. */
 class TokenView {
-  /** scroller: what scrolls as the text grows. pick(index, alternative): replaces a token; null if that is impossible. */
+  /** scroller: scrolls as the text grows. pick(index, alternative): replaces a token; null if that is impossible. */
   constructor(box, scroller, pick = null) {
-    Object.assign(this, { box, scroller, pick, tokens: [], spans: [], active: -1, drawn: 0, frame: null, hovered: null });
-    box.addEventListener("pointermove", (event) => this.onHover(event)); // not pointerover: text also moves under the pointer
+    Object.assign(this, { box, scroller, pick, tokens: [], spans: [] });
+    Object.assign(this, { drawn: 0, active: -1, frame: null, hovered: null });
+    // Not pointerover, which also comes when the text moves under a pointer at rest.
+    box.addEventListener("pointermove", (event) => this.onHover(event));
     box.addEventListener("pointerleave", () => popover.leave());
     box.addEventListener("focusin", (event) => this.onFocus(event));
     box.addEventListener("focusout", (event) => popover.onBlur(event));
@@ -119,7 +121,7 @@ class TokenView {
     for (const { bytes } of tokens) if (bytes) this.decoder.decode(bytes, { stream: true }); // a character may be open
   }
 
-  /** Make one token the stop of the Tab key. Only this one is a button, so that a screen reader reads the rest as text. */
+  /** Make one token the stop of the Tab key. Only this one is a button: a screen reader reads the rest as text. */
   activate(index) {
     const before = this.spans[this.active], span = this.spans[index];
     if (before) {
@@ -132,7 +134,8 @@ class TokenView {
 
   describe(index) {
     const share = probabilityOf(this.tokens[index]);
-    return `${labelOf(this.tokens[index])}${share === null ? "" : `, ${percent(share)}`}, token ${index + 1} of ${this.tokens.length}`;
+    const place = `token ${index + 1} of ${this.tokens.length}`;
+    return [labelOf(this.tokens[index]), ...(share === null ? [] : [percent(share)]), place].join(", ");
   }
 
   /** Focus a token without opening its popover. */

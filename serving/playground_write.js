@@ -3,7 +3,7 @@
 class Draft extends Pane {
   constructor(select, changed, edit) {
     super($("drafts"), select, changed);
-    Object.assign(this, { promptIds: null, start: 0, past: [] });
+    Object.assign(this, { promptIds: null, start: 0 });
     this.find(".body").classList.add("paper");
     this.find(".body").role = "group";
     this.find(".body").ariaLabel = "Text with tokens";
@@ -33,21 +33,17 @@ class Draft extends Pane {
     return this.promptIds && this.promptIds.length + this.view.tokens.length;
   }
 
-  /** Remember the present state, for undo. */
-  remember() {
+  /** The state, for undo. */
+  save() {
     const { view, promptIds, start } = this;
-    if (this.hasTokens) this.past.push({ plain: view.plain, tokens: [...view.tokens], promptIds, start });
+    return { plain: view.plain, tokens: [...view.tokens], promptIds, start };
   }
 
-  /** Go back to the last remembered state. */
-  async undo() {
-    await this.stop();
-    const { plain, tokens, promptIds, start } = this.past.pop();
-    this.view.setText(plain);
+  restore({ plain, tokens, promptIds, start }) {
+    this.setText(plain);
     for (const token of tokens) this.view.push(token);
     this.view.flush();
     Object.assign(this, { promptIds, start });
-    this.changed();
   }
 
   /** Make a text the prompt, without tokens. */
@@ -66,8 +62,6 @@ class Draft extends Pane {
 
   /** Write the last continuation anew. */
   async regenerate() {
-    await this.stop();
-    this.remember();
     this.view.truncate(this.start);
     await this.generate();
   }
@@ -75,7 +69,7 @@ class Draft extends Pane {
   /** Continue with another token in place of the one at `index`. */
   async replace(index, token) {
     await this.stop();
-    this.remember();
+    write.remember();
     const { alternatives, asked } = this.view.tokens[index];
     this.view.truncate(index);
     this.view.push({ ...token, alternatives, asked });
@@ -88,8 +82,9 @@ class Draft extends Pane {
   }
 
   async generate() {
-    const model = this.select.value, n = settings.value("logprobs"), prompt = this.hasTokens ? this.ids : this.view.plain;
-    const options = { max_tokens: settings.value("max_tokens"), logprobs: n, return_token_ids: true, return_tokens_as_token_ids: true };
+    const model = this.select.value, prompt = this.hasTokens ? this.ids : this.view.plain;
+    const limits = { max_tokens: settings.value("max_tokens"), logprobs: settings.value("logprobs") };
+    const options = { ...limits, return_token_ids: true, return_tokens_as_token_ids: true };
     await this.run("/v1/completions", { model, prompt, ...settings.body(), ...options }, this.view, (choice) => {
       if (!Array.isArray(prompt)) this.promptIds = choice.prompt_token_ids ?? this.promptIds;
       return tokensOfCompletion(choice, this.lookUp);
@@ -108,7 +103,8 @@ class Draft extends Pane {
     try {
       const text = this.promptIds && !this.view.box.hidden ? { token_ids: this.ids } : { text: this.text };
       const response = await request("/inspect", { body: { model: this.select.value, ...text } });
-      tab.location.replace(URL.createObjectURL(await fromNetwork(response.blob()))); // kept, so that the tab can be reloaded
+      const report = await fromNetwork(response.blob());
+      tab.location.replace(URL.createObjectURL(report)); // never revoked, so that the tab can be reloaded
     } catch (error) {
       if (!(error instanceof RequestError)) throw error;
       tab.close();
@@ -121,13 +117,14 @@ class Draft extends Pane {
 
 const write = {
   isEditing: true,
+  past: [], // states before each change, for undo
 
   start() {
     const changed = () => this.refresh(), edit = (draft) => this.edit(draft);
     this.drafts = [new Draft($("model"), changed, edit), new Draft($("other"), changed, edit)];
     $("continue").addEventListener("click", () => this.toggle());
-    $("regenerate").addEventListener("click", () => settings.areValid() && this.active.forEach((draft) => draft.regenerate()));
-    $("undo").addEventListener("click", () => this.active.filter(({ past }) => past.length).forEach((draft) => draft.undo()));
+    $("regenerate").addEventListener("click", () => this.regenerate());
+    $("undo").addEventListener("click", () => this.undo());
     $("clear").addEventListener("click", () => this.clear());
     this.refresh();
   },
@@ -153,8 +150,30 @@ const write = {
     return Promise.all(this.drafts.map((draft) => draft.stop()));
   },
 
+  remember() {
+    const { isEditing, drafts } = this;
+    this.past.push({ isEditing, text: $("prompt").value, drafts: drafts.map((draft) => draft.save()) });
+    this.refresh();
+  },
+
+  async undo() {
+    await this.stop();
+    const { isEditing, text, drafts } = this.past.pop();
+    $("prompt").value = text;
+    this.drafts.forEach((draft, at) => draft.restore(drafts[at]));
+    this.isEditing = isEditing;
+    this.refresh();
+  },
+
+  regenerate() {
+    if (!settings.areValid()) return;
+    this.remember();
+    for (const draft of this.active) draft.regenerate();
+  },
+
   extend() {
     if (!settings.areValid()) return;
+    this.remember();
     if (this.isEditing) for (const draft of this.active) draft.setText($("prompt").value);
     this.isEditing = false;
     this.refresh();
@@ -164,7 +183,7 @@ const write = {
   /** Edit a draft's text: its tokens become plain text, which is then the prompt of both drafts. */
   async edit(draft) {
     await this.stop();
-    draft.remember();
+    this.remember();
     this.setText(draft.text);
     $("prompt").focus();
     $("prompt").setSelectionRange($("prompt").value.length, $("prompt").value.length);
@@ -173,7 +192,7 @@ const write = {
 
   async clear() {
     await this.stop();
-    this.active.forEach((draft) => draft.remember());
+    this.remember();
     this.setText("");
     $("prompt").focus();
   },
@@ -188,7 +207,7 @@ const write = {
   /** The ids of tokens mean nothing to another model: keep the text alone. */
   async changeModel(draft) {
     await this.stop();
-    draft.past = [];
+    this.past = [];
     if (!this.isEditing) this.setText(draft.text);
     else this.refresh();
   },
@@ -203,6 +222,7 @@ const write = {
     });
     $("continue").textContent = isBusy ? "Stop" : "Continue";
     $("regenerate").disabled = isEditing || isBusy || !active.some(({ hasTokens }) => hasTokens);
-    $("undo").disabled = !active.some(({ past }) => past.length);
+    $("undo").disabled = !this.past.length;
+    $("continue").disabled = !models.size;
   },
 };

@@ -99,7 +99,7 @@ def test_a_model_without_a_template_cannot_chat(tab, server):
     expect(chat).to_have_attribute("aria-disabled", "true")
     chat.click(force=True)  # a locator waits for a tab that is enabled
     assert page.page.locator("#write").is_visible()
-    assert f"{server.plain} has no chat template" in page.page.locator("#no-chat").inner_text()
+    assert f"which {server.plain} lacks" in page.page.locator("#no-chat").inner_text()
     page.field("Model").select_option(server.chat)
     assert page.page.locator("#no-chat").is_hidden()
     page.page.get_by_role("tab", name="Write").focus()
@@ -127,6 +127,19 @@ def test_two_models_write_side_by_side(tab, server):
     page.field("Compare").uncheck()
     page.proceed()
     assert len(page.sent) == 3
+
+
+def test_two_models_chat_side_by_side(tab, server):
+    page = tab(model=server.chat, tab="chat", compare=server.chat, max_tokens=5)
+    say(page, "Hello")
+    assert [body["model"] for body in page.sent] == [server.chat] * 2
+    for at in (0, 1):
+        assert [role for role, _ in contents(page, at)] == ["user", "assistant"]
+    page.button("Regenerate").nth(1).click()
+    page.settled("Send")
+    assert len(page.sent) == 3
+    page.field("with").select_option(server.plain)
+    assert page.page.locator("#write").is_visible()
 
 
 def test_another_model_gets_the_text_and_no_ids(tab, server):
@@ -238,6 +251,20 @@ def test_a_busy_server_is_asked_once_more(tab, times):
     assert len(page.sent) == 2
 
 
+def test_a_key_that_is_asked_for_later_costs_no_text(tab):
+    page = tab(prompt="Once", max_tokens=3, failures=1).proceed()
+    page.reply({"error": {"message": "the API key is missing or wrong"}}, status=401)
+    page.proceed()
+    assert page.error.inner_text() == "the API key is missing or wrong"
+    page.page.get_by_label("API key").fill("sesame")
+    page.button("Use key").click()
+    expect(page.page.get_by_label("API key")).to_be_hidden()
+    with page.page.expect_request("**/v1/completions") as asked:
+        page.proceed()
+    assert asked.value.headers["authorization"] == "Bearer sesame"
+    assert page.tokens.count() == 6
+
+
 def test_a_server_with_a_key(tab, server):
     page = tab(failures=1)
     denied = {"status": 401, "body": '{"error": {"message": "the API key is missing or wrong"}}'}
@@ -256,4 +283,5 @@ def test_a_server_with_a_key(tab, server):
     expect(page.page.get_by_label("API key")).to_be_hidden()
     page.page.reload()
     page.page.locator("#model option").first.wait_for(state="attached")
+    assert page.page.get_by_label("API key").is_hidden()
     assert page.page.evaluate("sessionStorage.getItem('thinker-api-key')") == "sesame"
