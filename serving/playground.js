@@ -43,7 +43,8 @@ function refresh() {
   $("facts").hidden = chosen.length > 1;
   $("other-choice").hidden = chosen.length < 2;
   $("no-chat").hidden = !noChat.length;
-  $("no-chat").textContent = `Chat needs a chat template, which ${noChat.join(" and ")} lacks. Fine-tune on conversations.`;
+  const lack = `${noChat.join(" and ")} ${noChat.length > 1 ? "lack" : "lacks"}`;
+  $("no-chat").textContent = `Chat needs a chat template, which ${lack}. Fine-tune on conversations.`;
   $("tab-chat").ariaDisabled = String(noChat.length > 0);
   if (noChat.length) showTab("write");
   write.refresh();

@@ -120,11 +120,11 @@ async function loadVocabulary(model) {
     const response = await request(`/vocabulary?model=${encodeURIComponent(model)}`);
     vocabularies.set(model, await fromNetwork(response.json()));
   }
-  const { tokens, bytes, eos_ids, bos_id } = vocabularies.get(model);
+  const { tokens, bytes, eos_ids, special } = vocabularies.get(model);
   return (id) => {
     if (tokens[id] !== null) return { id, bytes: encoder.encode(tokens[id]) };
     if (bytes[id]) return { id, bytes: Uint8Array.from(bytes[id]) };
-    return { id, name: eos_ids.includes(id) ? "end of text" : id === bos_id ? "start of text" : `special token ${id}` };
+    return { id, name: eos_ids.includes(id) ? "end of text" : (special[id] ?? `unused token ${id}`) };
   };
 }
 
@@ -134,7 +134,7 @@ function tokensOfCompletion({ token_ids, logprobs }, lookUp) {
   return (token_ids ?? []).map((id, at) => {
     const top = Object.entries(logprobs?.top_logprobs?.[at] ?? {});
     const alternatives = top.map(([key, logprob]) => ({ ...lookUp(idOf(key)), logprob }));
-    return { ...lookUp(id), logprob: logprobs?.token_logprobs?.[at] ?? null, alternatives: ranked(alternatives) };
+    return withAlternatives({ ...lookUp(id), logprob: logprobs?.token_logprobs?.[at] ?? null }, alternatives);
   });
 }
 
@@ -143,11 +143,13 @@ function tokensOfChat({ logprobs }) {
   const read = ({ token, bytes, logprob }) =>
     bytes?.length ? { bytes: Uint8Array.from(bytes), logprob } : { name: token, logprob };
   const content = logprobs?.content ?? [];
-  return content.map((entry) => ({ ...read(entry), alternatives: ranked(entry.top_logprobs.map(read)) }));
+  return content.map((entry) => withAlternatives(read(entry), entry.top_logprobs.map(read)));
 }
 
-function ranked(alternatives) {
-  return alternatives.sort((a, b) => b.logprob - a.logprob);
+/** Add to a token its alternatives, the likeliest first. The token itself is one of them. */
+function withAlternatives(token, alternatives) {
+  const others = alternatives.filter((other) => !isSame(other, token));
+  return { ...token, alternatives: [token, ...others].sort((a, b) => b.logprob - a.logprob) };
 }
 
 /** Whether two tokens are the same: by id where they have one, otherwise by bytes. */

@@ -79,7 +79,7 @@ class Pane {
     try {
       await this.prepare();
       speed.started = performance.now();
-      const wait = (seconds) => this.showError(`The server is busy. This is tried again in ${seconds} s.`);
+      const wait = (seconds) => this.showError(`The server is busy. Trying again in ${seconds} s.`);
       const response = await requestPatiently(path, { body, signal }, wait);
       this.showError("");
       let reason = null;

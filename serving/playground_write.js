@@ -8,9 +8,11 @@ class Draft extends Pane {
     this.find(".body").role = "group";
     this.find(".body").ariaLabel = "Text with tokens";
     this.view = new TokenView(this.find(".body"), this.find(".body"), (index, token) => this.replace(index, token));
+    let closes = false; // whether a click only closes the popover
+    this.find(".body").addEventListener("mousedown", () => (closes = popover.isPinned));
     this.find(".body").addEventListener("click", (event) => {
-      // A click on plain text edits it, unless it selects or is on a token.
-      if (!event.target.classList.contains("token") && getSelection().isCollapsed) edit(this);
+      const isOnToken = event.target.classList.contains("token");
+      if (!isOnToken && !closes && getSelection().isCollapsed) edit(this);
     });
     this.editTool = this.addTool("Edit", () => edit(this));
     this.addTool("Copy", (button) => copyText(this.text, button));
@@ -82,7 +84,10 @@ class Draft extends Pane {
   }
 
   async generate() {
-    const model = this.select.value, prompt = this.hasTokens ? this.ids : this.view.plain;
+    const model = this.select.value, { slides, context_length, max_prompt_tokens = context_length } = this.model;
+    // A model that slides forgets the oldest tokens while it writes. A prompt has to be cut before it is sent.
+    const ids = this.hasTokens && (slides ? this.ids.slice(-max_prompt_tokens) : this.ids);
+    const prompt = ids || this.view.plain;
     const limits = { max_tokens: settings.value("max_tokens"), logprobs: settings.value("logprobs") };
     const options = { ...limits, return_token_ids: true, return_tokens_as_token_ids: true };
     await this.run("/v1/completions", { model, prompt, ...settings.body(), ...options }, this.view, (choice) => {

@@ -35,6 +35,9 @@ class Server:
         self.plain = next(model["id"] for model in models if not model["chat"])
         self.chat = next(model["id"] for model in models if model["chat"])
 
+        eos = {token for model in self.ids for token in self.get(f"/vocabulary?model={model}")["eos_ids"]}
+        self.endless = {"logit_bias": {str(token): -100 for token in eos}}
+
     def get(self, path, body=None):
         data, headers = None if body is None else json.dumps(body).encode(), {"Content-Type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers)) as response:
@@ -52,14 +55,24 @@ def server(server_url):
     return Server(server_url.rstrip("/"))
 
 
+def continue_endlessly(server):
+    """Returns a route that forbids texts to end by themselves: tests count tokens, and stop what would not stop."""
+
+    def handle(route):
+        route.continue_(post_data=route.request.post_data_json | server.endless)
+
+    return handle
+
+
 class Tab:
     """The page in a tab, the requests it has sent, and what the browser complained about."""
 
     def __init__(self, page, server):
         self.page, self.server, self.sent, self.faults, self.asked = page, server, [], [], []
-        page.on("request", self._record)
-        page.on("console", lambda message: self.faults.append(message.text))
-        page.on("pageerror", lambda error: self.faults.append(str(error)))
+        context = page.context  # with the tabs that the page opens
+        context.on("request", self._record)
+        context.on("console", lambda message: self.faults.append(message.text))
+        context.on("weberror", lambda error: self.faults.append(str(error.error)))
 
     def _record(self, request):
         self.asked.append(request.url)
@@ -148,6 +161,7 @@ def tab(browser, server):
             permissions=["clipboard-read", "clipboard-write"],
         )
         context.set_default_timeout(10_000)
+        context.route("**/v1/**completions", continue_endlessly(server))
         tab = Tab(context.new_page(), server)
         tab.failures = failures
         contexts.append(context)

@@ -26,7 +26,7 @@ def test_continuing_shows_what_the_server_computes(tab, server):
     page = tab(prompt=PROMPT, seed=7, max_tokens=24, logprobs=3).proceed()
     body = WRITTEN | {"model": server.plain, "prompt": PROMPT, "seed": 7, "max_tokens": 24, "logprobs": 3}
     assert page.sent == [body]
-    alone = {key: value for key, value in body.items() if key != "stream_options"} | {"stream": False}
+    alone = {key: value for key, value in body.items() if key != "stream_options"} | {"stream": False} | server.endless
     [choice] = server.get("/v1/completions", alone)["choices"]
     shown = page.state()
     assert [token for token, _, _ in shown] == choice["token_ids"]
@@ -123,6 +123,7 @@ def test_continuing_again_sends_the_ids_of_the_text(tab, server):
     page.settled()
     assert page.sent[2]["prompt"] == page.sent[1]["prompt"]
     assert page.state()[:8] == before
+    assert page.paper.evaluate("box => box.textContent") == page.text()
 
 
 def test_a_seed_can_be_reused(tab):
@@ -153,6 +154,7 @@ def test_an_alternative_replaces_a_token_and_what_follows(tab):
     chosen, logprob = alternatives[at]
     assert page.sent[1]["prompt"] == [*start, *(token for token, _, _ in before[:5]), chosen]
     assert page.state()[:5] == before[:5]
+    assert page.paper.evaluate("box => box.textContent") == page.text()
     assert page.state()[5] == [chosen, pytest.approx(logprob), color(logprob)]
     assert len(page.state()) == 6 + 12
     assert popover.is_hidden()
@@ -173,16 +175,45 @@ def test_the_popover_shows_probability_and_rank(tab):
         text = page.page.locator("#popover").inner_text()
         share = 100 * 2.718281828459045**logprob
         assert f"{share:.2f}%" in text or f"{share:.1f}%" in text or "< 0.01%" in text
-        is_listed = rank < count - 1 or count <= 4
-        assert (f"rank {rank + 1} of the {count} shown" if is_listed else f"rank {rank + 1} or lower") in text
+        assert 0 <= rank < count <= 5
+        page.page.keyboard.press("Escape")
+        assert (f"rank {rank + 1} of the {count} shown" if rank < 4 else "rank 5 or lower") in text
+        expect(page.page.locator("#popover")).to_be_hidden()
+    page.tokens.nth(0).click()
     page.page.mouse.move(2, 2)
     expect(page.page.locator("#popover")).to_be_visible()  # a click keeps it open
-    page.page.keyboard.press("Escape")
+    page.paper.locator(".plain").click()
     expect(page.page.locator("#popover")).to_be_hidden()
+    assert page.tokens.count() == 30  # this click did nothing else
     page.tokens.nth(2).hover()
     expect(page.page.locator("#popover")).to_be_visible()
     page.page.mouse.move(2, 2)
     expect(page.page.locator("#popover")).to_be_hidden()
+
+
+def test_alternatives_come_in_order_and_without_doubles(tab):
+    page = tab(prompt=PROMPT, logprobs=3)
+    top = {"token_id:5": -3, "token_id:9": -0.5, "token_id:7": -1, "token_id:4": -6}
+    logprobs = {"token_logprobs": [-6], "top_logprobs": [top]}
+    page.reply(chunk([4], prompt_token_ids=[0], logprobs=logprobs), "[DONE]")
+    page.proceed()
+    assert page.page.evaluate("write.drafts[0].view.tokens[0].alternatives.map(({id}) => id)") == [9, 7, 5, 4]
+    page.tokens.first.click()
+    assert "rank 4 or lower" in page.page.locator("#popover").inner_text()
+    assert page.page.locator("#popover [aria-current]").count() == 1
+
+
+def test_a_text_that_is_longer_than_the_context_goes_on(tab, server):
+    page = tab(prompt=PROMPT)
+    limit = page.page.evaluate("write.drafts[0].model.context_length")
+    page.field("Max tokens").fill(str(limit + 10))
+    page.proceed()
+    ids = page.page.evaluate("write.drafts[0].ids")
+    page.field("Max tokens").fill("4")
+    page.proceed()
+    assert page.sent[1]["prompt"] == ids[-limit:]
+    assert page.error.count() == 0
+    assert "(sliding)" in page.page.locator(".stats").first.inner_text()
 
 
 def test_edited_text_is_plain_and_is_sent_as_text(tab):
@@ -231,6 +262,10 @@ def test_a_character_of_several_tokens_comes_with_the_last(tab, server):
     page.proceed()
     assert page.text() == "🙂"
     assert page.sent[-1]["prompt"] == [0, *ids[2:4]]
+    page.reply(chunk(ids[4:]), "[DONE]")
+    page.button("Regenerate").click()
+    page.settled()
+    assert page.text() == "🙂"
 
 
 def test_text_is_never_markup(tab, server):
