@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import urllib.request
 from urllib.parse import urlencode
 
@@ -16,16 +15,7 @@ DEFAULTS |= {"frequency_penalty": 0, "seed": None, "stream": True, "stream_optio
 WRITTEN = DEFAULTS | {"max_tokens": 200, "logprobs": 5, "return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
-@pytest.fixture(scope="module")
-def server_url():
-    """A running server with a model that can chat and one that cannot."""
-    url = os.environ.get("THINKER_PLAYGROUND_URL")
-    if url is None:
-        pytest.skip("THINKER_PLAYGROUND_URL names no server")
-    return url
-
-
-class Server:
+class Api:
     """The API, without the page."""
 
     def __init__(self, url):
@@ -34,7 +24,6 @@ class Server:
         self.ids = [model["id"] for model in models]
         self.plain = next(model["id"] for model in models if not model["chat"])
         self.chat = next(model["id"] for model in models if model["chat"])
-
         eos = {token for model in self.ids for token in self.get(f"/vocabulary?model={model}")["eos_ids"]}
         self.endless = {"logit_bias": {str(token): -100 for token in eos}}
 
@@ -51,15 +40,15 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(server_url):
-    return Server(server_url.rstrip("/"))
+def api(server):
+    return Api(server.url)
 
 
-def continue_endlessly(server):
+def continue_endlessly(api):
     """Returns a route that forbids texts to end by themselves: tests count tokens, and stop what would not stop."""
 
     def handle(route):
-        route.continue_(post_data=route.request.post_data_json | server.endless)
+        route.continue_(post_data=route.request.post_data_json | api.endless)
 
     return handle
 
@@ -67,8 +56,9 @@ def continue_endlessly(server):
 class Tab:
     """The page in a tab, the requests it has sent, and what the browser complained about."""
 
-    def __init__(self, page, server):
-        self.page, self.server, self.sent, self.faults, self.asked = page, server, [], [], []
+    def __init__(self, page, api, url, failures):
+        self.page, self.api, self.url, self.failures = page, api, url, failures
+        self.sent, self.faults, self.asked = [], [], []
         context = page.context  # with the tabs that the page opens
         context.on("request", self._record)
         context.on("console", lambda message: self.faults.append(message.text))
@@ -80,8 +70,8 @@ class Tab:
             self.sent.append(request.post_data_json)
 
     def open(self, **parameters):
-        self.page.goto(f"{self.server.url}/#{urlencode({'model': self.server.plain} | parameters)}")
-        self.page.locator("#model option").first.wait_for(state="attached")
+        self.page.goto(f"{self.url}/#{urlencode({'model': self.api.plain} | parameters)}")
+        self.page.locator("#model option, #page-error:visible").first.wait_for(state="attached")
         return self
 
     def button(self, name, exact=True):
@@ -147,26 +137,24 @@ def color(logprob):
 
 
 @pytest.fixture
-def tab(browser, server):
+def tab(browser, api):
     """Opens tabs. Afterwards they must have asked the server alone, and have nothing to complain of.
 
-    Failed requests that a test provokes are no complaint: `faults` may hold as many as the test says.
+    failures: how many requests fail because the test wants them to.
     """
     contexts, tabs = [], []
 
-    def new_tab(width=1320, scheme="light", failures=0, **parameters):
+    def new_tab(width=1320, scheme="light", failures=0, url=api.url, **parameters):
         context = browser.new_context(
             viewport={"width": width, "height": 860},
             color_scheme=scheme,
             permissions=["clipboard-read", "clipboard-write"],
         )
         context.set_default_timeout(10_000)
-        context.route("**/v1/**completions", continue_endlessly(server))
-        tab = Tab(context.new_page(), server)
-        tab.failures = failures
+        context.route("**/v1/**completions", continue_endlessly(api))
         contexts.append(context)
-        tabs.append(tab)
-        return tab.open(**parameters)
+        tabs.append(Tab(context.new_page(), api, url, failures))
+        return tabs[-1].open(**parameters)
 
     yield new_tab
     for context in contexts:
@@ -176,4 +164,4 @@ def tab(browser, server):
         assert len(failures) == tab.failures
         complaints = sorted(set(tab.faults) - set(failures))
         assert complaints == [], complaints
-        assert all(url.startswith((f"{server.url}/", "data:", f"blob:{server.url}/")) for url in tab.asked)
+        assert all(url.startswith((f"{tab.url}/", "data:", f"blob:{tab.url}/")) for url in tab.asked)

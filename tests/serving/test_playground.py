@@ -4,13 +4,14 @@ import re
 
 import playground_fixtures
 import pytest
+import server_process
 from playground_fixtures import WRITTEN, chunk, color
 from playwright.sync_api import expect
 
 from thinker.serving.playground import playground_page
 
-browser, server_url = playground_fixtures.browser, playground_fixtures.server_url  # fixtures
-server, tab = playground_fixtures.server, playground_fixtures.tab
+browser, api, tab = playground_fixtures.browser, playground_fixtures.api, playground_fixtures.tab  # fixtures
+served_run, chat_run, server = server_process.served_run, server_process.chat_run, server_process.server
 PROMPT = "Once upon a time"
 
 
@@ -22,17 +23,17 @@ def test_the_page_is_self_contained():
     assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|srcdoc", page) == []
 
 
-def test_continuing_shows_what_the_server_computes(tab, server):
+def test_continuing_shows_what_the_server_computes(tab, api):
     page = tab(prompt=PROMPT, seed=7, max_tokens=24, logprobs=3).proceed()
-    body = WRITTEN | {"model": server.plain, "prompt": PROMPT, "seed": 7, "max_tokens": 24, "logprobs": 3}
+    body = WRITTEN | {"model": api.plain, "prompt": PROMPT, "seed": 7, "max_tokens": 24, "logprobs": 3}
     assert page.sent == [body]
-    alone = {key: value for key, value in body.items() if key != "stream_options"} | {"stream": False} | server.endless
-    [choice] = server.get("/v1/completions", alone)["choices"]
+    alone = {key: value for key, value in body.items() if key != "stream_options"} | {"stream": False} | api.endless
+    [choice] = api.get("/v1/completions", alone)["choices"]
     shown = page.state()
     assert [token for token, _, _ in shown] == choice["token_ids"]
     assert [logprob for _, logprob, _ in shown] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
     assert [where for _, _, where in shown] == [color(logprob) for _, logprob, _ in shown]
-    vocabulary = server.vocabulary(server.plain)
+    vocabulary = api.vocabulary(api.plain)
     text = b"".join(vocabulary[token] for token in choice["token_ids"]).decode(errors="replace")
     assert page.text().removesuffix("\ufffd") == (PROMPT + text).removesuffix("\ufffd")
     assert page.paper.evaluate("box => box.textContent") == page.text()
@@ -112,7 +113,7 @@ def test_stop_ends_the_stream_and_keeps_the_text(tab, by_key):
     assert page.error.count() == 0
 
 
-def test_continuing_again_sends_the_ids_of_the_text(tab, server):
+def test_continuing_again_sends_the_ids_of_the_text(tab, api):
     page = tab(prompt=PROMPT, max_tokens=8).proceed()
     before, start = page.state(), page.page.evaluate("write.drafts[0].promptIds")
     page.proceed()
@@ -203,7 +204,7 @@ def test_alternatives_come_in_order_and_without_doubles(tab):
     assert page.page.locator("#popover [aria-current]").count() == 1
 
 
-def test_a_text_that_is_longer_than_the_context_goes_on(tab, server):
+def test_a_text_that_is_longer_than_the_context_goes_on(tab, api):
     page = tab(prompt=PROMPT)
     limit = page.page.evaluate("write.drafts[0].model.context_length")
     page.field("Max tokens").fill(str(limit + 10))
@@ -243,8 +244,8 @@ def test_copying(tab):
     assert page.page.evaluate("navigator.clipboard.readText()") == page.text()
 
 
-def test_a_character_of_several_tokens_comes_with_the_last(tab, server):
-    vocabulary = server.vocabulary(server.plain)
+def test_a_character_of_several_tokens_comes_with_the_last(tab, api):
+    vocabulary = api.vocabulary(api.plain)
     ids = [vocabulary.index(bytes([byte])) for byte in "é🙂".encode()]
     page = tab(prompt="A ")
     page.reply(chunk(ids[:3], prompt_token_ids=[0]), chunk(ids[3:5]), chunk(ids[5:], finish_reason="length"), "[DONE]")
@@ -268,9 +269,9 @@ def test_a_character_of_several_tokens_comes_with_the_last(tab, server):
     assert page.text() == "🙂"
 
 
-def test_text_is_never_markup(tab, server):
+def test_text_is_never_markup(tab, api):
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-    vocabulary = server.vocabulary(server.plain)
+    vocabulary = api.vocabulary(api.plain)
     page = tab(prompt=evil)
     ids = [vocabulary.index(bytes([byte])) for byte in evil.encode()]
     page.reply(chunk(ids, prompt_token_ids=[0]), "[DONE]")
@@ -280,8 +281,8 @@ def test_text_is_never_markup(tab, server):
     assert page.page.locator("#work img, #work script, #popover img").count() == 0
 
 
-def test_a_long_text_stays_whole_when_the_window_changes(tab, server):
-    vocabulary = server.vocabulary(server.plain)
+def test_a_long_text_stays_whole_when_the_window_changes(tab, api):
+    vocabulary = api.vocabulary(api.plain)
     word = next(token for token, text in enumerate(vocabulary) if len(text) > 3 and text.isascii() and text[:1] == b" ")
     page = tab(prompt="A")
     page.reply(chunk([word] * 3000, prompt_token_ids=[0]), *[chunk([word] * 100) for _ in range(10)], "[DONE]")

@@ -2,12 +2,13 @@
 
 import playground_fixtures
 import pytest
+import server_process
 from axe_playwright_python.sync_playwright import Axe
 from playground_fixtures import chunk
 from playwright.sync_api import expect
 
-browser, server_url = playground_fixtures.browser, playground_fixtures.server_url  # fixtures
-server, tab = playground_fixtures.server, playground_fixtures.tab
+browser, api, tab = playground_fixtures.browser, playground_fixtures.api, playground_fixtures.tab  # fixtures
+served_run, chat_run, server = server_process.served_run, server_process.chat_run, server_process.server
 SCREENS = [(1320, "light"), (1320, "dark"), (360, "light"), (360, "dark")]
 
 
@@ -19,7 +20,7 @@ def check(page):
 
 
 @pytest.mark.parametrize(("width", "scheme"), SCREENS)
-def test_axe_finds_nothing_while_writing(tab, server, width, scheme):
+def test_axe_finds_nothing_while_writing(tab, api, width, scheme):
     page = tab(width, scheme, prompt="Once upon a time", max_tokens=12)
     check(page)
     page.page.locator("#settings summary").evaluate_all("all => all.forEach(one => one.click())")
@@ -42,10 +43,10 @@ def test_axe_finds_nothing_while_writing(tab, server, width, scheme):
 
 
 @pytest.mark.parametrize(("width", "scheme"), SCREENS)
-def test_axe_finds_nothing_in_a_chat(tab, server, width, scheme):
-    page = tab(width, scheme, model=server.chat, tab="chat", max_tokens=12)
+def test_axe_finds_nothing_in_a_chat(tab, api, width, scheme):
+    page = tab(width, scheme, model=api.chat, tab="chat", max_tokens=12)
     check(page)
-    page.field("Message").fill("Hello " * 40)
+    page.field("Message").fill("Hello " * 12)
     page.button("Send").click()
     page.settled("Send")
     page.page.locator(".assistant .token").first.click()

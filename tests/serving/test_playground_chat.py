@@ -4,11 +4,13 @@ import re
 
 import playground_fixtures
 import pytest
+import server_process
 from playground_fixtures import DEFAULTS, chunk
 from playwright.sync_api import expect
 
-browser, server_url = playground_fixtures.browser, playground_fixtures.server_url  # fixtures
-server, tab = playground_fixtures.server, playground_fixtures.tab
+browser, api, tab = playground_fixtures.browser, playground_fixtures.api, playground_fixtures.tab  # fixtures
+served_run, chat_run, server = server_process.served_run, server_process.chat_run, server_process.server
+start_server = server_process.start_server
 
 
 def contents(page, at=0):
@@ -21,10 +23,10 @@ def say(page, text):
     page.settled("Send")
 
 
-def test_a_conversation(tab, server):
-    page = tab(model=server.chat, tab="chat", max_tokens=8, system="Be kind.")
+def test_a_conversation(tab, api):
+    page = tab(model=api.chat, tab="chat", max_tokens=8, system="Be kind.")
     say(page, "Hello")
-    body = DEFAULTS | {"model": server.chat, "max_completion_tokens": 8, "logprobs": True, "top_logprobs": 5}
+    body = DEFAULTS | {"model": api.chat, "max_completion_tokens": 8, "logprobs": True, "top_logprobs": 5}
     system, first = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}
     assert page.sent == [body | {"messages": [system, first]}]
     [_, [role, answer]] = contents(page)
@@ -40,8 +42,8 @@ def test_a_conversation(tab, server):
     assert [role for role, _ in contents(page)] == ["user", "assistant"] * 2
 
 
-def test_regenerating_and_editing_messages(tab, server):
-    page = tab(model=server.chat, tab="chat", max_tokens=6)
+def test_regenerating_and_editing_messages(tab, api):
+    page = tab(model=api.chat, tab="chat", max_tokens=6)
     for text in ("One", "Two"):
         say(page, text)
     before = contents(page)
@@ -66,8 +68,8 @@ def test_regenerating_and_editing_messages(tab, server):
     assert page.page.locator("#chat li").count() == 0
 
 
-def test_stopping_an_answer(tab, server):
-    page = tab(model=server.chat, tab="chat", max_tokens=100_000)
+def test_stopping_an_answer(tab, api):
+    page = tab(model=api.chat, tab="chat", max_tokens=100_000)
     page.field("Message").fill("Hello")
     page.button("Send").click()
     page.page.locator(".assistant .token").nth(10).wait_for()
@@ -78,11 +80,11 @@ def test_stopping_an_answer(tab, server):
     assert page.error.count() == 0
 
 
-def test_an_answer_ends_before_its_stop_string(tab, server):
+def test_an_answer_ends_before_its_stop_string(tab, api):
     entries = [
         {"token": text, "bytes": list(text.encode()), "logprob": -1, "top_logprobs": []} for text in ("Hi", "#", "#")
     ]
-    page = tab(model=server.chat, tab="chat")
+    page = tab(model=api.chat, tab="chat")
     page.reply(
         {"choices": [{"delta": {"role": "assistant", "content": "Hi"}, "logprobs": {"content": entries}}]},
         {"choices": [{"delta": {}, "logprobs": None, "finish_reason": "stop"}]},
@@ -93,35 +95,35 @@ def test_an_answer_ends_before_its_stop_string(tab, server):
     assert page.page.locator(".assistant .token").all_inner_texts() == ["Hi"]
 
 
-def test_a_model_without_a_template_cannot_chat(tab, server):
+def test_a_model_without_a_template_cannot_chat(tab, api):
     page = tab(tab="chat")
     chat = page.page.get_by_role("tab", name="Chat")
     expect(chat).to_have_attribute("aria-disabled", "true")
     chat.click(force=True)  # a locator waits for a tab that is enabled
     assert page.page.locator("#write").is_visible()
-    assert f"which {server.plain} lacks" in page.page.locator("#no-chat").inner_text()
-    page.field("Model").select_option(server.chat)
+    assert f"which {api.plain} lacks" in page.page.locator("#no-chat").inner_text()
+    page.field("Model").select_option(api.chat)
     assert page.page.locator("#no-chat").is_hidden()
     page.page.get_by_role("tab", name="Write").focus()
     page.page.keyboard.press("ArrowRight")
     expect(page.page.get_by_role("tab", name="Chat")).to_be_focused()
     assert page.page.locator("#chat").is_visible()
-    page.field("Model").select_option(server.plain)
+    page.field("Model").select_option(api.plain)
     assert page.page.locator("#write").is_visible()
 
 
-def test_two_models_write_side_by_side(tab, server):
+def test_two_models_write_side_by_side(tab, api):
     page = tab(prompt="Once", max_tokens=8, seed=5)
     page.field("Compare").check()
-    page.field("with").select_option(server.chat)
+    page.field("with").select_option(api.chat)
     page.proceed()
-    first, second = sorted(page.sent, key=lambda body: body["model"] != server.plain)
-    assert (first["model"], second["model"]) == (server.plain, server.chat)
+    first, second = sorted(page.sent, key=lambda body: body["model"] != api.plain)
+    assert (first["model"], second["model"]) == (api.plain, api.chat)
     assert first | {"model": None} == second | {"model": None}
     for draft in page.page.locator("#drafts .pane").all():
         assert draft.is_visible()
         assert 1 <= draft.locator(".token").count() <= 8
-    assert page.page.locator("#drafts .pane-name").all_inner_texts() == [server.plain, server.chat]
+    assert page.page.locator("#drafts .pane-name").all_inner_texts() == [api.plain, api.chat]
     page.page.locator("#drafts .pane").nth(1).get_by_role("button", name="Edit").click()
     expect(page.field("Text")).to_be_focused()
     page.field("Compare").uncheck()
@@ -129,37 +131,37 @@ def test_two_models_write_side_by_side(tab, server):
     assert len(page.sent) == 3
 
 
-def test_two_models_chat_side_by_side(tab, server):
-    page = tab(model=server.chat, tab="chat", compare=server.chat, max_tokens=5)
+def test_two_models_chat_side_by_side(tab, api):
+    page = tab(model=api.chat, tab="chat", compare=api.chat, max_tokens=5)
     say(page, "Hello")
-    assert [body["model"] for body in page.sent] == [server.chat] * 2
+    assert [body["model"] for body in page.sent] == [api.chat] * 2
     for at in (0, 1):
         assert [role for role, _ in contents(page, at)] == ["user", "assistant"]
     page.button("Regenerate").nth(1).click()
     page.settled("Send")
     assert len(page.sent) == 3
-    page.field("with").select_option(server.plain)
+    page.field("with").select_option(api.plain)
     assert page.page.locator("#write").is_visible()
 
 
-def test_another_model_gets_the_text_and_no_ids(tab, server):
+def test_another_model_gets_the_text_and_no_ids(tab, api):
     page = tab(prompt="Once", max_tokens=4).proceed()
     whole = page.text()
-    page.field("Model").select_option(server.chat)
+    page.field("Model").select_option(api.chat)
     assert page.field("Text").input_value() == whole
     page.proceed()
-    assert (page.sent[1]["model"], page.sent[1]["prompt"]) == (server.chat, whole)
+    assert (page.sent[1]["model"], page.sent[1]["prompt"]) == (api.chat, whole)
 
 
-def test_a_link_holds_model_text_and_settings(tab, server):
+def test_a_link_holds_model_text_and_settings(tab, api):
     page = tab(
-        model=server.chat,
+        model=api.chat,
         prompt="Two\nlines & <b>",
         system="s",
         max_tokens=5,
         stop="a\nb",
         top_k=3,
-        compare=server.plain,
+        compare=api.plain,
     )
     page.field("Temperature").fill("1.2")
     page.button("Copy link").click()
@@ -171,8 +173,8 @@ def test_a_link_holds_model_text_and_settings(tab, server):
     expect(other.field("Text")).to_have_value("Two\nlines & <b>")
     assert other.page.evaluate("String(linkParameters())") == page.page.evaluate("String(linkParameters())")
     values = {
-        "Model": server.chat,
-        "with": server.plain,
+        "Model": api.chat,
+        "with": api.plain,
         "Max tokens": "5",
         "Stop strings": "a\nb",
         "Top-k": "3",
@@ -183,7 +185,7 @@ def test_a_link_holds_model_text_and_settings(tab, server):
     assert "lost" in other.page.locator("#page-error").inner_text()
 
 
-def test_looking_inside(tab, server):
+def test_looking_inside(tab, api):
     page = tab(prompt="Once upon a time", max_tokens=6).proceed()
     with page.page.expect_popup() as opened:
         page.button("Look inside").click()
@@ -191,14 +193,14 @@ def test_looking_inside(tab, server):
     report.wait_for_url(re.compile("^blob:"))
     report.locator("h1").wait_for()
     ids = page.page.evaluate("write.drafts[0].ids")
-    assert page.sent[-1] == {"model": server.plain, "token_ids": ids}
+    assert page.sent[-1] == {"model": api.plain, "token_ids": ids}
     expect(page.button("Look inside")).to_be_enabled()
     page.button("Edit").click()
     page.field("Text").fill("The end")
     with page.page.expect_popup() as opened:
         page.button("Look inside").click()
     opened.value.wait_for_url(re.compile("^blob:"))
-    assert page.sent[-1] == {"model": server.plain, "text": "The end"}
+    assert page.sent[-1] == {"model": api.plain, "text": "The end"}
 
 
 def test_looking_inside_a_text_that_is_too_long(tab):
@@ -209,7 +211,7 @@ def test_looking_inside_a_text_that_is_too_long(tab):
     assert opened.value.is_closed()
 
 
-def test_errors_are_shown_in_words(tab, server):
+def test_errors_are_shown_in_words(tab, api):
     page = tab(prompt="Once", failures=3)
     page.reply({"error": {"message": "temperature must be at least 0"}}, status=400)
     page.proceed()
@@ -265,23 +267,19 @@ def test_a_key_that_is_asked_for_later_costs_no_text(tab):
     assert page.tokens.count() == 6
 
 
-def test_a_server_with_a_key(tab, server):
-    page = tab(failures=1)
-    denied = {"status": 401, "body": '{"error": {"message": "the API key is missing or wrong"}}'}
-    has_key = "Bearer sesame"
-    page.page.route(
-        "**/v1/models",
-        lambda route: (
-            route.continue_() if route.request.headers.get("authorization") == has_key else route.fulfill(**denied)
-        ),
-    )
-    page.page.reload()
-    expect(page.page.locator("#page-error")).to_have_text("the API key is missing or wrong")
-    page.page.get_by_label("API key").fill("sesame")
-    page.button("Use key").click()
+def test_a_server_with_a_key(tab, served_run, start_server):
+    guarded = start_server(served_run, "--api-key", "sesame")
+    page = tab(failures=2, url=guarded.url)
+    expect(page.page.locator("#page-error")).to_have_text(re.compile("the API key is missing or wrong"))
+    for key in ("wrong", "sesame"):
+        page.page.get_by_label("API key").fill(key)
+        page.button("Use key").click()
+        expect(page.page.get_by_label("API key")).to_be_visible(visible=key == "wrong")
     expect(page.page.locator("#page-error")).to_be_hidden()
-    expect(page.page.get_by_label("API key")).to_be_hidden()
     page.page.reload()
     page.page.locator("#model option").first.wait_for(state="attached")
     assert page.page.get_by_label("API key").is_hidden()
-    assert page.page.evaluate("sessionStorage.getItem('thinker-api-key')") == "sesame"
+    page.field("Text").fill("Line")
+    page.field("Max tokens").fill("4")
+    page.proceed()
+    expect(page.tokens).not_to_have_count(0)
