@@ -100,6 +100,7 @@ class TokenView {
     // Marks are drawn by the style sheet: they are no part of the text that the user selects.
     if (!token.text) span.dataset.mark = token.name ?? hex(token.bytes);
     else if (token.text.startsWith("\n")) span.dataset.mark = "↵";
+    else if (/^[\p{M}\p{C}\p{Zl}\p{Zp}]+$/u.test(token.text)) span.dataset.mark = "◌"; // no width of its own
   }
 
   /** Keep the first `count` tokens. */

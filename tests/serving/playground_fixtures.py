@@ -44,22 +44,15 @@ def api(server):
     return Api(server.url)
 
 
-def continue_endlessly(api):
-    """Returns a route that forbids texts to end by themselves: tests count tokens, and stop what would not stop."""
-
-    def handle(route):
-        route.continue_(post_data=route.request.post_data_json | api.endless)
-
-    return handle
-
-
 class Tab:
     """The page in a tab, the requests it has sent, and what the browser complained about."""
 
     def __init__(self, page, api, url, failures):
         self.page, self.api, self.url, self.failures = page, api, url, failures
         self.sent, self.faults, self.asked = [], [], []
+        self.replies = []  # to the next completions; None breaks the connection
         context = page.context  # with the tabs that the page opens
+        context.route("**/v1/**completions", self._answer)
         context.on("request", self._record)
         context.on("console", lambda message: self.faults.append(message.text))
         context.on("weberror", lambda error: self.faults.append(str(error.error)))
@@ -120,8 +113,16 @@ class Tab:
         body = "".join(f"data: {chunk if isinstance(chunk, str) else json.dumps(chunk)}\n\n" for chunk in chunks)
         if status != 200:
             body = json.dumps(chunks[0])
-        answer = {"status": status, "headers": headers or {"Content-Type": "text/event-stream"}, "body": body}
-        self.page.route("**/v1/**completions", lambda route: route.fulfill(**answer), times=1)
+        self.replies.append({"status": status, "headers": headers or {}, "body": body})
+
+    def _answer(self, route):
+        """Answer as a test wants it; otherwise ask the server, for a text that cannot end by itself: tests count."""
+        if not self.replies:
+            route.continue_(post_data=route.request.post_data_json | self.api.endless)
+        elif (reply := self.replies.pop(0)) is None:
+            route.abort()
+        else:
+            route.fulfill(**reply)
 
 
 def chunk(ids, logprob=-0.1, **choice):
@@ -151,7 +152,6 @@ def tab(browser, api):
             permissions=["clipboard-read", "clipboard-write"],
         )
         context.set_default_timeout(10_000)
-        context.route("**/v1/**completions", continue_endlessly(api))
         contexts.append(context)
         tabs.append(Tab(context.new_page(), api, url, failures))
         return tabs[-1].open(**parameters)

@@ -166,7 +166,7 @@ def test_an_alternative_replaces_a_token_and_what_follows(tab):
 
 
 def test_the_popover_shows_probability_and_rank(tab):
-    page = tab(prompt=PROMPT, max_tokens=30, logprobs=4, temperature=1).proceed()
+    page = tab(prompt=PROMPT, max_tokens=30, logprobs=4, temperature=1, seed=2).proceed()
     shown = page.page.evaluate(
         """write.drafts[0].view.tokens.map(({id, logprob, alternatives}) =>
             [logprob, alternatives.findIndex(other => other.id === id), alternatives.length])"""
@@ -267,6 +267,18 @@ def test_a_character_of_several_tokens_comes_with_the_last(tab, api):
     page.button("Regenerate").click()
     page.settled()
     assert page.text() == "🙂"
+
+
+def test_tokens_without_width_can_be_pointed_at(tab, api):
+    vocabulary = api.vocabulary(api.plain)
+    ids = [vocabulary.index(bytes([byte])) for byte in "a\u0657\u200d\n\n\r".encode()]
+    page = tab(prompt="A")
+    page.reply(chunk(ids, prompt_token_ids=[0]), "[DONE]")
+    page.proceed()
+    assert page.text() == "Aa\u0657\u200d\n\n\r"
+    for token in page.tokens.all():
+        token.hover()
+        expect(page.page.locator("#popover")).to_be_visible()
 
 
 def test_text_is_never_markup(tab, api):

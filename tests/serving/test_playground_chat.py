@@ -31,7 +31,8 @@ def test_a_conversation(tab, api):
     assert page.sent == [body | {"messages": [system, first]}]
     [_, [role, answer]] = contents(page)
     assert role == "assistant"
-    assert page.page.locator(".assistant .message-text").evaluate("one => one.textContent") == answer
+    shown = page.page.locator(".assistant .message-text").evaluate("one => one.textContent")
+    assert shown.rstrip("\ufffd") == answer.rstrip("\ufffd")  # the last character may be incomplete
     assert 1 <= page.page.locator(".assistant .token").count() <= 8
     page.page.locator(".assistant .token").first.click()
     expect(page.page.locator("#popover li")).not_to_have_count(0)
@@ -208,7 +209,8 @@ def test_looking_inside_a_text_that_is_too_long(tab):
     with page.page.expect_popup() as opened:
         page.button("Look inside").click()
     expect(page.error).to_have_text(re.compile("the prompt has .* token"))
-    assert opened.value.is_closed()
+    if not opened.value.is_closed():
+        opened.value.wait_for_event("close")
 
 
 def test_errors_are_shown_in_words(tab, api):
@@ -219,7 +221,7 @@ def test_errors_are_shown_in_words(tab, api):
     page.reply({"detail": "bad gateway"}, status=502)
     page.proceed()
     assert page.error.inner_text() == "The server answered with status 502."
-    page.page.route("**/v1/completions", lambda route: route.abort(), times=1)
+    page.replies.append(None)
     page.proceed()
     assert "connection to the server was lost" in page.error.inner_text()
     page.reply(chunk([1, 2], prompt_token_ids=[0]), {"error": {"message": "the logits are not finite"}})
@@ -239,7 +241,7 @@ def test_a_busy_server_is_asked_once_more(tab, times):
     page = tab(prompt="Once", max_tokens=4, failures=times)
     page.page.clock.install()
     busy = {"status": 429, "headers": {"Retry-After": "7"}, "body": '{"error": {"message": "the queue is full"}}'}
-    page.page.route("**/v1/completions", lambda route: route.fulfill(**busy), times=times)
+    page.replies += [busy] * times
     page.button("Continue").click()
     expect(page.error).to_have_text(re.compile("in 7 s"))
     page.page.clock.run_for(7100)
