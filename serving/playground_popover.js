@@ -60,15 +60,17 @@ const popover = {
     const name = make("b", { id: "popover-name", className: "mono", textContent: labelOf(token) });
     const number = make("span", { className: "number", textContent: share === null ? "" : percent(share) });
     const note = make("p", { className: "quiet", textContent: asked ? about : "no alternatives were asked for" });
-    const lines = alternatives.map((other) => this.line(other, isSame(other, token)));
+    const largest = Math.max(...alternatives.map(probabilityOf));
+    const lines = alternatives.map((other) => this.line(other, isSame(other, token), largest));
     const hint = this.view.pick && shown > 1 ? "Choose one to continue from there." : "";
     const list = make("ol", { className: "bars" }, ...lines);
     return [make("p", {}, name, number), note, list, make("p", { className: "quiet", textContent: hint })];
   },
 
-  line(other, isChosen) {
+  /** One alternative; its bar is relative to the largest one. */
+  line(other, isChosen, largest) {
     const share = probabilityOf(other), bar = make("i");
-    bar.style.width = `${100 * share}%`;
+    bar.style.width = `${(100 * share) / largest}%`;
     const parts = [
       make("span", { className: "name mono", textContent: labelOf(other) }),
       make("span", { className: "track" }, bar),

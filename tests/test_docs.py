@@ -21,6 +21,7 @@ from thinker.scripts.make_reference import api_markdown, commands_markdown, pars
 browser, start_server = chromium.browser, server_process.start_server  # fixtures
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DEFAULT_ADDRESS = "http://127.0.0.1:8000"  # of a server
 BLOCK = re.compile(r"(?ms)^```(\w+)\n(.*?)^```$")
 TALES = ["data.max_documents=3000", "model.d_model=48"]
 # Smaller, and without what this machine may lack; everything else is as on the page.
@@ -155,13 +156,13 @@ def run_line(line, variables, folder):
 def test_commands_and_python_run(path, folder, monkeypatch, start_server):
     """In the order of the page, in one folder; the Python of a page is one program."""
     monkeypatch.chdir(folder)
-    variables, names, address = "", {"__name__": "page"}, "http://127.0.0.1:8000"
+    variables, names, address = "", {"__name__": "page"}, DEFAULT_ADDRESS
     for language, code in blocks(path, "bash", "python"):
-        code = code.replace("http://127.0.0.1:8000", address)
         if language == "python":
-            exec(compile(code, str(path), "exec"), names)
+            exec(compile(code.replace(DEFAULT_ADDRESS, address), str(path), "exec"), names)
             continue
         for line in lines_of(code):
+            line = line.replace(DEFAULT_ADDRESS, address)
             if line.startswith("thinker-serve"):
                 address = start_server(*expand(line.rstrip("& "), variables)[1:], cwd=folder).url
             elif re.fullmatch(r"\w+=(\".*\"|'.*'|\S*)", line):
