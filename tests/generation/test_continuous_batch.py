@@ -192,6 +192,20 @@ def test_equal_prompts_that_come_together_are_read_once(monkeypatch):
     check_equal(generator, sequences)
 
 
+def test_of_two_equal_sequences_the_right_one_is_removed():
+    generator = make_generator()
+    batch = ContinuousBatch(generator, 1)
+    params = SamplingParams(5, logit_bias=NO_END)
+    first, second, third = (new_sequence(generator, "the same", params) for _ in range(3))
+    for sequence in (first, second, third):
+        batch.add(sequence)
+    batch.step()
+    batch.remove(third)
+    assert [progress.sequence for progress in batch.step()] == [first]
+    finish(batch)
+    assert (len(second.completion.token_ids), len(third.completion.token_ids)) == (5, 0)
+
+
 def test_a_removed_prompt_does_not_hold_up_those_that_wait_for_it():
     generator = make_generator()
     batch = ContinuousBatch(generator, 6)
