@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import re
 from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -79,8 +80,11 @@ def create_app(service: Service, cors_origins: list[str]) -> ASGIApp:
 
     async def inspect(request: Request) -> Response:
         body = parse(InspectRequest, await _body(request, service.max_body))
+        model = service.model(body.model)
         async with service.inspecting:  # one at a time: each takes seconds of all cores
-            return HTMLResponse(await asyncio.to_thread(inspection_page, service.model(body.model), body))
+            if await request.is_disconnected():
+                return Response(status_code=499)
+            return HTMLResponse(await asyncio.to_thread(inspection_page, model, body))
 
     async def completions(request: Request) -> Response:
         return await _generate(service, request, CompletionRequest)
@@ -100,10 +104,9 @@ def create_app(service: Service, cors_origins: list[str]) -> ASGIApp:
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     ]
     middleware = [Middleware(Guard, service=service, paths=[route.path for route in routes])]
-    if cors_origins:
-        names = ["Authorization", "Content-Type"]
-        cors = Middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=names)
-        middleware.insert(0, cors)
+    if cors_origins:  # OpenAI's client for browsers sends headers of its own
+        allowed = {"allow_origins": cors_origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+        middleware.insert(0, Middleware(CORSMiddleware, **allowed, expose_headers=["Retry-After"]))
     return Starlette(routes=routes, exception_handlers=HANDLERS, middleware=middleware)
 
 
@@ -112,15 +115,28 @@ async def _api_error(request: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    reasons = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not allowed here"}
-    return ApiError(error.status_code, reasons.get(error.status_code, error.detail)).response()
+    allowed = (error.headers or {}).get("Allow")
+    reasons = {
+        404: f"there is no {request.scope['path'][:80]} here; see /v1/models, /v1/completions, /v1/chat/completions",
+        405: f"{request.method} is not allowed here; use {allowed}",
+    }
+    return ApiError(error.status_code, reasons.get(error.status_code, error.detail), headers=error.headers).response()
+
+
+async def _disconnected(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)  # which nobody reads, but the metrics count
 
 
 async def _failure(request: Request, error: Exception) -> Response:
     return ApiError(500, "the server failed; see its log").response()
 
 
-HANDLERS = {ApiError: _api_error, HTTPException: _http_error, Exception: _failure}
+HANDLERS = {
+    ApiError: _api_error,
+    HTTPException: _http_error,
+    ClientDisconnect: _disconnected,
+    Exception: _failure,
+}
 
 
 class Guard:
@@ -149,19 +165,19 @@ class Guard:
             self.service.metrics.requests.labels(path, statuses[0] if statuses else "none").inc()
 
     def _refusal(self, request: Request) -> ApiError | None:
-        service, path = self.service, request.url.path
-        if service.hosts is not None and request.url.hostname not in service.hosts:
-            return ApiError(
-                403, f"this server does not answer to the name {request.url.hostname}; start it with --host"
-            )
+        # Not request.url: older versions of Starlette read its path from the Host header, which the client chooses.
+        service, path = self.service, request.scope["path"]
+        host = re.sub(r":\d*$", "", request.headers.get("host", "localhost")).strip("[]").lower()  # without the port
+        if service.hosts is not None and host not in service.hosts:
+            return ApiError(403, f"this server does not answer to the name {host[:80]!r}; start it with --host")
         if service.api_key is not None and path not in OPEN_PATHS:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), service.api_key.encode()):
-                return ApiError(
-                    401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
-                )
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            is_right = hmac.compare_digest(key.strip().encode("latin-1"), service.api_key.encode())
+            if scheme.lower() != "bearer" or not is_right:
+                message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+                return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if service.is_draining and request.method == "POST":
-            return ApiError(503, "the server is shutting down", retry_after=5)
+            return ApiError(503, "the server is shutting down; use another one", headers={"Retry-After": "5"})
         is_json = request.headers.get("content-type", "").split(";")[0].strip().lower() == "application/json"
         if request.method == "POST" and not is_json:  # pages of other sites can send other types without permission
             return ApiError(415, "the body has to be JSON: send Content-Type: application/json")
@@ -183,15 +199,12 @@ async def _body(request: Request, limit: int) -> bytes:
     try:
         return await asyncio.wait_for(read(), BODY_SECONDS)
     except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-        raise ApiError(408, f"the request did not arrive within {BODY_SECONDS} s") from None
+        raise ApiError(408, f"the request did not arrive within {BODY_SECONDS} s; send it again") from None
 
 
 async def _generate(service: Service, request: Request, kind: type[CompletionRequest | ChatRequest]) -> Response:
     """Answer a request for completions, as one response or as a stream."""
-    try:
-        body = parse(kind, await _body(request, service.max_body))
-    except ClientDisconnect:
-        return Response(status_code=499)
+    body = parse(kind, await _body(request, service.max_body))
     model = service.model(body.model)
     service.n_active += 1
     try:
@@ -199,7 +212,7 @@ async def _generate(service: Service, request: Request, kind: type[CompletionReq
         submission = model.engine.submit(sequences)
     except QueueFull as error:
         message = f"{model.name} is busy; try again in {error.retry_after} s"
-        raise ApiError(429, message, code="queue_full", retry_after=error.retry_after) from None
+        raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(error.retry_after)}) from None
     finally:
         service.n_active -= 1
     answer = Answer(service, body, sequences, submission)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from starlette.responses import Response
 
 from thinker.runtime.finite import finite_json
 
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
@@ -18,10 +20,10 @@ class ApiError(Exception):
         message: str,
         param: str | None = None,
         code: str | None = None,
-        retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     @property
     def content(self) -> dict[str, dict[str, str | None]]:
@@ -31,11 +33,10 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """The whole response."""
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return json_response(self.content, self.status, headers)
+        return json_response(self.content, self.status, self.headers)
 
 
-def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A response of JSON."""
     return Response(finite_json(content), status, headers, "application/json")
 

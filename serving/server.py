@@ -15,6 +15,8 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, service: Service, log: Callable[[str], None]) -> None:
         """`log`: prints a line for the user."""
         options = {"lifespan": "off", "access_log": False, "log_config": None, "ws": "none"}
+        # Clients keep idle connections for 5 s, as uvicorn does by default: they would meet closed ones.
+        options["timeout_keep_alive"] = 75
         super().__init__(uvicorn.Config(app, **options))
         self._service, self._log = service, log
 
