@@ -3,6 +3,7 @@
 import argparse
 import ipaddress
 import logging
+import re
 import socket
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--host", default="127.0.0.1", help=host_help)
     group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 chooses a free one")
     group.add_argument("--api-key", metavar="KEY", help="requests must send this key (default: no key)")
-    cors_help = "let pages of this web site call the API, such as https://example.org; repeatable"
+    cors_help = "let pages of this web site call the API, such as https://example.org, or * for all; repeatable"
     group.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help=cors_help)
     group = parser.add_argument_group("limits")
     group.add_argument("--max-batch", type=int, default=16, help="texts that each model decodes at once")
@@ -51,8 +52,13 @@ def parse_arguments() -> argparse.Namespace:
         value = getattr(arguments, name)
         if value is not None and value < lowest:
             raise UserError(f"--{name.replace('_', '-')} is {value}; use at least {lowest}")
+    if arguments.port > 65535:
+        raise UserError(f"--port is {arguments.port}; use at most 65535, or 0 for a free one")
     if arguments.api_key == "":
         raise UserError("--api-key is empty; give a key, or remove the flag")
+    for origin in arguments.cors:
+        if not re.fullmatch(r"\*|https?://[^/?#\s]+", origin):
+            raise UserError(f"--cors is {origin!r}; use the scheme and host of a web site, such as https://example.org")
     return arguments
 
 
@@ -63,7 +69,9 @@ def named_paths(paths: list[str]) -> dict[str, Path]:
         name, separator, path = text.partition("=")
         if not separator or Path(text).exists():
             path, name = text, Path(text).resolve().name
-        if not name or name in named:
+        if not name or not path:
+            raise UserError(f"{text!r} has no name or no path; use NAME=PATH")
+        if name in named:
             raise UserError(f"two models have the name {name!r}; name one of them: NAME={path}")
         named[name] = Path(path)
     return named
@@ -78,9 +86,10 @@ def open_socket(host: str, port: int) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(2048)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot listen on {host}, port {port}: {reason}; choose another --port or --host") from None
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {host}, port {port}: {error.strerror}; choose another --port or --host"
+        ) from None
     return listener
 
 
@@ -93,6 +102,7 @@ def main() -> int:
     """Load the models and serve until a signal comes. Returns the exit status."""
     arguments = parse_arguments()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s")
+    paths = named_paths(arguments.paths)
     listener = open_socket(arguments.host, arguments.port)  # before the models load, which takes longer
     try:
         import llguidance  # noqa: F401  (so that requests with schemas cannot fail later)
@@ -117,16 +127,16 @@ def main() -> int:
     precision = choose_decoding_precision(arguments.precision, device)
     options: dict[str, Any] = {"bits": arguments.bits, "compile": arguments.compile, "slide": not arguments.no_slide}
     metrics, models = Metrics(), {}
-    for name, path in named_paths(arguments.paths).items():
-        generator, words = load_model(name, path, arguments.checkpoint, device, precision, options)
+    for name, path in paths.items():
+        generator, words, n_parameters = load_model(name, path, arguments.checkpoint, device, precision, options)
         engine = EngineThread(name, generator, arguments.max_batch, arguments.max_queue, metrics)
-        model = ServedModel(name, path, arguments.checkpoint, engine, words, arguments.max_prompt)
+        model = ServedModel(name, path, arguments.checkpoint, engine, words, n_parameters, arguments.max_prompt)
         models[name] = model
         slow = f"; slower without compiled kernels: {generator.kernel_problem}" if generator.kernel_problem else ""
         log(f"{name}: {words} on {device.type}, context of {model.context_len} tokens{slow}")
     metrics.watch({name: model.engine.state for name, model in models.items()})
     address, port = listener.getsockname()[:2]
-    hosts = LOCAL | {arguments.host} if is_local(address) else None
+    hosts = LOCAL | {arguments.host.lower()} if is_local(address) else None
     service = Service(models, metrics, playground_page(), arguments.api_key, arguments.max_body, hosts)
     shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     log(f"playground: http://{shown}:{port}   API: http://{shown}:{port}/v1   (Ctrl-C to stop)")

@@ -14,7 +14,7 @@ from thinker.interop import load
 from thinker.runtime.errors import UserError
 from thinker.serving.engine_thread import EngineThread
 from thinker.serving.errors import ApiError
-from thinker.serving.protocol import ChatRequest, CompletionRequest, invalid
+from thinker.serving.protocol import ChatRequest, CompletionRequest, invalid, refusal
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class ServedModel:
     checkpoint: str
     engine: EngineThread
     precision: str  # for people: "fp32", or "8-bit weights, fp32"
+    n_parameters: int  # of the model as it was trained
     prompt_limit: int | None = None  # tokens; None: the context
 
     @property
@@ -50,8 +51,7 @@ class ServedModel:
             "id": self.name, "object": "model", "created": 0, "owned_by": "thinker", "context_length": self.context_len,
             "max_prompt_tokens": self.max_prompt, "vocab_size": generator.tokenizer.vocab_size,
             "chat": generator.tokenizer.chat_template is not None, "slides": generator.slide,
-            "parameters": sum(weight.numel() for weight in generator.model.parameters()),
-            "precision": self.precision,
+            "parameters": self.n_parameters, "precision": self.precision,
         }  # fmt: skip
 
     def vocabulary(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class ServedModel:
                     params = body.sampling_params(n_new, seed + index, body.n_top)
                     sequences.append(self.generator.new_sequence(index, Completion(""), params, tokens))
         except UserError as error:
-            raise ApiError(400, str(error)) from None
+            raise refusal(error, type(body)) from None
         return sequences
 
     def _prompts(self, body: CompletionRequest) -> list[list[int]]:
@@ -98,7 +98,11 @@ class ServedModel:
             reason = "has no chat template: it was not trained on chats; use /v1/completions"
             raise ApiError(400, f"the model {self.name} {reason}", "model")
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
-        return [self._check_length(chat.encode_prompt(tokenizer, messages), "messages")]
+        try:
+            tokens = chat.encode_prompt(tokenizer, messages)
+        except UserError as error:  # of the chat template
+            raise ApiError(400, str(error), "messages") from None
+        return [self._check_length(tokens, "messages")]
 
     def _max_new_tokens(self, body: CompletionRequest | ChatRequest, n_prompt: int) -> int:
         limits = [body.max_tokens]
@@ -123,13 +127,13 @@ class ServedModel:
 
 def load_model(
     name: str, path: Path, checkpoint: str, device: Any, precision: str, options: dict[str, Any]
-) -> tuple[Generator, str]:
-    """Load a model for serving. Returns its Generator and precision in words. Raises UserError."""
+) -> tuple[Generator, str, int]:
+    """Load a model for serving. Returns its Generator, precision in words, number of parameters. Raises UserError."""
     from thinker.runtime.device import DTYPES
 
     model, tokenizer = load(path, device, checkpoint)
     if tokenizer is None:
         raise UserError(f"{path} has no tokenizer, so it cannot read text; use a model saved with one")
     generator = Generator(model, tokenizer, dtype=DTYPES[precision], **options)
-    bits = options.get("bits")
-    return generator, f"{bits}-bit weights, {precision}" if bits else precision
+    bits, n_parameters = options.get("bits"), sum(weight.numel() for weight in model.parameters())
+    return generator, f"{bits}-bit weights, {precision}" if bits else precision, n_parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from thinker.generation.sampler import SamplingParams
 from thinker.runtime.errors import UserError, did_you_mean
@@ -19,9 +19,18 @@ TOKEN_PREFIX = "token_id:"  # with return_tokens_as_token_ids
 
 
 class Fields(BaseModel):
-    """A JSON object without unknown fields, with values of exactly these types. A description says what to use."""
+    """A JSON object without unknown fields, with values of exactly these types. A description says what to use.
+
+    A field with null is the same as no field, as for OpenAI: clients send null for what they leave at its default, and
+    the messages of their history have fields such as "refusal": null.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        return {name: value for name, value in fields.items() if value is not None} if type(fields) is dict else fields
 
 
 class StreamOptions(Fields):
@@ -31,9 +40,10 @@ class StreamOptions(Fields):
 
 
 class JsonSchema(Fields):
-    """A schema for the answer. It is always enforced, so `strict` makes no difference; `name` is a label."""
+    """A schema for the answer. It is always enforced, so `strict` makes no difference; the other fields are labels."""
 
     name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
@@ -80,6 +90,8 @@ class Sampling(Fields):
             raise invalid("stop", self.stop, type(self))
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options has no effect without stream; remove it", "stream_options")
+        if logprobs and not self.has_logprobs:
+            raise ApiError(400, "top_logprobs has no effect without logprobs; set logprobs to true", "top_logprobs")
         kind = None if self.response_format is None else self.response_format.type
         schema = None if self.response_format is None else self.response_format.json_schema
         if (kind == "json_schema") != (schema is not None):
@@ -96,7 +108,7 @@ class Sampling(Fields):
                 stop=tuple(stop), json_schema=json_schema,
             )  # fmt: skip
         except UserError as error:
-            raise ApiError(400, str(error)) from None
+            raise refusal(error, type(self)) from None
 
 
 class CompletionRequest(Sampling):
@@ -196,7 +208,7 @@ def parse(kind: type[Request], body: bytes) -> Request:
     if first["type"] == "extra_forbidden":
         param = ".".join(location)
         hint = did_you_mean(location[0], names) if len(location) == 1 else ""
-        raise ApiError(400, f"{param} is not supported here{hint or '; remove it'}", param, "unknown_field")
+        raise ApiError(400, f"{param} is not supported here; remove it{hint}", param, "unknown_field")
     if first["type"] == "missing" and len(location) == 1:
         raise ApiError(400, f"{location[0]} is missing; pass {kind.model_fields[location[0]].description}", location[0])
     raise invalid(location[0], _value(body, location[0]), kind)
@@ -207,6 +219,13 @@ def invalid(name: str, value: object, kind: type[Fields]) -> ApiError:
     shown = json.dumps(value)
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
     return ApiError(400, f"{name} is {shown}; use {kind.model_fields[name].description}", name)
+
+
+def refusal(error: UserError, kind: type[Fields]) -> ApiError:
+    """The error for what a Generator refuses. Its messages begin with the parameter at fault."""
+    prompt = "messages" if "messages" in kind.model_fields else "prompt"
+    fields = {"the prompt": prompt, "json_schema": "response_format"} | {name: name for name in kind.model_fields}
+    return ApiError(400, str(error), next((fields[name] for name in fields if str(error).startswith(name)), None))
 
 
 def _value(body: bytes, name: str) -> object:
