@@ -6,9 +6,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
+import httpx
 import pytest
 from conftest import ROOT, run_script
+from prometheus_client.parser import text_string_to_metric_families
 
 
 class ServerProcess:
@@ -37,6 +40,12 @@ class ServerProcess:
     def log(self):
         return "".join(self.lines)
 
+    def metric(self, name, **labels):
+        """The sum of the samples with this name and these labels in /metrics."""
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text)
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
     def signal(self, number=signal.SIGTERM):
         self.process.send_signal(number)
 
@@ -59,6 +68,13 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+
+
+def wait_until(condition):
+    """Call a function until it returns something true."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,310 @@
+"""The other paths of the server, who may use them, and its command line."""
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+from conftest import ROOT
+from server_process import chat_run, served_run, server, start_server, wait_until  # noqa: F401
+
+from thinker.interop import load
+from thinker.serving import app
+from thinker.serving.metrics import Metrics
+
+KEY = {"Authorization": "Bearer KEY"}
+SITE = {"Origin": "https://example.org"}
+
+
+@pytest.fixture(scope="module")
+def http(server):  # noqa: F811
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def guarded(served_run, start_server):  # noqa: F811
+    """A client of a server with a key, whose API one web site may call."""
+    server = start_server(served_run, "--api-key", "KEY", "--cors", SITE["Origin"])  # noqa: F811
+    with httpx.Client(base_url=server.url) as client:
+        yield client
+    server.stop()
+
+
+def refused(response, status, message):
+    """Whether a response is an error in OpenAI's form with this message."""
+    error = response.json()["error"]
+    return (response.status_code, set(error)) == (status, {"message", "type", "param", "code"}) and (
+        message in error["message"]
+    )
+
+
+def test_health(http):
+    assert http.get("/health").json() == {"status": "ok"}
+
+
+def test_the_playground(http):
+    page = http.get("/")
+    assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert "<script src=" not in page.text
+
+
+def test_models_are_counted_as_they_were_trained(served_run, start_server):  # noqa: F811
+    model, _ = load(served_run)
+    server = start_server(f"small={served_run}", "--bits", "8", "--no-slide", "--max-prompt", "50")  # noqa: F811
+    (entry,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert entry["parameters"] == sum(weight.numel() for weight in model.parameters())
+    assert (entry["id"], entry["slides"], entry["max_prompt_tokens"]) == ("small", False, 50)
+    assert re.fullmatch("8-bit weights, (fp32|bf16)", entry["precision"])
+    body = {"model": "small", "prompt": [1] * 50, "max_tokens": 999, "logit_bias": {"299": -1e9}}
+    got = httpx.post(f"{server.url}/v1/completions", json=body).json()
+    assert (got["choices"][0]["finish_reason"], got["usage"]["total_tokens"]) == ("length", 161)
+    body["prompt"] = [1] * 51
+    assert refused(httpx.post(f"{server.url}/v1/completions", json=body), 400, "reads at most 50")
+
+
+def test_metrics_add_up(server, http):  # noqa: F811
+    names = {
+        "thinker_prompt_tokens_total": {"model": "served"},
+        "thinker_cached_prompt_tokens_total": {"model": "served"},
+        "thinker_generated_tokens_total": {"model": "served"},
+        "thinker_texts_total": {"model": "served"},
+        "thinker_text_seconds_count": {"model": "served"},
+        "thinker_first_token_seconds_count": {"model": "served"},
+        "thinker_requests_total": {"path": "/v1/completions"},
+    }
+
+    def read():
+        return [server.metric(name, **labels) for name, labels in names.items()]
+
+    before = read()
+    usages = []
+    for prompts, n in ([["metrics"], 1], [["metrics", "add up"], 3], ["a" * 20, 1]):
+        body = {"model": "served", "prompt": prompts, "n": n, "max_tokens": 5, "logit_bias": {"299": -1e9}}
+        usages.append(http.post("/v1/completions", json=body).json()["usage"])
+    http.post("/v1/completions", json={"model": "served"})  # a mistake, which counts as a request only
+    prompt, cached, new, *counts, n_requests = (after - old for after, old in zip(read(), before))
+    n_texts = 1 + 2 * 3 + 1
+    assert counts == [n_texts] * 3
+    assert new == sum(usage["completion_tokens"] for usage in usages) == 5 * n_texts
+    assert prompt == usages[0]["prompt_tokens"] + 3 * usages[1]["prompt_tokens"] + usages[2]["prompt_tokens"]
+    assert 0 < cached < prompt
+    assert n_requests == 4
+    assert server.metric("thinker_running_texts") == server.metric("thinker_waiting_texts") == 0
+    http.get("/unknown/path")
+    assert not server.metric("thinker_requests_total", path="/unknown/path")
+    assert server.metric("thinker_requests_total", path="other", status="404")
+
+
+def test_the_vocabulary_gives_the_bytes_of_every_id(http, served_run):  # noqa: F811
+    _, tokenizer = load(served_run)
+    words = http.get("/vocabulary", params={"model": "served"}).json()
+    assert (words["bos_id"], words["eos_ids"]) == (tokenizer.bos_id, tokenizer.eos_ids)
+    assert len(words["tokens"]) == tokenizer.vocab_size
+    for token, text in enumerate(words["tokens"]):
+        data = bytes(words["bytes"].get(str(token), [])) if text is None else text.encode()
+        assert data == tokenizer.token_bytes(token)
+    assert refused(http.get("/vocabulary", params={"model": "other"}), 404, "there is no model 'other'")
+    assert refused(http.get("/vocabulary"), 404, "available: served, chat")
+
+
+def test_inspect(http):
+    page = http.post("/inspect", json={"model": "served", "text": "the cat sat"})
+    assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert page.text.startswith("<!doctype html>")
+    assert page.text.rstrip().endswith("</html>")
+    assert http.post("/inspect", json={"model": "served", "token_ids": [299, 97, 98]}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "message"),
+    [
+        ({}, 400, "pass either text or token_ids"),
+        ({"text": "a", "token_ids": [1, 2]}, 400, "pass either text or token_ids"),
+        ({"text": "word " * 200}, 400, "160"),
+        ({"token_ids": [1] * 161}, 400, "use 2 to 160 ids below 300"),
+        ({"token_ids": [1]}, 400, "use 2 to 160 ids below 300"),
+        ({"token_ids": [1, 300]}, 400, "use 2 to 160 ids below 300"),
+        ({"token_ids": "ab"}, 400, "use a list of token ids"),
+        ({"model": "other", "text": "a"}, 404, "there is no model 'other'"),
+    ],
+)
+def test_mistakes_of_inspect(http, fields, status, message):
+    assert refused(http.post("/inspect", json={"model": "served"} | fields), status, message)
+
+
+def test_pages_of_other_sites_have_no_access(http):
+    preflight = {**SITE, "Access-Control-Request-Method": "POST"}
+    assert http.options("/v1/completions", headers=preflight).status_code == 405
+    assert "Access-Control-Allow-Origin" not in http.get("/v1/models", headers=SITE).headers
+    simple = {"content": '{"model": "served", "prompt": "a"}', "headers": {"Content-Type": "text/plain"}}
+    assert refused(http.post("/v1/completions", **simple), 415, "send Content-Type: application/json")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1/?", "[::1"])
+def test_a_name_that_resolves_to_this_machine_gives_no_access(http, host):
+    for path in ("/", "/health", "/v1/models"):
+        response = http.get(path, headers={"Host": host})
+        assert host == "[::1" or refused(response, 403, "this server does not answer to the name")
+    for local in ("localhost", "LOCALHOST:1", "127.0.0.1:99", "[::1]:8000"):
+        assert http.get("/health", headers={"Host": local}).status_code == 200
+
+
+def test_a_key_and_a_web_site(guarded):
+    paths = [
+        *(route for route in ROUTES if route not in app.OPEN_PATHS),
+        "/v1/models/served",
+        "/other",
+        "/health/",
+    ]
+    for path in paths:
+        for headers in ({}, {"Authorization": "Bearer key"}, {"Authorization": "KEY"}, {"Host": "127.0.0.1/health?"}):
+            response = guarded.get(path, headers=headers)
+            assert response.status_code == (403 if "Host" in headers else 401), path
+    assert app.OPEN_PATHS == ("/", "/health")
+    assert [guarded.get(path).status_code for path in app.OPEN_PATHS] == [200, 200]
+    assert [guarded.get(path, headers=KEY).status_code for path in ("/v1/models", "/metrics")] == [200, 200]
+
+    names = "authorization,content-type,x-stainless-os"  # of OpenAI's client for browsers
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": names}
+    allowed = guarded.options("/v1/completions", headers=SITE | asked)
+    assert (allowed.status_code, allowed.headers["Access-Control-Allow-Origin"]) == (200, SITE["Origin"])
+    assert names == allowed.headers["Access-Control-Allow-Headers"]
+    assert guarded.options("/v1/completions", headers={"Origin": "https://evil.example"} | asked).status_code == 400
+    for headers in (SITE, SITE | KEY):  # also errors can be read
+        response = guarded.get("/v1/models", headers=headers)
+        assert response.headers["Access-Control-Allow-Origin"] == SITE["Origin"]
+    assert response.headers["Access-Control-Expose-Headers"] == "Retry-After"
+
+
+ROUTES = (
+    "/",
+    "/health",
+    "/metrics",
+    "/v1/models",
+    "/vocabulary",
+    "/inspect",
+    "/v1/completions",
+    "/v1/chat/completions",
+)
+
+
+def test_all_routes_are_tested():
+    application = app.create_app(app.Service({}, Metrics(), ""), [])
+    assert {route.path for route in application.routes} == {*ROUTES, "/v1/models/{name:path}"}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/inspect"])
+def test_a_client_that_leaves_while_it_sends(server, path):  # noqa: F811
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + b'{"model"')
+    wait_until(lambda: server.metric("thinker_requests_total", path=path, status="499"))
+    assert "Traceback" not in server.log
+
+
+async def call(service, path, messages):
+    """The status and body of the application's response to these messages of ASGI; afterwards the client is silent."""
+    sent, messages = [], list(messages)
+
+    async def receive():
+        return messages.pop(0) if messages else await asyncio.get_running_loop().create_future()
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+    await app.create_app(service, [])(scope, receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def test_a_body_that_does_not_come(monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.01)
+    start = {"type": "http.request", "body": b'{"model"', "more_body": True}
+    status, body = asyncio.run(call(app.Service({}, Metrics(), ""), "/v1/completions", [start]))
+    assert (status, json.loads(body)["error"]["type"]) == (408, "invalid_request_error")
+
+
+def test_nothing_is_inspected_for_a_client_that_has_left():
+    request = {"type": "http.request", "body": b'{"model": "a", "text": "b"}', "more_body": False}
+    service = app.Service({"a": None}, Metrics(), "")
+    assert asyncio.run(call(service, "/inspect", [request, {"type": "http.disconnect"}])) == (499, b"")
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "thinker.serving", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a", "b/a"], "two models have the name 'a'; name one of them: NAME=b/a"),
+        (["x=a", "x=b"], "two models have the name 'x'; name one of them: NAME=b"),
+        (["=a"], "'=a' has no name or no path; use NAME=PATH"),
+        (["a", "--max-batch", "0"], "--max-batch is 0; use at least 1"),
+        (["a", "--max-queue", "-1"], "--max-queue is -1; use at least 0"),
+        (["a", "--port", "65536"], "--port is 65536; use at most 65535, or 0 for a free one"),
+        (["a", "--host", "300.1.1.1"], "cannot listen on 300.1.1.1, port 8000: "),
+        (["a", "--cors", "example.org"], "--cors is 'example.org'; use the scheme and host of a web site"),
+        (["a", "--api-key", ""], "--api-key is empty"),
+        (["--port", "0", "no/such/run"], "no/such/run does not exist; use a run directory"),
+        ([], "the following arguments are required: PATH"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_port_in_use():
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        done = run("a", "--port", port)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        rf"error: cannot listen on 127.0.0.1, port {port}: .*; choose another --port or --host\n", done.stderr
+    )
+
+
+def test_help(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run("--help").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith("usage: python -m thinker.serving [-h]")
+    assert "\n  python -m thinker.serving runs/quickstart\n" in text
+
+
+def test_ctrl_c_ends_with_status_0(served_run, chat_run, start_server):  # noqa: F811
+    server = start_server(f"one={served_run}", f"two={chat_run}")  # noqa: F811
+    assert [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]] == ["one", "two"]
+    with httpx.stream("GET", f"{server.url}/v1/models"):  # an idle connection
+        server.signal(signal.SIGINT)
+        assert server.wait() == 0
+    assert "Traceback" not in server.log
+    assert len(server.lines) == 3
+
+
+def test_a_second_ctrl_c_ends_at_once(served_run, start_server):  # noqa: F811
+    server = start_server(served_run, "--host", "0.0.0.0")  # noqa: F811
+    wait_until(lambda: "anyone who can reach this machine can use the models; set --api-key" in server.log)
+    url = server.url.replace("0.0.0.0", "127.0.0.1")
+    assert httpx.get(f"{url}/health", headers={"Host": "a.example"}).status_code == 200
+    body = {"model": "served", "prompt": "a", "max_tokens": 10**9, "logit_bias": {"299": -1e9}, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+        lines = response.iter_lines()  # which would close the connection if it were dropped
+        next(lines)
+        server.signal(signal.SIGINT)
+        wait_until(lambda: "finishing 1 request(s); Ctrl-C again to end now" in server.log)
+        server.signal(signal.SIGINT)
+        assert server.wait() == 0

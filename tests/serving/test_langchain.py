@@ -1,0 +1,104 @@
+"""The API through LangChain's classes for OpenAI."""
+
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, Field
+from server_process import chat_run, served_run, server  # noqa: F401
+
+from thinker.data import chat
+from thinker.generation import Generator, SamplingParams
+from thinker.interop import load
+
+
+class Cat(BaseModel):
+    """A cat."""
+
+    name: str = Field(description="what it is called", max_length=5)
+    age: int = Field(ge=0, le=20)
+
+
+@pytest.fixture
+def options(server):  # noqa: F811
+    return {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0, "seed": 1}
+
+
+@pytest.fixture
+def chat_model(options):
+    return ChatOpenAI(model="chat", max_tokens=12, temperature=0.8, **options)
+
+
+@pytest.fixture
+def text_model(options):
+    return OpenAI(model="served", max_tokens=12, temperature=0.8, **options)
+
+
+@pytest.fixture(scope="module")
+def answer(chat_run):  # noqa: F811
+    """What generate() answers."""
+    generator = Generator(*load(chat_run), slide=True)
+
+    def answer(*messages):
+        tokens = chat.encode_prompt(generator.tokenizer, [{"role": role, "content": text} for role, text in messages])
+        return generator.generate([""], SamplingParams(12, 0.8, seed=1), [tokens])[0].text
+
+    return answer
+
+
+def test_chat(chat_model, answer):
+    got = chat_model.invoke("Hi 3")
+    assert got.content == answer(("user", "Hi 3"))
+    assert got.response_metadata["finish_reason"] in ("stop", "length")
+    assert got.usage_metadata["output_tokens"] <= 12
+    history = [SystemMessage("Be kind."), HumanMessage("Hi 3"), got, HumanMessage("More")]
+    texts = [("system", "Be kind."), ("user", "Hi 3"), ("assistant", got.content), ("user", "More")]
+    assert chat_model.invoke(history).content == answer(*texts)
+    assert [one.content for one in chat_model.batch(["Hi 3", "Hi 4"])] == [
+        answer(("user", "Hi 3")),
+        answer(("user", "Hi 4")),
+    ]
+
+
+def test_a_streamed_chat(chat_model, answer):
+    pieces = list(chat_model.stream("Hi 3"))
+    assert "".join(piece.content for piece in pieces) == answer(("user", "Hi 3"))
+    whole = sum(pieces[1:], pieces[0])
+    assert isinstance(whole, AIMessage)
+    with_usage = list(chat_model.stream("Hi 3", stream_usage=True))
+    assert sum(with_usage[1:], with_usage[0]).usage_metadata["output_tokens"] <= 12
+
+
+def test_logprobs(options):
+    model = ChatOpenAI(model="chat", max_tokens=3, logprobs=True, top_logprobs=2, **options)
+    content = model.invoke("Hi 3").response_metadata["logprobs"]["content"]
+    assert len(content) <= 3
+    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+
+
+def test_structured_output(options):
+    model = ChatOpenAI(model="chat", max_tokens=150, **options)
+    assert isinstance(model.with_structured_output(Cat, method="json_schema").invoke("Hi 3"), Cat)
+    schema = {"title": "Cat", "description": "A cat.", **Cat.model_json_schema()}
+    got = model.with_structured_output(schema, method="json_schema").invoke("Hi 3")
+    assert Cat.model_validate(got)
+    whole = model.with_structured_output(Cat, method="json_schema", include_raw=True).invoke("Hi 3")
+    assert (whole["parsing_error"], type(whole["parsed"])) == (None, Cat)
+
+
+def test_json_mode(options):
+    model = ChatOpenAI(model="chat", max_tokens=150, **options)
+    got = model.with_structured_output(method="json_mode", include_raw=True).invoke("Hi 3")
+    assert isinstance(got["parsed"], dict) or got["raw"].response_metadata["finish_reason"] == "length"
+
+
+def test_completions(text_model, served_run):  # noqa: F811
+    generator = Generator(*load(served_run), slide=True)
+
+    def known(prompt, seed=1):
+        return generator.generate(prompt, SamplingParams(12, 0.8, seed=seed))[0].text
+
+    assert text_model.invoke("Line 3") == known("Line 3")
+    assert "".join(text_model.stream("Line 3")) == known("Line 3")
+    assert text_model.batch(["Line 3", "cat"]) == [known("Line 3"), known("cat", seed=2)]  # one request
+    usage = text_model.generate(["Line 3"]).llm_output["token_usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
