@@ -34,14 +34,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, *, examples: Iterable[str] = (), **options: Any) -> None:
         """Create a parser. `examples`: the arguments of command lines to print at the end of the help."""
-        script = Path(sys.argv[0])
-        command = f"python {sys.argv[0]}" if script.suffix == ".py" else script.name
-        is_module = script.name == "__main__.py"
-        if is_module:
-            options["prog"] = command = f"python -m thinker.{script.parent.name}"
         super().__init__(**{"formatter_class": HelpFormatter} | options)
-        subcommand = [] if is_module else self.prog.split()[1:]
-        lines = [" ".join((command, *subcommand, example)).rstrip() for example in examples]
+        command = f"python {sys.argv[0]}" if sys.argv[0].endswith(".py") else os.path.basename(sys.argv[0])
+        lines = [" ".join((command, *self.prog.split()[1:], example)).rstrip() for example in examples]
         self.epilog = "\n  ".join(("examples:", *lines)) if lines else self.epilog
 
     def add_model(self, name: str, metavar: str, hint: str = "") -> None:

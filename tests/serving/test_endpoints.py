@@ -281,8 +281,8 @@ def test_help(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = run("--help").stdout
     assert max(map(len, text.splitlines())) <= 80
-    assert text.startswith("usage: python -m thinker.serving [-h]")
-    assert "\n  python -m thinker.serving runs/quickstart\n" in text
+    assert text.startswith("usage: thinker-serve [-h]")
+    assert "\n  thinker-serve runs/quickstart\n" in text
 
 
 def test_ctrl_c_ends_with_status_0(served_run, chat_run, start_server):  # noqa: F811
