@@ -43,6 +43,11 @@ class TextStreamer:
         if starts:
             self.stopped, self.pending = True, ""
             return text[: min(starts)]
-        n_held = max((n for stop in self.stop for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
+        n_held = self._count_held(text)
         released, self.pending = text[: len(text) - n_held], text[len(text) - n_held :]
         return released
+
+    def _count_held(self, text: str) -> int:
+        """The length of the longest suffix that may begin a stop string. Fast for long stop strings."""
+        longest = min(len(text), max(map(len, self.stop), default=0))
+        return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self.stop)), 0)

@@ -179,3 +179,11 @@ def test_a_long_stop_string_is_held_back():
         assert len(stream.pending) == min(count, length) == count - given_out
     assert stream.feed(ord("c")) == "a" * length + "c"
     assert stream.pending == ""
+
+
+def test_long_stop_strings_take_little_time():
+    """With quadratic work per token, this takes minutes."""
+    tokenizer = make_tokenizer("byte", [])
+    streamer = TextStreamer(tokenizer, ("a" * 60_000 + "b",) * 16)
+    ids = tokenizer.encode("ab" * 200)
+    assert "".join(map(streamer.feed, ids)) + streamer.finish() == "ab" * 200
