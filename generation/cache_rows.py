@@ -59,6 +59,12 @@ class PooledRows:
         for layer in self.cache.layers:  # take the memory now, not when requests come
             layer.keys.fill_(0)
             layer.values.fill_(0)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        n_rows = len(self.cache.lengths)
+        self.cache.lengths = [0] * n_rows
         self.texts: list[list[int]] = [[] for _ in range(n_rows)]  # tokens whose keys each row holds
         self.free = list(range(n_rows))  # least recently used first
 
@@ -102,9 +108,11 @@ class PooledRows:
             self.texts[row.index] += new
         return sampled
 
-    def close(self, row: Row) -> None:
-        """Give back the row of a sequence."""
+    def close(self, row: Row, keep: bool = True) -> None:
+        """Give back the row of a sequence. `keep`: whether other texts may share its keys."""
         self.free.append(row.index)
+        if not keep:
+            self.texts[row.index] = []
 
 
 class JoinedRows:
@@ -114,13 +122,17 @@ class JoinedRows:
 
     def __init__(self, generator: Any, n_rows: int) -> None:
         self.generator = generator
-        self.cache: KVCache | None = None
-        self.joined: list[Row] = []  # in the order of the cache's rows
-        self.kept: list[tuple[list[int], KVCache]] = []  # texts that were read, newest last
+        self.clear()
         self.max_len = generator.config.max_seq_len + 1  # unbounded caches are smaller than that
         if generator.context_len < float("inf"):
             self.max_len = int(generator.context_len)
             generator.model.new_cache(n_rows, self.max_len)  # raises an error if they do not fit
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.cache: KVCache | None = None
+        self.joined: list[Row] = []  # in the order of the cache's rows
+        self.kept: list[tuple[list[int], KVCache]] = []  # texts that were read, newest last
 
     def open(self, sequence: Sequence) -> Row:
         """Create a cache for the prompt of a sequence, with what it shares with a text that was kept."""
@@ -159,12 +171,15 @@ class JoinedRows:
         """Sample one token per row."""
         return self.generator.sample([row.sequence for row in rows], self.cache, logits, 1)
 
-    def close(self, row: Row) -> None:
-        """Remove a sequence from the cache, and keep its keys."""
+    def close(self, row: Row, keep: bool = True) -> None:
+        """Remove a sequence from the cache. `keep`: whether other texts may share its keys."""
         if row.prompt_cache is not None:
             return
-        index = self.joined.index(row)
-        self._keep(row.sequence.tokens[: row.n_read], _copy_row(self.cache, index))
+        index, text = self.joined.index(row), row.sequence.tokens[: row.n_read]
+        if keep:
+            self._keep(text, _copy_row(self.cache, index))
+        else:
+            self._drop_prefixes(text)
         del self.joined[index]
         others = [other for other in range(len(self.cache.lengths)) if other != index]
         if others:
@@ -182,8 +197,11 @@ class JoinedRows:
         self.joined.append(row)
 
     def _keep(self, text: list[int], cache: KVCache) -> None:
-        self.kept = [(other, kept) for other, kept in self.kept if other != text[: len(other)]]  # prefixes of the new
+        self._drop_prefixes(text)
         self.kept = [*self.kept[1 - KEPT_TEXTS :], (text, cache)]
+
+    def _drop_prefixes(self, text: list[int]) -> None:
+        self.kept = [(other, cache) for other, cache in self.kept if other != text[: len(other)]]
 
 
 def _copy_row(cache: KVCache, index: int) -> KVCache:

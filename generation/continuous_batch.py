@@ -62,6 +62,12 @@ class ContinuousBatch:
         for row in [row for row in self.running if row.sequence is sequence]:
             self._close(row)
 
+    def clear(self) -> None:
+        """Forget all sequences and all that was read, after step() has raised an error."""
+        self.waiting.clear()
+        self.running.clear()
+        self.rows.clear()
+
     @torch.no_grad()
     def step(self) -> list[Progress]:
         """Read and sample once for all sequences. Returns what was added; an ended sequence has left the batch."""
@@ -127,7 +133,7 @@ class ContinuousBatch:
         try:
             text, has_ended = sequence.extend(sampled)
         except (UserError, RunError) as error:
-            self._close(row)
+            self._close(row, keep=False)  # NaN among its keys would reach others: even 0 times NaN is NaN
             yield Progress(sequence, "", [], True, error)
             return
         sampled = sampled[: len(sequence.completion.token_ids) - n_before]
@@ -139,6 +145,6 @@ class ContinuousBatch:
                 has_ended = False
         yield Progress(sequence, text, sampled, has_ended)
 
-    def _close(self, row: Row) -> None:
+    def _close(self, row: Row, keep: bool = True) -> None:
         self.running.remove(row)
-        self.rows.close(row)
+        self.rows.close(row, keep)

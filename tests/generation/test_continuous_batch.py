@@ -281,6 +281,41 @@ def test_a_sequence_that_fails_takes_no_other_with_it():
     check_equal(generator, [good])
 
 
+def test_of_two_equal_sequences_the_right_one_is_removed():
+    generator = make_generator()
+    batch = ContinuousBatch(generator, 1)
+    equal = [new_sequence(generator, "a", SamplingParams(8, seed=1, logit_bias=NO_END)) for _ in range(2)]
+    for sequence in equal:
+        batch.add(sequence)
+    batch.remove(equal[1])
+    finish(batch)
+    check_equal(generator, equal[:1])
+
+
+@pytest.mark.parametrize("kind", ["gqa", "torch"])
+def test_keys_of_a_failed_text_are_not_shared(kind):
+    """The keys and values of one token are NaN, which reaches even a text that gives them the weight 0."""
+    token, dimension = TOKENIZER.encode("!")[0], 3
+    model = random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=160)
+    with torch.no_grad():
+        model.embedding.weight[:, dimension] = 0
+        model.embedding.weight[token, dimension] = 1e6
+        for block in model.blocks:
+            block.attention.o_proj.weight[dimension] = 0
+            block.mlp.down_proj.weight[dimension] = 0
+            block.attention_norm.weight[dimension] = 1
+            block.attention.v_proj.weight[:, dimension] = 3e38
+    generator = Generator(model, TOKENIZER, **KINDS[kind][1])
+    batch, params = ContinuousBatch(generator, 2), SamplingParams(8, seed=1, logit_bias=NO_END | {token: -math.inf})
+    bad, good = new_sequence(generator, "the text!", params), new_sequence(generator, "the text", params)
+    batch.add(bad)
+    (progress,) = [progress for _ in range(3) for progress in batch.step()]
+    assert "non-finite" in str(progress.error)
+    batch.add(good)
+    finish(batch)
+    check_equal(generator, [good])
+
+
 def test_refuses_what_it_does_not_support():
     model = random_model(vocab_size=264, max_seq_len=64)
     for options in ({"window": 8}, {"speculate": 2}, {"use_cache": False}):
