@@ -55,6 +55,8 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
 
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]  # a body may have a million mistakes, and each takes memory
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-NUMBER, le=NUMBER, description="a number")]
 
 
@@ -72,7 +74,7 @@ class Sampling(Fields):
     logit_bias: dict[str, Number] | None = Field(None, description="an object from token ids to numbers, or null")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=f"an integer from 0 to {MAX_SEED}, or null")
-    stop: str | list[str] | None = Field(None, description="a non-empty string, a list of up to 16 of them, or null")
+    stop: str | Items[str] | None = Field(None, description="a non-empty string, a list of up to 16 of them, or null")
     stream: bool = Field(False, description="true or false")
     stream_options: StreamOptions | None = Field(None, description='{"include_usage": true or false}, with stream')
     response_format: ResponseFormat | None = Field(
@@ -114,7 +116,7 @@ class Sampling(Fields):
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+    prompt: str | Items[str] | Items[int] | Items[Items[int]] = Field(
         description="a string, a list of token ids, or a list of either"
     )
     max_tokens: int = Field(16, ge=1, description="an integer of at least 1")
@@ -151,7 +153,7 @@ class ChatMessage(Fields):
     """A message. The chat template decides which roles it knows."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
 
     @property
     def text(self) -> str:
@@ -162,7 +164,7 @@ class ChatMessage(Fields):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(
+    messages: Items[ChatMessage] = Field(
         min_length=1, description='a list of {"role": "user", "content": "..."}, with text only'
     )
     max_tokens: int | None = Field(None, ge=1, description="an integer of at least 1, or null")
@@ -188,7 +190,7 @@ class InspectRequest(Fields):
 
     model: str = Field(description="the id of a model that /v1/models lists")
     text: str | None = Field(None, description="a string")
-    token_ids: list[int] | None = Field(None, description="a list of token ids")
+    token_ids: Items[int] | None = Field(None, description="a list of token ids")
 
 
 Request = TypeVar("Request", bound=Fields)
