@@ -18,6 +18,9 @@ from thinker.serving.metrics import Metrics
 log = logging.getLogger("thinker.serving")
 
 
+MAX_UNREAD = 1 << 14  # tokens of a request that wait for its client to read them
+
+
 class QueueFull(Exception):
     """Too many texts wait. `retry_after`: when to try again, in seconds."""
 
@@ -31,17 +34,24 @@ class Text:
     """A sequence in the hands of the thread."""
 
     sequence: Sequence
-    progress: asyncio.Queue[Progress]
-    loop: asyncio.AbstractEventLoop
+    submission: Submission
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
 
 
 class Submission:
-    """Texts that were submitted together: an asynchronous iterator over what each step adds to each of them."""
+    """Texts that were submitted together: an asynchronous iterator over what is added to each of them.
 
-    def __init__(self, engine: EngineThread, texts: list[Text], queue: asyncio.Queue[Progress]) -> None:
-        self._engine, self._texts, self._queue, self._n_left = engine, texts, queue, len(texts)
+    A reader that is slower than the steps gets what several of them added at once.
+    """
+
+    def __init__(self, engine: EngineThread, sequences: list[Sequence]) -> None:
+        """Create it in the event loop that reads it."""
+        self.loop = asyncio.get_running_loop()
+        self.texts = [Text(sequence, self) for sequence in sequences]
+        self._engine, self._n_left = engine, len(sequences)
+        self._unread: dict[int, Progress] = {}  # by index of the sequence
+        self._n_unread, self._has_unread = 0, asyncio.Event()
 
     def __aiter__(self) -> Submission:
         return self
@@ -49,15 +59,37 @@ class Submission:
     async def __anext__(self) -> Progress:
         if not self._n_left:
             raise StopAsyncIteration
-        progress = await self._queue.get()
+        await self._has_unread.wait()
+        progress = self._unread.pop(next(iter(self._unread)))
+        self._n_unread -= len(progress.sampled)
+        if not self._unread:
+            self._has_unread.clear()
         self._n_left -= progress.has_ended
         return progress
+
+    def put(self, progress: Progress) -> None:
+        """Add what a step added to a text. Called in the event loop."""
+        if not self._n_left or self._n_unread > MAX_UNREAD:
+            return
+        self._n_unread += len(progress.sampled)
+        if self._n_unread > MAX_UNREAD:  # the memory of the server is limited
+            error = RunError(f"the text was cancelled, because more than {MAX_UNREAD} of its tokens were not read")
+            self._unread = {0: Progress(progress.sequence, "", [], True, error)}
+            self._engine.remove(self.texts)
+        elif progress.sequence.index in self._unread:
+            unread = self._unread[progress.sequence.index]
+            unread.text += progress.text
+            unread.sampled += progress.sampled
+            unread.has_ended, unread.error = progress.has_ended, progress.error
+        else:
+            self._unread[progress.sequence.index] = progress
+        self._has_unread.set()
 
     def cancel(self) -> None:
         """Give up what has not ended."""
         if self._n_left:
             self._n_left = 0
-            self._engine.remove(self._texts)
+            self._engine.remove(self.texts)
 
 
 class EngineThread:
@@ -79,9 +111,8 @@ class EngineThread:
 
     def submit(self, sequences: list[Sequence]) -> Submission:
         """Queue sequences; call it in the event loop that reads their progress. Raises QueueFull."""
-        queue: asyncio.Queue[Progress] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        texts = [Text(sequence, queue, loop) for sequence in sequences]
+        submission = Submission(self, sequences)
+        texts = submission.texts
         with self._changed:
             n_too_many = len(self._texts) + len(texts) - self.max_texts
             if n_too_many > 0:
@@ -89,7 +120,7 @@ class EngineThread:
             self._texts |= {id(text.sequence): text for text in texts}
             self._added += texts
             self._changed.notify()
-        return Submission(self, texts, queue)
+        return submission
 
     def remove(self, texts: list[Text]) -> None:
         """Give up texts; those that have not ended leave the batch before the next step."""
@@ -133,16 +164,17 @@ class EngineThread:
         except Exception:  # a bug, or no memory: nobody knows which text is at fault
             log.exception("decoding failed; all texts of %s end", self.name)
             error = RunError("decoding failed; see the log of the server")
-            sequences = [*self._batch.waiting, *(row.sequence for row in self._batch.running)]
-            self._batch = ContinuousBatch(self.generator, self.max_batch)
-            return [Progress(sequence, "", [], True, error) for sequence in sequences]
+            self._batch.clear()
+            with self._changed:  # not only those in the batch, which may have lost some
+                failed = [text.sequence for text in self._texts.values() if text not in self._added]
+            return [Progress(sequence, "", [], True, error) for sequence in failed]
 
     def _deliver(self, steps: list[Progress]) -> None:
         now, by_loop = time.perf_counter(), {}
         for progress in steps:
             text = self._texts[id(progress.sequence)]
             self._measure(text, progress, now)
-            by_loop.setdefault(text.loop, []).append((text.progress, progress))
+            by_loop.setdefault(text.submission.loop, []).append((text.submission, progress))
         for loop, deliveries in by_loop.items():
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_put_all, deliveries)
@@ -169,6 +201,6 @@ class EngineThread:
                 self.metrics.texts.labels(self.name, reason).inc()
 
 
-def _put_all(deliveries: list[tuple[asyncio.Queue[Progress], Progress]]) -> None:
-    for queue, progress in deliveries:
-        queue.put_nowait(progress)
+def _put_all(deliveries: list[tuple[Submission, Progress]]) -> None:
+    for submission, progress in deliveries:
+        submission.put(progress)
