@@ -1,5 +1,6 @@
 """A uvicorn server that finishes what it has accepted before it ends."""
 
+import signal
 from collections.abc import Callable
 from types import FrameType
 
@@ -23,7 +24,8 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by uvicorn for a signal."""
         if self._service.is_draining:
-            self.should_exit = self.force_exit = True
+            signal.signal(sig, signal.SIG_DFL)  # neither requests nor threads can delay the end
+            signal.raise_signal(sig)
         elif self._service.n_active:
             self._log(f"finishing {self._service.n_active} request(s); Ctrl-C again to end now")
         self._service.is_draining = True
