@@ -17,6 +17,8 @@ class Choice:
     """Writes one choice of a request, piece by piece."""
 
     def __init__(self, sequence: Sequence, body: CompletionRequest | ChatRequest) -> None:
+        """Create it before the sequence is submitted: then another thread changes the sequence."""
+        self._prompt = list(sequence.tokens)
         self.sequence, self.body, self.tokenizer = sequence, body, sequence.tokenizer
         self.is_chat = isinstance(body, ChatRequest)
         self._has_begun = False
@@ -58,8 +60,7 @@ class Choice:
     def _add_prompt(self, choice: dict[str, Any]) -> None:
         choice["seed"] = self.sequence.params.seed
         if self.body.return_token_ids:
-            n_prompt = self.sequence.completion.prompt_tokens
-            choice["prompt_token_ids"] = [*self.sequence.forgotten, *self.sequence.tokens][:n_prompt]
+            choice["prompt_token_ids"] = self._prompt
 
     def _name(self, token: int) -> str:
         return f"{TOKEN_PREFIX}{token}" if self.body.return_tokens_as_token_ids else token_text(self.tokenizer, token)

@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import re
 from collections.abc import Awaitable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from thinker.generation.sequence import SampledToken, Sequence
+from thinker.generation.sequence import SampledToken
 from thinker.runtime.errors import did_you_mean
 from thinker.serving.answers import Choice, envelope, usage
 from thinker.serving.engine_thread import QueueFull, Submission
@@ -46,7 +47,8 @@ class Service:
     hosts: frozenset[str] | None = None  # names under which a browser may reach this server; None: any
     is_draining: bool = False
     n_active: int = 0  # accepted requests without a complete response
-    inspecting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    # One inspection at a time: each takes seconds of all cores.
+    inspector: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "inspector"))
 
     def model(self, name: str) -> ServedModel:
         """The model of this name. Raises ApiError."""
@@ -76,15 +78,17 @@ def create_app(service: Service, cors_origins: list[str]) -> ASGIApp:
         return json_response(service.model(request.path_params["name"]).describe())
 
     async def vocabulary(request: Request) -> Response:
-        return json_response(service.model(request.query_params.get("model", "")).vocabulary())
+        model = service.model(request.query_params.get("model", ""))
+        return await asyncio.to_thread(lambda: json_response(model.vocabulary()))
 
     async def inspect(request: Request) -> Response:
         body = parse(InspectRequest, await _body(request, service.max_body))
-        model = service.model(body.model)
-        async with service.inspecting:  # one at a time: each takes seconds of all cores
-            if await request.is_disconnected():
-                return Response(status_code=499)
-            return HTMLResponse(await asyncio.to_thread(inspection_page, model, body))
+        model, loop = service.model(body.model), asyncio.get_running_loop()
+
+        async def page() -> Response:
+            return HTMLResponse(await loop.run_in_executor(service.inspector, inspection_page, model, body))
+
+        return await _while_connected(request.receive, page(), Response(status_code=499))
 
     async def completions(request: Request) -> Response:
         return await _generate(service, request, CompletionRequest)
@@ -209,13 +213,14 @@ async def _generate(service: Service, request: Request, kind: type[CompletionReq
     service.n_active += 1
     try:
         sequences = await asyncio.to_thread(model.sequences, body)
+        choices = [Choice(sequence, body) for sequence in sequences]
         submission = model.engine.submit(sequences)
     except QueueFull as error:
         message = f"{model.name} is busy; try again in {error.retry_after} s"
         raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(error.retry_after)}) from None
     finally:
         service.n_active -= 1
-    answer = Answer(service, body, sequences, submission)
+    answer = Answer(service, body, choices, submission)
     if body.stream:
         return answer
     return await answer.whole(request.receive)
@@ -225,12 +230,12 @@ class Answer(Response):
     """The answer to a request: a stream of events, or whole()."""
 
     def __init__(
-        self, service: Service, body: CompletionRequest | ChatRequest, sequences: list[Sequence], submission: Submission
+        self, service: Service, body: CompletionRequest | ChatRequest, choices: list[Choice], submission: Submission
     ) -> None:
         super().__init__(media_type="text/event-stream")
         self._service, self._body, self._submission = service, body, submission
-        self._sequences, self._wrap = sequences, envelope(body)
-        self._choices = [Choice(sequence, body) for sequence in sequences]
+        self._choices, self._wrap = choices, envelope(body)
+        self._sequences = [choice.sequence for choice in choices]
         service.n_active += 1
 
     async def whole(self, receive: Receive) -> Response:
