@@ -47,8 +47,9 @@ class _Gauges:
             "waiting": ("thinker_waiting_texts", "Texts that wait for a row of the batch"),
             "cache_used": ("thinker_cache_used", "Used part of the KV cache, 0 to 1"),
         }
+        states = {model: state() for model, state in self.states.items()}  # once, so that the numbers fit together
         for key, (name, documentation) in names.items():
             family = GaugeMetricFamily(name, documentation, labels=["model"])
-            for model, state in self.states.items():
-                family.add_metric([model], state()[key])
+            for model, state in states.items():
+                family.add_metric([model], state[key])
             yield family

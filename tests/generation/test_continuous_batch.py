@@ -281,17 +281,6 @@ def test_a_sequence_that_fails_takes_no_other_with_it():
     check_equal(generator, [good])
 
 
-def test_of_two_equal_sequences_the_right_one_is_removed():
-    generator = make_generator()
-    batch = ContinuousBatch(generator, 1)
-    equal = [new_sequence(generator, "a", SamplingParams(8, seed=1, logit_bias=NO_END)) for _ in range(2)]
-    for sequence in equal:
-        batch.add(sequence)
-    batch.remove(equal[1])
-    finish(batch)
-    check_equal(generator, equal[:1])
-
-
 @pytest.mark.parametrize("kind", ["gqa", "torch"])
 def test_keys_of_a_failed_text_are_not_shared(kind):
     """The keys and values of one token are NaN, which reaches even a text that gives them the weight 0."""
