@@ -113,8 +113,9 @@ class ContinuousBatch:
 
         Half of what is left goes to the prompt that waits longest, the rest to the shortest, so that both advance.
         """
-        budget = max(TOKENS_PER_STEP - len(self.running), TOKENS_PER_STEP // 4)
         prompts = [row for row in self.running if row.n_unread > 1]
+        n_growing = len(self.running) - len(prompts)
+        budget = max(TOKENS_PER_STEP - n_growing, TOKENS_PER_STEP // 4)
         yield from ((row, row.next_tokens(1)) for row in self.running if row.n_unread == 1)
         n_chosen = [0] * len(prompts)
         by_length = sorted(range(len(prompts)), key=lambda index: prompts[index].n_unread)
