@@ -8,8 +8,14 @@ import socket
 import struct
 from dataclasses import dataclass, field
 
-TIMEOUT = 30  # only guards against hanging
+from test_equality import random_request
+
+TIMEOUT = 120  # only guards against hanging
 GOOD_BODY = {"model": "served", "prompt": "Line 7", "max_tokens": 40, "seed": 1}
+SCHEMAS = [
+    {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name"]},
+    {"type": "array", "items": {"enum": ["cat", "mat", 7]}, "minItems": 3},
+]
 
 
 def encode_request(body, path="/v1/completions", method="POST", **headers):
@@ -111,6 +117,15 @@ def ask(url, body, **options):
         return connection.send(encode_request(body, **options)).answer()
 
 
+def good_request(numbers):
+    """Any settings, also schemas, streamed or not."""
+    body = random_request(numbers) | {"stream": numbers.random() < 0.5}
+    if numbers.random() < 0.2:
+        schema = {"name": "x", "schema": numbers.choice(SCHEMAS)}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return body
+
+
 def with_schema(schema, **fields):
     """A request for JSON of a schema."""
     response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -126,7 +141,8 @@ def _refused_bodies():
     """Bodies of completions with a mistake."""
     wrong = [None, True, -1, 1.5, "x", [], {}, [[]], [None], {"a": 1}, 10**30, -(10**30), 1e308]
     accepted = {  # JSON of the values that are no mistake
-        "model": [], "prompt": ['"x"'], "max_tokens": ["10" + "0" * 29], "temperature": ["1.5"], "top_p": [],
+        "model": [], "prompt": ['"x"'], "max_tokens": ["10" + "0" * 29], "top_p": [],
+        "temperature": ["1.5", "10" + "0" * 29],
         "top_k": ["null", "10" + "0" * 29], "n": [], "seed": ["null"], "stop": ["null", '"x"', "[]"],
         "stream": ["true"], "logprobs": ["null"], "logit_bias": ["null", "{}"], "response_format": ["null"],
         "presence_penalty": ["-1", "1.5", "1" + "0" * 30, "-1" + "0" * 30],
@@ -137,7 +153,7 @@ def _refused_bodies():
     yield from (GOOD_BODY | {"prompt": prompt} for prompt in ([[1], []], [300], [-1], [10**400], "x" * 9000, [1] * 161))
     yield from (GOOD_BODY | {"stop": stop} for stop in ("", ["a", ""], ["x"] * 17))
     yield from (GOOD_BODY | {"logit_bias": bias} for bias in ({"x": 1}, {"-1": 1}, {"300": 1}, {"1": 1e101}))
-    yield from [GOOD_BODY | {"n": 100}, GOOD_BODY | {"n": 10**9}, GOOD_BODY | {"stream_options": {}}]
+    yield from [GOOD_BODY | {"n": 129}, GOOD_BODY | {"n": 10**9}, GOOD_BODY | {"stream_options": {}}]
     many = {f"p{i}": {"type": "integer"} for i in range(20_000)}
     pairs = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
     for schema in (

@@ -18,12 +18,12 @@ from hostile import (
     Connection,
     ask,
     encode_request,
+    good_request,
     heavy_bodies,
     malformed_requests,
     refused_requests,
 )
 from server_process import chat_run, served_run, start_server  # noqa: F401
-from test_equality import random_request
 
 from thinker.data import tokenizer_conversion
 from thinker.generation import Generator, SamplingParams
@@ -32,10 +32,6 @@ from thinker.interop.huggingface import save_pretrained
 from thinker.serving.engine_thread import MAX_UNREAD
 
 ENDLESS = GOOD_BODY | {"max_tokens": 10**9, "stream": True, "logit_bias": {"299": -1e10}}  # 299: the end of text
-SCHEMAS = [
-    {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name"]},
-    {"type": "array", "items": {"enum": ["cat", "mat", 7]}, "minItems": 3},
-]
 
 
 def wait_for(condition):
@@ -64,6 +60,7 @@ def count_files(process):
 
 
 def resident_bytes(process):
+    """The resident memory of a process."""
     return int((process / "statm").read_text().split()[1]) * 4096
 
 
@@ -89,15 +86,6 @@ def reference(path):
     return answer
 
 
-def good_request(numbers):
-    """Any settings, also schemas, streamed or not."""
-    body = random_request(numbers) | {"stream": numbers.random() < 0.5}
-    if numbers.random() < 0.2:
-        schema = {"name": "x", "schema": numbers.choice(SCHEMAS)}
-        body["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return body
-
-
 def abandon(url, body, numbers):
     """Send a request and leave at a random moment."""
     data = encode_request(body)
@@ -116,12 +104,12 @@ def abandon(url, body, numbers):
 
 def jobs_of_round(url, n, seed, known):
     """A round of functions without arguments, each of which plays a client; two thirds are good ones."""
-    numbers = random.Random(seed)
+    numbers = random.Random(0)
     refused, malformed = list(refused_requests()), list(malformed_requests())
     bad = [*((check_refused, data) for data in refused), *((check_malformed, data) for data in malformed)]
     bad += [(abandon, body) for body in (*heavy_bodies(), *(body for body, _ in known[:20]))] * 2
     numbers.shuffle(bad)
-    bad = [*itertools.islice(itertools.cycle(bad), n // 3)]
+    bad = list(itertools.islice(itertools.cycle(bad), n // 3))
     good = [known[index % len(known)] for index in range(n - len(bad))]
 
     def check_good(body, expected):
@@ -131,7 +119,7 @@ def jobs_of_round(url, n, seed, known):
     for play, data in bad:
         own = random.Random(numbers.random())
         jobs.append(lambda play=play, data=data, own=own: play(url, data, own))
-    numbers.shuffle(jobs)
+    random.Random(seed).shuffle(jobs)
     return jobs
 
 
@@ -142,7 +130,7 @@ def check_refused(url, data, numbers):
         connection.send(data * n)
         for _ in range(n):
             answer = connection.answer()
-            assert 400 <= answer.status < 500, (data[:500], answer)
+            assert 400 <= answer.status < 500, data[:500]
             error = answer.json["error"]
             assert sorted(error) == ["code", "message", "param", "type"], data[:500]
             assert error["type"].endswith("error"), data[:500]
@@ -161,7 +149,11 @@ def play_round(jobs, n_clients=24):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_hostile_requests_change_no_text_and_leak_nothing(start_server, served_run, chat_run, generate, stress):  # noqa: F811
+def test_hostile_requests_change_no_text_and_leak_nothing(
+    start_server, served_run, chat_run, generate, stress, monkeypatch  # noqa: F811
+):  # fmt: skip
+    # An arena per thread, glibc's default, fragments: memory grew by 30 % in 10 rounds of different requests.
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     n_requests = 500 if stress else 100
     numbers = random.Random(3)
     known = [(body, generate(body)) for body in (good_request(numbers) for _ in range(n_requests * 2 // 3))]
@@ -169,12 +161,12 @@ def test_hostile_requests_change_no_text_and_leak_nothing(start_server, served_r
     process = Path("/proc") / str(server.process.pid)
     assert ask(server.url, GOOD_BODY).text == generate(GOOD_BODY)
     n_open, memory = count_files(process), []
-    for seed, n in enumerate([500, n_requests, n_requests]):  # the first warms up, with requests of all kinds
-        play_round(jobs_of_round(server.url, n, seed, known))
+    for seed in range(3):  # the same requests in another order; the first round warms up
+        play_round(jobs_of_round(server.url, n_requests, seed, known))
         wait_for(lambda: texts(server) == (0, 0))
         wait_for(lambda: count_files(process) <= n_open)
         memory.append(resident_bytes(process))
-        print(f"round {seed}: {n} requests, {memory[-1] / 2**20:.1f} MiB")
+        print(f"round {seed}: {n_requests} requests, {memory[-1] / 2**20:.1f} MiB")
     assert memory[-1] < 1.05 * memory[0]
     server.stop()
 
@@ -187,7 +179,8 @@ def start_all(pool, server, bodies):
 
 
 def long_requests(n, length=1500):
-    return [GOOD_BODY | {"seed": seed, "max_tokens": length, "stream": seed % 2 == 0} for seed in range(n)]
+    """Requests whose texts do not end early."""
+    return [ENDLESS | {"seed": seed, "max_tokens": length, "stream": seed % 2 == 0} for seed in range(n)]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
@@ -316,7 +309,7 @@ def test_a_client_that_leaves_frees_its_row(start_server, served_run, generate):
     server = start_server(served_run, "--max-batch", 1)
     for abruptly in (False, True):
         first = Connection(server.url).send(encode_request(ENDLESS))
-        first.begin()
+        assert first.begin().status == 200
         first.event()
         with ThreadPoolExecutor() as pool:
             second = pool.submit(ask, server.url, GOOD_BODY)
@@ -324,6 +317,7 @@ def test_a_client_that_leaves_frees_its_row(start_server, served_run, generate):
             assert not second.done()
             first.leave(abruptly)
             assert second.result().text == generate(GOOD_BODY)
+    assert metrics(server, "thinker_generated_tokens_total") < (MAX_UNREAD,)  # which would end it, too
     wait_for(lambda: texts(server) == (0, 0))
     server.stop()
 
