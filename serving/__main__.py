@@ -113,6 +113,7 @@ def main() -> int:
         raise UserError(f"serving needs {error.name}; install it: pip install '.[serve]'") from None
 
     from thinker.runtime.device import choose_decoding_precision, choose_device
+    from thinker.serving.allocator import share_one_arena
     from thinker.serving.app import Service, create_app
     from thinker.serving.engine_thread import EngineThread
     from thinker.serving.metrics import Metrics
@@ -123,6 +124,7 @@ def main() -> int:
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    share_one_arena()  # before there are threads
     device = choose_device(arguments.device)
     precision = choose_decoding_precision(arguments.precision, device)
     options: dict[str, Any] = {"bits": arguments.bits, "compile": arguments.compile, "slide": not arguments.no_slide}

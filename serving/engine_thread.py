@@ -13,11 +13,13 @@ from thinker.generation.continuous_batch import ContinuousBatch, Progress
 from thinker.generation.engine import Generator
 from thinker.generation.sequence import Sequence
 from thinker.runtime.errors import RunError
+from thinker.serving.allocator import return_free_memory
 from thinker.serving.metrics import Metrics
 
 log = logging.getLogger("thinker.serving")
 
 
+IDLE_SECONDS = 1.0  # after which memory is given back
 MAX_UNREAD = 1 << 14  # tokens of a request that wait for its client to read them
 
 
@@ -146,8 +148,12 @@ class EngineThread:
     def _run(self) -> None:
         while True:
             with self._changed:
+                has_trimmed = False
                 while not (self._added or self._removed or self._stopping) and self._batch.is_idle:
-                    self._changed.wait()
+                    is_still_idle = not self._changed.wait(None if has_trimmed else IDLE_SECONDS)
+                    if is_still_idle:
+                        return_free_memory()
+                        has_trimmed = True
                 if self._stopping:
                     return
                 added, self._added, removed, self._removed = self._added, [], self._removed, []

@@ -103,6 +103,7 @@ NEW_ROOMS = {
     "scripts/tune.py",
     "serving/__init__.py",
     "serving/__main__.py",
+    "serving/allocator.py",
     "serving/answers.py",
     "serving/app.py",
     "serving/engine_thread.py",
