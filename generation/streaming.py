@@ -43,11 +43,7 @@ class TextStreamer:
         if starts:
             self.stopped, self.pending = True, ""
             return text[: min(starts)]
-        n_held = self._count_held(text)
+        longest = min(len(text), max(map(len, self.stop), default=0))  # suffix that may begin a stop string
+        n_held = next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self.stop)), 0)
         released, self.pending = text[: len(text) - n_held], text[len(text) - n_held :]
         return released
-
-    def _count_held(self, text: str) -> int:
-        """The length of the longest suffix that may begin a stop string. Fast for long stop strings."""
-        longest = min(len(text), max(map(len, self.stop), default=0))
-        return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self.stop)), 0)
