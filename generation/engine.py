@@ -180,8 +180,7 @@ class Generator:
         drafts: list[list[int]] = [[] for _ in sequences]
         while True:
             if drafter is None:
-                n_remaining = min(sequence.n_remaining for sequence in sequences)
-                sampled = self.sample(sequences, cache, logits, n_remaining)
+                sampled = self.sample(sequences, cache, logits, min(one.n_remaining for one in sequences))
             else:
                 sampled = sample_next(sequences, drafts, logits)
             unfinished = []

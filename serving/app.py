@@ -85,6 +85,9 @@ def create_app(service: Service, cors_origins: list[str]) -> ASGIApp:
         body = parse(InspectRequest, await _body(request, service.max_body))
         model, loop = service.model(body.model), asyncio.get_running_loop()
 
+        if await request.is_disconnected():  # it may have left while it was sending
+            return Response(status_code=499)
+
         async def page() -> Response:
             return HTMLResponse(await loop.run_in_executor(service.inspector, inspection_page, model, body))
 
