@@ -94,8 +94,7 @@ class ContinuousBatch:
                 passed_over.append(sequence)
                 continue
             row = self.rows.open(sequence)
-            if not sequence.completion.token_ids:
-                sequence.n_shared = row.n_read
+            sequence.n_shared = row.n_read
             self.running.append(row)
         self.waiting.extendleft(reversed(passed_over))
 
@@ -142,7 +141,7 @@ class ContinuousBatch:
             self._close(row)
             if sequence.completion.finish_reason != "stop" and sequence.n_after_sliding:
                 slide(sequence, self.generator.context_len)
-                self.waiting.appendleft(sequence)
+                self.running.append(self.rows.open(sequence))  # it keeps its place
                 has_ended = False
         yield Progress(sequence, text, sampled, has_ended)
 
