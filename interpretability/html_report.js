@@ -25,38 +25,6 @@ function painted(key, paint) {
   parts.push({ key, paint });
 }
 
-// ---- theme ---------------------------------------------------------------------------------------------------------
-
-const THEMES = ["auto", "light", "dark"];
-
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  $("theme").textContent = `Theme: ${name}`;
-  readColours();
-  update();
-}
-
-/** Access the browser's storage for this file; null if the browser denies it. */
-function useStorage(change) {
-  try {
-    return change(window.localStorage);
-  } catch (error) {
-    if (error instanceof DOMException) return null;
-    throw error;
-  }
-}
-
-function startTheme() {
-  const known = useStorage((storage) => storage.getItem("thinker-theme"));
-  setTheme(THEMES.includes(known) ? known : "auto");
-  $("theme").addEventListener("click", () => {
-    const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
-    useStorage((storage) => storage.setItem("thinker-theme", next));
-    setTheme(next);
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(document.documentElement.dataset.theme));
-}
-
 // ---- choosing ------------------------------------------------------------------------------------------------------
 
 /** Unpack a head's weights the first time it is shown. */
@@ -344,6 +312,9 @@ function startControls() {
   lines.addEventListener("click", (event) => tokenAt(event) !== null && lock(tokenAt(event)));
 }
 
-startTheme();
+startTheme(() => {
+  readColours();
+  update();
+});
 if (facts) unpack("thumbnails").then((buffer) => startExplorer(new Uint8Array(buffer)));
 window.addEventListener("resize", () => update());

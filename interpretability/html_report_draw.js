@@ -1,14 +1,4 @@
 // Drawing primitives: elements, colors, packed bytes, heatmaps with axes, tooltips. Independent of models.
-"use strict";
-
-const $ = (id) => document.getElementById(id);
-
-/** Create an element with properties and children. Strings are text, never markup. */
-function make(tag, properties = {}, ...inside) {
-  const element = Object.assign(document.createElement(tag), properties);
-  element.append(...inside);
-  return element;
-}
 
 /** Inflate the bytes of a script element. */
 async function unpack(id) {

@@ -112,6 +112,7 @@ def main() -> int:
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs {error.name}; install it: pip install '.[serve]'") from None
 
+    from thinker.interop.load import find_model
     from thinker.runtime.device import choose_decoding_precision, choose_device
     from thinker.serving.allocator import share_one_arena
     from thinker.serving.app import Service, create_app
@@ -130,9 +131,10 @@ def main() -> int:
     options: dict[str, Any] = {"bits": arguments.bits, "compile": arguments.compile, "slide": not arguments.no_slide}
     metrics, models = Metrics(), {}
     for name, path in paths.items():
-        generator, words, n_parameters = load_model(name, path, arguments.checkpoint, device, precision, options)
+        checkpoint = find_model(path, arguments.checkpoint)  # which stays the same if a run trains on
+        generator, words, n_parameters = load_model(checkpoint, device, precision, options)
         engine = EngineThread(name, generator, arguments.max_batch, arguments.max_queue, metrics)
-        model = ServedModel(name, path, arguments.checkpoint, engine, words, n_parameters, arguments.max_prompt)
+        model = ServedModel(name, checkpoint, engine, words, n_parameters, arguments.max_prompt)
         models[name] = model
         slow = f"; slower without compiled kernels: {generator.kernel_problem}" if generator.kernel_problem else ""
         log(f"{name}: {words} on {device.type}, context of {model.context_len} tokens{slow}")

@@ -66,7 +66,9 @@ def create_app(service: Service, cors_origins: list[str]) -> ASGIApp:
 
     async def health(request: Request) -> Response:
         status = "draining" if service.is_draining else "ok"
-        return json_response({"status": status}, 503 if service.is_draining else 200)
+        if not all(model.engine.is_alive for model in service.models.values()):
+            status = "failed"
+        return json_response({"status": status}, 200 if status == "ok" else 503)
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -138,6 +138,11 @@ class EngineThread:
         n_waiting = max(0, len(self._texts) - len(running))
         return {"running": len(running), "waiting": n_waiting, "cache_used": n_cached / capacity}
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs; only a bug ends it."""
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         """End the thread after the current step."""
         with self._changed:

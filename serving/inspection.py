@@ -19,7 +19,7 @@ def inspection_page(served: ServedModel, body: InspectRequest) -> str:
     if (body.text is None) == (body.token_ids is None):
         raise ApiError(400, "pass either text or token_ids", "text")
     try:
-        model, tokenizer = load(served.path, "cpu", served.checkpoint)
+        model, tokenizer = load(served.path, "cpu")
         if body.token_ids is None:
             prompt = Prompt.from_text(model, tokenizer, body.text)
         else:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from thinker.data import chat
 from thinker.generation import Completion, Generator
 from thinker.generation.sequence import Sequence
@@ -19,11 +21,10 @@ from thinker.serving.protocol import ChatRequest, CompletionRequest, invalid, re
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model with its name, its folder and the thread that decodes its texts."""
+    """A model with its name, its folder (of a run: a checkpoint) and the thread that decodes its texts."""
 
     name: str
     path: Path
-    checkpoint: str
     engine: EngineThread
     precision: str  # for people: "fp32", or "8-bit weights, fp32"
     n_parameters: int  # of the model as it was trained
@@ -125,13 +126,11 @@ class ServedModel:
             raise ApiError(400, f"the request asks for {n_texts} texts; {limit}", "n")
 
 
-def load_model(
-    name: str, path: Path, checkpoint: str, device: Any, precision: str, options: dict[str, Any]
-) -> tuple[Generator, str, int]:
+def load_model(path: Path, device: torch.device, precision: str, options: dict[str, Any]) -> tuple[Generator, str, int]:
     """Load a model for serving. Returns its Generator, precision in words, number of parameters. Raises UserError."""
     from thinker.runtime.device import DTYPES
 
-    model, tokenizer = load(path, device, checkpoint)
+    model, tokenizer = load(path, device)
     if tokenizer is None:
         raise UserError(f"{path} has no tokenizer, so it cannot read text; use a model saved with one")
     generator = Generator(model, tokenizer, dtype=DTYPES[precision], **options)

@@ -3,25 +3,6 @@
 const models = new Map(); // id -> facts
 let tab = "write";
 
-// ---- theme ---------------------------------------------------------------------------------------------------------
-
-const THEMES = ["auto", "light", "dark"];
-
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  $("theme").textContent = `Theme: ${name}`;
-}
-
-function startTheme() {
-  const known = useStorage("localStorage", (storage) => storage.getItem("thinker-theme"));
-  setTheme(THEMES.includes(known) ? known : "auto");
-  $("theme").addEventListener("click", () => {
-    const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
-    useStorage("localStorage", (storage) => storage.setItem("thinker-theme", next));
-    setTheme(next);
-  });
-}
-
 // ---- models and tabs -----------------------------------------------------------------------------------------------
 
 async function loadModels() {

@@ -4,7 +4,10 @@ import re
 from functools import cache
 from pathlib import Path
 
+# Relative to this folder; the first of each is shared with the interpretability page.
+STYLES = ("../interpretability/page_base.css", "playground.css")
 SCRIPTS = (
+    "../interpretability/page_base.js",
     "playground_api.js",
     "playground_tokens.js",
     "playground_popover.js",
@@ -21,7 +24,7 @@ def playground_page() -> str:
     """Return the page as HTML, with its style and scripts inlined."""
     folder = Path(__file__).parent
     parts = {
-        "style": (folder / "playground.css").read_text("utf-8"),
+        "style": "".join((folder / name).read_text("utf-8") for name in STYLES),
         "script": "".join((folder / name).read_text("utf-8") for name in SCRIPTS),
     }
     page = (folder / "playground.html").read_text("utf-8")

@@ -1,24 +1,4 @@
 // Requests to the server: errors as sentences, one retry when it is busy, events of a stream, bytes of tokens.
-"use strict";
-
-const $ = (id) => document.getElementById(id);
-
-/** Create an element with properties and children. Strings are text, never markup. */
-function make(tag, properties = {}, ...inside) {
-  const element = Object.assign(document.createElement(tag), properties);
-  element.append(...inside);
-  return element;
-}
-
-/** Access one of the browser's storages by name; null if the browser denies it. */
-function useStorage(name, change) {
-  try {
-    return change(window[name]);
-  } catch (error) {
-    if (error instanceof DOMException) return null;
-    throw error;
-  }
-}
 
 // ---- requests ------------------------------------------------------------------------------------------------------
 

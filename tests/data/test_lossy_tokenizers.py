@@ -3,14 +3,13 @@
 from random import Random
 
 import pytest
-import tokenizers
 from conftest import random_model
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from metaspace_tokenizer import metaspace_tokenizer
+from tokenizers import normalizers
 
 from thinker.data.batches import PackedDataset
 from thinker.data.sources import open_source
 from thinker.data.text_bytes import count_bytes, loses_text, scaled_byte_lengths
-from thinker.data.tokenizer_factory import load_tokenizer
 from thinker.evaluation.needle import story_needles
 from thinker.evaluation.perplexity import text_loss, tokenize
 from thinker.generation import Generator
@@ -19,19 +18,8 @@ TEXT = "The wheel turns \ufb01ne, ab ½ 漢.\n" * 40
 
 
 def unigram(folder, byte_fallback):
-    """A SentencePiece-like tokenizer that adds a space; without byte fallback it does not know every character."""
-    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
-    pieces += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)] if byte_fallback else []
-    pieces += [(chr(code), -4.0) for code in range(33, 127)] + [("▁", -2.0), ("\n", -3.0), ("▁wheel", -2.5)]
-    library = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=byte_fallback))
-    library.normalizer = normalizers.NFKC()
-    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")])
-    library.add_special_tokens(["<unk>", "<s>", "</s>"])
-    folder.mkdir(exist_ok=True)
-    library.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}')
-    return load_tokenizer(folder)
+    """A tokenizer that adds a space; without byte fallback it does not know every character."""
+    return metaspace_tokenizer(folder, {"\n": -3.0, "▁wheel": -2.5}, byte_fallback, normalizers.NFKC())
 
 
 @pytest.mark.parametrize("byte_fallback", [True, False])

@@ -10,15 +10,14 @@ import weakref
 
 import jsonschema
 import pytest
-import tokenizers
 import torch
 from conftest import examples, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from metaspace_tokenizer import metaspace_tokenizer
 from pairwise import pairwise
-from tokenizers import decoders, models, pre_tokenizers
 
-from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams, constraints
 from thinker.generation.constraints import Constraint, allowed_tokens, banned_tokens, pack_tokens
 from thinker.generation.conversation import Conversation
@@ -42,18 +41,8 @@ ANYTHING = "(?s:.*)"
 
 
 def unigram(folder, byte_fallback):
-    """A SentencePiece-like tokenizer, which begins each text with a space; not every byte needs to have a token."""
-    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
-    pieces += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)] if byte_fallback else []
-    pieces += [(chr(code), -4.0) for code in range(33, 127)] + [("▁", -2.0), ('":', -3.0), ('▁"', -2.5), ("name", -2.0)]
-    library = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=byte_fallback))
-    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")])
-    library.add_special_tokens(["<unk>", "<s>", "</s>"])
-    folder.mkdir(exist_ok=True)
-    library.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}')
-    return load_tokenizer(folder)
+    """A tokenizer that begins each text with a space; not every byte needs to have a token."""
+    return metaspace_tokenizer(folder, {'":': -3.0, '▁"': -2.5, "name": -2.0}, byte_fallback)
 
 
 @pytest.fixture(scope="module", params=["byte", "char", "bpe:400", "hf", "hf-without-bytes"])

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -210,7 +211,7 @@ def test_a_client_that_leaves_while_it_sends(server, path):  # noqa: F811
     assert "Traceback" not in server.log
 
 
-async def call(service, path, messages):
+async def call(service, path, messages, method="POST"):
     """The status and body of the application's response to these messages of ASGI; afterwards the client is silent."""
     sent, messages = [], list(messages)
 
@@ -221,7 +222,7 @@ async def call(service, path, messages):
         sent.append(message)
 
     headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
     await app.create_app(service, [])(scope, receive, send)
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
@@ -231,6 +232,12 @@ def test_a_body_that_does_not_come(monkeypatch):
     start = {"type": "http.request", "body": b'{"model"', "more_body": True}
     status, body = asyncio.run(call(app.Service({}, Metrics(), ""), "/v1/completions", [start]))
     assert (status, json.loads(body)["error"]["type"]) == (408, "invalid_request_error")
+
+
+def test_health_after_an_engine_has_failed():
+    model = SimpleNamespace(engine=SimpleNamespace(is_alive=False))
+    status, body = asyncio.run(call(app.Service({"a": model}, Metrics(), ""), "/health", [], "GET"))
+    assert (status, json.loads(body)) == (503, {"status": "failed"})
 
 
 def test_nothing_is_inspected_for_a_client_that_has_left():
