@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from conftest import examples, random_model
+from pairwise import pairwise
 
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
@@ -113,6 +114,28 @@ def test_texts_equal_those_of_generate(kind, seed):
     prompts = PROMPTS[2:] if kind == "prefix" else PROMPTS  # which needs a few tokens
     requests = [(numbers.choice(prompts), random_params(numbers, index)) for index in range(14)]
     check_equal(generator, run_batch(generator, requests, numbers, numbers.choice([1, 3, 8]), n_removed=3))
+
+
+OPTIONS = {
+    "bits": [None, 8, 4],
+    "dtype": ["fp32", "bf16"],
+    "compile": [None, False],
+    "slide": [False, True],
+    "attention": ["full", "window(8) | global(2)"],
+}
+
+
+@pytest.mark.parametrize("case", pairwise(OPTIONS), ids=str)
+def test_the_product_of_options(case):
+    options = {name: value for name, value in case.items() if name != "attention"}
+    model = random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=64, attention=case["attention"])
+    generator, numbers = Generator(model, TOKENIZER, **options), random.Random(str(case))
+    requests = [(numbers.choice(PROMPTS[:5]), random_params(numbers, index)) for index in range(10)]
+    requests.append(("ab", SamplingParams(90, seed=1, logit_bias=NO_END)))  # beyond the context
+    sequences = run_batch(generator, requests, numbers)
+    assert len(sequences) == len(requests)
+    if generator.is_batch_invariant or case["dtype"] == "fp32":  # else rounding depends on the number of rows
+        check_equal(generator, sequences)
 
 
 def test_both_kinds_of_rows_are_tested():
