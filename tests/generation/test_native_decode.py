@@ -39,6 +39,7 @@ FORMS = {
     "dynamic rope": {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_seq_len": 40}},
     "uneven kv heads": {"n_kv_heads": 2, "n_kv_heads_per_layer": [2, 1]},
     "prefix": {"attention": "prefix(4)"},
+    "wide heads": {"n_heads": 2, "head_dim": 72},  # two vectors of values at once, and a rest
 }
 UNSUPPORTED = {
     "learned": {"positions": "learned"},
@@ -108,7 +109,7 @@ def count_native(monkeypatch):
 
 
 @pytest.mark.parametrize("how", [{}, {"dtype": torch.bfloat16}, {"bits": 8}, {"bits": 4}], ids=str)
-@pytest.mark.parametrize("form", ["mha", "gqa", "mqa", "bias", "softcap", "sinks", "no positions", "uneven kv heads"])
+@pytest.mark.parametrize("form", ["mha", "gqa", "mqa", "bias", "softcap", "sinks", "no positions", "wide heads"])
 @torch.no_grad()
 def test_a_position_has_the_same_bits_in_any_batch_and_any_pass(form, how):
     """Texts are read alone in one pass, token by token, and in chunks of random length beside each other."""
