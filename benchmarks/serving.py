@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             peer = stack.enter_context(start_transformers(arguments.transformers, folder, arguments.precision))
         generator = make_generator(model, tokenizer, arguments.precision)
         rows = [measure_clients(arguments, generator, tokenizer, port, peer, str(folder), n) for n in arguments.clients]
-        first_token = measure_first_token(tokenizer, port)
+        first_token = measure_first_token(tokenizer, port, 2 * arguments.repeats + 1)
     print(
         "first token of a short prompt: {alone_ms:.0f} ms alone, {beside_ms:.0f} ms while {long_prompt} tokens are "
         "read: {steps:.1f} steps of {step_ms:.0f} ms later".format(**first_token)
@@ -163,9 +163,14 @@ def measure_clients(
     return row
 
 
+def prompt_ids(tokenizer: Tokenizer, n_tokens: int, number: int) -> list[int]:
+    """The ids of n tokens, different for every number."""
+    return [(97 * number + 31 * i + 300) % (tokenizer.vocab_size - 400) + 300 for i in range(n_tokens)]
+
+
 def make_prompt(tokenizer: Tokenizer, n_tokens: int, number: int) -> str:
     """A text of n tokens, different for every number."""
-    ids = [(97 * number + 31 * i + 300) % (tokenizer.vocab_size - 400) + 300 for i in range(2 * n_tokens)]
+    ids = prompt_ids(tokenizer, 2 * n_tokens, number)
     text, longest = "", 0
     for end in range(1, len(ids)):
         candidate = tokenizer.decode(ids[:end])
@@ -196,13 +201,13 @@ async def stream(port: int, body: dict[str, Any]) -> tuple[int, float]:
     return json.loads(last[6:])["usage"]["completion_tokens"], first
 
 
-def measure_first_token(tokenizer: Tokenizer, port: int) -> dict[str, Any]:
+def measure_first_token(tokenizer: Tokenizer, port: int, repeats: int) -> dict[str, Any]:
     """Time to the first token of a short prompt, alone and while a long prompt is being read; medians."""
     numbers = iter(range(1000, 2000))
     body = {"model": "model", "max_tokens": 1, **STREAM}
 
     def ask(n_tokens: int) -> dict[str, Any]:
-        return body | {"prompt": make_prompt(tokenizer, n_tokens, next(numbers))}
+        return body | {"prompt": prompt_ids(tokenizer, n_tokens, next(numbers))}
 
     async def beside(long: dict[str, Any], short: dict[str, Any], wait_s: float) -> float:
         reading = asyncio.ensure_future(stream(port, long))
@@ -212,7 +217,7 @@ def measure_first_token(tokenizer: Tokenizer, port: int) -> dict[str, Any]:
         return first
 
     alone, both, long_alone = [], [], []
-    for _ in tqdm(range(9), desc="first token", leave=False):
+    for _ in tqdm(range(repeats), desc="first token", leave=False):
         alone.append(asyncio.run(stream(port, ask(16)))[1])
         long_alone.append(asyncio.run(stream(port, ask(LONG_PROMPT)))[1])
         both.append(asyncio.run(beside(ask(LONG_PROMPT), ask(16), long_alone[-1] / 4)))

@@ -30,7 +30,6 @@ MAX_WEIGHTS = 144 * 512 * 513 // 2  # in a file: 12 layers of 12 heads at 512 to
 THUMBNAIL_SIDE = 48  # pixels, at most
 N_LIKELIEST, N_LENS = 10, 5  # most likely tokens for the next token, and after each layer
 LOGITS_PER_BATCH = 1 << 24
-STYLES = ("page_base.css", "html_report.css")
 SCRIPTS = ("page_base.js", "html_report_draw.js", "html_report_views.js", "html_report.js")
 
 
@@ -183,7 +182,7 @@ def write_html_report(
             scripts.append(f'<script type="application/octet-stream;base64" id="{name}">{_base64(data)}</script>')
     parts = {
         "title": html.escape(title),
-        "style": "".join((folder / name).read_text("utf-8") for name in STYLES),
+        "style": "".join((folder / name).read_text("utf-8") for name in ("page_base.css", "html_report.css")),
         "report": "" if report is None else _report(report, fold),
         "blocks": "\n".join(scripts),
         "script": "".join((folder / name).read_text("utf-8") for name in SCRIPTS),

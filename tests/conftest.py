@@ -10,6 +10,7 @@ import fork_server
 import pytest
 import torch
 from hypothesis import settings
+from server_process import chat_run, served_run, server, start_server  # noqa: F401 - fixtures
 
 from thinker.model import Thinker, ThinkerConfig
 
@@ -44,7 +45,9 @@ def run_script(*args, cwd=ROOT, timeout=600, input="", **variables):
     Our own scripts are forked from a process that has imported torch already. `timeout` only guards against hanging.
     """
     args, environment = [str(argument) for argument in args], {**os.environ, "PYTHONUTF8": "1", **variables}
-    if Path(args[0]).is_relative_to(ROOT):
+    script = Path(cwd, args[0])
+    if script.is_relative_to(ROOT) and script.suffix == ".py":
+        args[0] = str(script)
         return fork_server.run_script(args, cwd, environment, timeout, input)
     command = [sys.executable, *args]
     return subprocess.run(

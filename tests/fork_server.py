@@ -30,6 +30,9 @@ PRELOADED = [
     "thinker.evaluation.needle",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
+    "thinker.serving.app",
+    "uvicorn.protocols.http.h11_impl",
+    "llguidance",
     "tabulate",  # which torch imports at the end
 ]
 

@@ -5,43 +5,46 @@ import re
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
+from pathlib import Path
 
-import httpx
 import pytest
-from conftest import ROOT, run_script
-from prometheus_client.parser import text_string_to_metric_families
+from fork_server import ROOT, ForkedCommand, run_script
 
 
 class ServerProcess:
-    """python -m thinker.serving with these arguments, on a free port."""
+    """thinker-serve with these arguments, on a free port.
 
-    def __init__(self, *arguments, cwd=ROOT):
-        command = [sys.executable, "-m", "thinker.serving", *map(str, arguments), "--port", "0"]
+    A forked one (tests/fork_server.py) starts in a second less than one that is started as a user does.
+    """
+
+    def __init__(self, *arguments, cwd=ROOT, forked=True):
+        arguments = [*map(str, arguments), "--port", "0"]
         environment = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd)
-        self.lines, self._ready = [], threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self._ready.wait()
-        addresses = [match[1] for line in self.lines if (match := re.search(r"playground: (\S+)", line))]
-        assert addresses, self.log
-        (self.url,) = addresses
-
-    def _read(self):
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if line.startswith("playground: "):
-                self._ready.set()
-        self._ready.set()
+        self._folder = tempfile.TemporaryDirectory()
+        self._log = Path(self._folder.name) / "log"
+        if forked:
+            script = Path(__file__).parent / "serve.py"
+            self.process = ForkedCommand([script, *arguments], cwd, environment, stderr=self._log)
+        else:
+            command = [sys.executable, "-m", "thinker.serving", *arguments]
+            with self._log.open("w") as log:
+                self.process = subprocess.Popen(command, stderr=log, env=environment, cwd=cwd)
+        while not (address := re.search(r"playground: (\S+)", self.log)):
+            assert self.process.poll() is None, self.log
+            time.sleep(0.02)
+        self.url = address[1]
 
     @property
     def log(self):
-        return "".join(self.lines)
+        return self._log.read_text(encoding="utf-8") if self._log.exists() else ""
 
     def metric(self, name, **labels):
         """The sum of the samples with this name and these labels in /metrics."""
+        import httpx  # here, because conftest.py imports this file, also where nothing is served
+        from prometheus_client.parser import text_string_to_metric_families
+
         families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text)
         samples = [sample for family in families for sample in family.samples if sample.name == name]
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
@@ -51,9 +54,7 @@ class ServerProcess:
 
     def wait(self):
         """The exit status."""
-        status = self.process.wait(timeout=120)
-        self._reader.join()
-        return status
+        return self.process.wait(timeout=120)
 
     def stop(self):
         """Stop it as a user does; nothing went wrong in it."""
@@ -81,7 +82,8 @@ def wait_until(condition):
 def served_run(train_args, tmp_path_factory):
     """A run with a context of 160 tokens, called "served"."""
     folder = tmp_path_factory.mktemp("runs") / "served"
-    done = run_script(*train_args, f"run.dir={folder}", "train.max_steps=10", "data.seq_len=160")
+    options = [f"run.dir={folder}", "train.max_steps=10", "data.seq_len=160"]
+    done = run_script([*train_args, *options], ROOT, os.environ, 600)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -97,7 +99,8 @@ def chat_run(served_run, tmp_path_factory):
     given += ["train.batch_size=4", "train.max_steps=4", "train.eval_every=4", "train.save_every=4"]
     given += ["train.max_minutes=null", "train.precision=fp32", f"data.cache_dir={folder.parent / 'cache'}"]
     config = ROOT / "configs" / "finetune.yaml"
-    done = run_script(ROOT / "train.py", config, *given, "data.chat_template=configs/chat.jinja")
+    options = [config, *given, "data.chat_template=configs/chat.jinja"]
+    done = run_script([ROOT / "train.py", *options], ROOT, os.environ, 600)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -105,7 +108,7 @@ def chat_run(served_run, tmp_path_factory):
 @pytest.fixture(scope="session")
 def server(served_run, chat_run):
     """A server with two models, "served" and "chat"."""
-    with ServerProcess(served_run, chat_run) as server:
+    with ServerProcess(served_run, chat_run, forked=False) as server:  # forked processes end with their test
         yield server
         server.stop()
 
@@ -115,8 +118,8 @@ def start_server():
     """Start a server of the test's own."""
     started = []
 
-    def start(*arguments, cwd=ROOT):
-        started.append(ServerProcess(*arguments, cwd=cwd))
+    def start(*arguments, **options):
+        started.append(ServerProcess(*arguments, **options))
         return started[-1]
 
     yield start

@@ -12,13 +12,12 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import chromium
 import pytest
-import server_process
 from conftest import ROOT, TINY_OVERRIDES, run_script
 
 from thinker.benchmarks import command
 from thinker.scripts.make_reference import api_markdown, commands_markdown, parser_of, sizes_markdown
 
-browser, start_server = chromium.browser, server_process.start_server  # fixtures
+browser = chromium.browser  # a fixture
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DEFAULT_ADDRESS = "http://127.0.0.1:8000"  # of a server
@@ -44,6 +43,7 @@ SMALLER = {
         "data.sources.1.val_fraction=0.1",
     ],
     "finetune.yaml": ["train.batch_size=2"],
+    "data.source=tales": ["data.max_documents=3000"],
     "plan.py": ["--no-steps"],
     "wandb": ["tracking.wandb=offline"],
     "eval.py": ["--max-tokens", "300"],
@@ -59,6 +59,7 @@ NOT_HERE = {
     "torchrun --nproc-per-node gpu": "needs a GPU",
     "torchrun --standalone --nproc-per-node gpu": "needs a GPU",
     "torchrun --nnodes": "needs several machines",
+    "--nproc-per-node 4": "the same with two ranks runs",
     "benchmark.py gpu --part": "needs a GPU",
     "tune.py": "trains for minutes",
     "SmolLM2": "a download",

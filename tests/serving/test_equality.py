@@ -7,7 +7,6 @@ import random
 import httpx
 import pytest
 from conftest import ROOT, run_script
-from server_process import chat_run, served_run, server  # noqa: F401
 
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
@@ -61,7 +60,7 @@ def requests():
 
 
 @pytest.fixture(scope="module")
-def known(served_run, requests):  # noqa: F811
+def known(served_run, requests):
     """What generate.py prints: it calls generate() with these parameters."""
     model, tokenizer = load(served_run)
     generator, answers = Generator(model, tokenizer, slide=True), []
@@ -76,14 +75,14 @@ def known(served_run, requests):  # noqa: F811
 
 @pytest.mark.parametrize(("seed", "pauses"), [(1, 0.0), (2, 3.0)], ids=["at once", "over 3 s"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_64_requests_get_the_texts_of_generate(server, requests, known, stream, seed, pauses):  # noqa: F811
+def test_64_requests_get_the_texts_of_generate(server, requests, known, stream, seed, pauses):
     bodies = [body | {"stream": stream} for body in requests]
     answers = asyncio.run(ask_all(server.url, bodies, seed, pauses))
     for index, answer in answers.items():
         assert answer == known[index], requests[index]
 
 
-def test_a_text_is_what_generate_py_prints(server, served_run):  # noqa: F811
+def test_a_text_is_what_generate_py_prints(server, served_run):
     body = {"model": "served", "prompt": "Line 3", "max_tokens": 200, "seed": 5, "temperature": 0.9, "top_p": 0.95}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=None).json()["choices"][0]
     assert answer["seed"] == 5

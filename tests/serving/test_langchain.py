@@ -4,7 +4,6 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
-from server_process import chat_run, served_run, server  # noqa: F401
 
 from thinker.data import chat
 from thinker.generation import Generator, SamplingParams
@@ -19,7 +18,7 @@ class Cat(BaseModel):
 
 
 @pytest.fixture
-def options(server):  # noqa: F811
+def options(server):
     return {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0, "seed": 1}
 
 
@@ -34,7 +33,7 @@ def text_model(options):
 
 
 @pytest.fixture(scope="module")
-def answer(chat_run):  # noqa: F811
+def answer(chat_run):
     """What generate() answers."""
     generator = Generator(*load(chat_run), slide=True)
 
@@ -91,7 +90,7 @@ def test_json_mode(options):
     assert isinstance(got["parsed"], dict) or got["raw"].response_metadata["finish_reason"] == "length"
 
 
-def test_completions(text_model, served_run):  # noqa: F811
+def test_completions(text_model, served_run):
     generator = Generator(*load(served_run), slide=True)
 
     def known(prompt, seed=1):

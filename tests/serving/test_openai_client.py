@@ -8,7 +8,6 @@ import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, Field
-from server_process import chat_run, served_run, server  # noqa: F401
 
 from thinker.data import chat
 from thinker.generation import Generator, SamplingParams
@@ -19,7 +18,7 @@ CHARACTERS = {"prompt": "é漢", "max_tokens": 40, "seed": 3}  # a text with byt
 
 
 @pytest.fixture(scope="module")
-def client(server):  # noqa: F811
+def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -38,12 +37,12 @@ def answer(client):
 
 
 @pytest.fixture(scope="module")
-def generator(served_run):  # noqa: F811
+def generator(served_run):
     return Generator(*load(served_run), slide=True)
 
 
 @pytest.fixture(scope="module")
-def chat_generator(chat_run):  # noqa: F811
+def chat_generator(chat_run):
     return Generator(*load(chat_run), slide=True)
 
 
@@ -266,7 +265,7 @@ def test_a_streamed_answer_is_the_same(answer, n):
         assert pieces[-1].finish_reason == known.finish_reason
 
 
-def test_the_asynchronous_client(server, complete, answer):  # noqa: F811
+def test_the_asynchronous_client(server, complete, answer):
     async def ask():
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             create, chat_create = client.completions.create, client.chat.completions.create

@@ -4,14 +4,12 @@ import re
 
 import playground_fixtures
 import pytest
-import server_process
 from playground_fixtures import WRITTEN, chunk, color
 from playwright.sync_api import expect
 
 from thinker.serving.playground import playground_page
 
 browser, api, tab = playground_fixtures.browser, playground_fixtures.api, playground_fixtures.tab  # fixtures
-served_run, chat_run, server = server_process.served_run, server_process.chat_run, server_process.server
 PROMPT = "Once upon a time"
 
 

@@ -2,13 +2,11 @@
 
 import playground_fixtures
 import pytest
-import server_process
 from axe_playwright_python.sync_playwright import Axe
 from playground_fixtures import chunk
 from playwright.sync_api import expect
 
 browser, api, tab = playground_fixtures.browser, playground_fixtures.api, playground_fixtures.tab  # fixtures
-served_run, chat_run, server = server_process.served_run, server_process.chat_run, server_process.server
 SCREENS = [(1320, "light"), (1320, "dark"), (360, "light"), (360, "dark")]
 
 

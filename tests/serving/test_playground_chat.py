@@ -4,13 +4,10 @@ import re
 
 import playground_fixtures
 import pytest
-import server_process
 from playground_fixtures import DEFAULTS, chunk
 from playwright.sync_api import expect
 
 browser, api, tab = playground_fixtures.browser, playground_fixtures.api, playground_fixtures.tab  # fixtures
-served_run, chat_run, server = server_process.served_run, server_process.chat_run, server_process.server
-start_server = server_process.start_server
 
 
 def contents(page, at=0):

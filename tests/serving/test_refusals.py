@@ -6,19 +6,19 @@ import threading
 import httpx
 import openai
 import pytest
-from server_process import chat_run, served_run, server, start_server, wait_until  # noqa: F401
+from server_process import wait_until
 
 MESSAGES = [{"role": "user", "content": "Hi 3"}]
 ENDLESS = {"prompt": "L", "max_tokens": 10**9, "logit_bias": {"299": -1e9}}  # without the BOS token, which ends texts
 
 
 @pytest.fixture(scope="module")
-def client(server):  # noqa: F811
+def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-def test_a_client_that_gives_up_frees_its_row(server, client):  # noqa: F811
+def test_a_client_that_gives_up_frees_its_row(server, client):
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.3).completions.create(model="served", **ENDLESS)
     wait_until(lambda: server.metric("thinker_running_texts") == 0)
@@ -124,7 +124,7 @@ def test_wrong_methods_types_and_sizes(client):
         assert caught.value.status_code == 413
 
 
-def test_the_api_key(served_run, start_server):  # noqa: F811
+def test_the_api_key(served_run, start_server):
     url = f"{start_server(served_run, '--api-key', 'sésame').url}/v1"
     with pytest.raises(openai.AuthenticationError, match="send the header Authorization: Bearer KEY") as caught:
         openai.OpenAI(base_url=url, api_key="wrong").models.list()
@@ -135,8 +135,8 @@ def test_the_api_key(served_run, start_server):  # noqa: F811
     assert httpx.get(f"{url}/models", headers={"Authorization": "sésame".encode()}).status_code == 401
 
 
-def test_a_full_server_and_one_that_shuts_down(served_run, start_server):  # noqa: F811
-    server = start_server(served_run, "--max-batch", "1", "--max-queue", "0")  # noqa: F811
+def test_a_full_server_and_one_that_shuts_down(served_run, start_server):
+    server = start_server(served_run, "--max-batch", "1", "--max-queue", "0")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         running = client.completions.create(model="served", **ENDLESS, stream=True)
         next(running)
