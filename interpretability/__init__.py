@@ -1,1 +1,1 @@
-"""Attention, attribution and pruning of trained models, with plots."""
+"""Attention and attribution of trained models, with plots."""

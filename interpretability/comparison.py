@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from thinker.compression import pruning
 from thinker.evaluation.perplexity import estimate_ratio
-from thinker.interpretability import heads, pruning
+from thinker.interpretability import heads
 from thinker.interpretability.head_reports import TITLES, UNBOUNDED, describe_random, score_heads
 from thinker.interpretability.reports import Panel, Prompt, Report, decimal, existing_heads, head_labels, to_json
 from thinker.model import Thinker
@@ -130,7 +131,7 @@ def report_pruning(
     pruning.check_count(model, len(groups or []) if count is None else count)
     importance, cells, data = _importance(model, choosing, method, by_group=True)
     value = importance.value
-    pruned = pruning.least_important(importance, count) if groups is None else groups
+    pruned = pruning.least_important(importance.value, count) if groups is None else groups
     pruned_model = pruning.prune(model, pruned)
     with torch.no_grad():
         before, after = (heads.losses(each, *measuring).cpu() for each in (model, pruned_model))

@@ -4,7 +4,8 @@ import pytest
 import torch
 from induction_model import V, induction_circuit
 
-from thinker.interpretability import attribution, pruning
+from thinker.compression import pruning
+from thinker.interpretability import attribution
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_heads import causal
 
-from thinker.interpretability import flow, pruning
+from thinker.compression import pruning
+from thinker.interpretability import flow
 from thinker.runtime.errors import UserError
 
 EXAMPLE = json.loads((Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text())["three_tokens"]

@@ -10,8 +10,9 @@ from html_report_fixtures import TEXT, Shown, cell, heat, pixel, tokens, view, w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thinker.compression import pruning
 from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.interpretability import attribution, head_reports, html_report, prompt_reports, pruning, reports
+from thinker.interpretability import attribution, head_reports, html_report, prompt_reports, reports
 from thinker.runtime.errors import RunError, UserError
 
 browser, free_tabs = html_report_fixtures.browser, html_report_fixtures.free_tabs  # fixtures

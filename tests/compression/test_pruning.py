@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from thinker import checkpoint, interop
+from thinker.compression import pruning
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop.hf_config import hf_model_type
-from thinker.interpretability import heads, pruning
+from thinker.interpretability import heads
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 
@@ -87,7 +88,7 @@ def test_looking_into_it(random_model):
     torch.testing.assert_close(weights[1, :, :2], known[1][:, [1, 3]], rtol=0, atol=1e-5)
     for found in (heads.importance_by_ablation(left, TOKENS), heads.importance_by_gradient(left, TOKENS)):
         assert found.value.isnan().tolist() == [[False] * 4, [False, False, True, True]]
-    assert len(pruning.least_important(found, 4)) == 4
+    assert len(pruning.least_important(found.value, 4)) == 4
 
 
 def test_importance_of_a_group_is_that_of_its_heads_together(random_model):
@@ -104,8 +105,8 @@ def test_importance_of_a_group_is_that_of_its_heads_together(random_model):
 def test_the_least_important_are_taken():
     value = torch.tensor([[0.3, 0.1, 0.2], [0.9, 0.05, torch.nan]])
     found = heads.Importance(value, value, value)
-    assert pruning.least_important(found, 1) == [(1, 1)]
-    assert pruning.least_important(found, 3) == [(1, 1), (0, 1), (0, 2)]  # each layer keeps its best one
+    assert pruning.least_important(found.value, 1) == [(1, 1)]
+    assert pruning.least_important(found.value, 3) == [(1, 1), (0, 1), (0, 2)]  # each layer keeps its best one
 
 
 def test_one_key_head_stays_in_each_layer(random_model):

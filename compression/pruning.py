@@ -3,8 +3,8 @@
 from collections.abc import Collection
 
 import torch
+from torch import Tensor
 
-from thinker.interpretability.heads import Importance
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 
@@ -50,12 +50,14 @@ def check_count(model: Thinker, n: int) -> None:
         raise UserError(f"cannot remove {n} KV heads, since every layer keeps at least one; {possible}")
 
 
-def least_important(importance: Importance, n: int) -> list[tuple[int, int]]:
-    """Choose the n least important (layer, group), with at least one left per layer. See check_count()."""
-    value, chosen = importance.value, []
-    left = (~value.isnan()).sum(dim=1).tolist()
-    for flat in value.nan_to_num(torch.inf).flatten().argsort(stable=True).tolist():
-        layer, group = divmod(flat, value.shape[1])
+def least_important(importance: Tensor, n: int) -> list[tuple[int, int]]:
+    """Choose the n least important (layer, group), with at least one left per layer. See check_count().
+
+    importance: (layers, KV heads), NaN where a layer has fewer.
+    """
+    chosen, left = [], (~importance.isnan()).sum(dim=1).tolist()
+    for flat in importance.nan_to_num(torch.inf).flatten().argsort(stable=True).tolist():
+        layer, group = divmod(flat, importance.shape[1])
         if len(chosen) < n and left[layer] > 1:
             chosen.append((layer, group))
             left[layer] -= 1

@@ -1,0 +1,1 @@
+"""Make models smaller: pruning."""
