@@ -14,6 +14,7 @@ BENCHMARKS = {  # by name, the arguments of two examples
     "decode": ("--shape 124m", "--variants fp32,fp32-eager,int8,bf16@8"),
     "decode_lengths": ("--png lengths.png", "--shape 124m --window 512"),
     "decode_start": ("", "--run runs/chars --repeats 9"),
+    "equal_time": ("CONFIG.yaml --variant 'base:' --variant 'wide: model.d_model=256'", "CONFIG.yaml --variant a:"),
     "extrapolation": ("--png extrapolation.png", "--seeds 1 --steps 10"),
     "five-minutes": ("--out results.jsonl", "train.device=cpu"),
     "gpu": ("--part A --out gpu-a", "--part A --out rehearsal --rehearse"),
@@ -44,9 +45,8 @@ def main() -> int:
     for name, examples in BENCHMARKS.items():
         module = import_module(f"thinker.benchmarks.{name.replace('-', '_')}")
         summary = module.__doc__.strip().splitlines()[0]
-        command = commands.add_parser(
-            name, help=summary[0].lower() + summary[1:].rstrip("."), description=summary, examples=examples
-        )
+        text = summary[0].lower() + summary[1:].rstrip(".")
+        command = commands.add_parser(name, help=text, description=summary, examples=examples)
         module.add_arguments(command)
         if name != "gpu":  # writes its own files
             command.add_argument("--out", type=output_file, metavar="FILE", help="append a line of JSON to FILE")

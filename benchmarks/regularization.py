@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from thinker.benchmarks.equal_time import mean_and_interval
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.runtime.errors import UserError
 from thinker.training.config import Config
@@ -131,12 +132,7 @@ def summarize(losses: dict[Trial, float], row: Trial) -> dict[str, Any]:
     """Mean over the seeds, and of the differences from no option of the same seed, with a 95% interval."""
     seeds = [trial.seed for trial in losses if trial._replace(seed=0) == row]
     differences = [losses[row._replace(seed=n)] - losses[row._replace(seed=n, option="none")] for n in seeds]
-    interval = 0.0
-    if len(seeds) > 1:
-        from scipy.stats import t  # slow to import
-
-        error = statistics.stdev(differences) / math.sqrt(len(seeds))
-        interval = float(t.ppf(0.975, len(seeds) - 1)) * error
+    difference, interval = mean_and_interval(differences)
     values = {"text": row.text, "epochs": row.epochs, "option": row.option}
     mean = statistics.fmean(losses[row._replace(seed=n)] for n in seeds)
-    return values | {"nats_per_byte": mean, "difference": statistics.fmean(differences), "interval": interval}
+    return values | {"nats_per_byte": mean, "difference": difference, "interval": interval}

@@ -22,6 +22,7 @@ class Batch(NamedTuple):
     n_targets: int  # targets other than IGNORE_INDEX
     document_ids: Tensor | None = None  # (B, T) int64, with document_masking only
     sources: Tensor | None = None  # (B,) int64, the source of each sequence, in a mixture only
+    windows: Tensor | None = None  # (B,) int64, the index of each sequence in the dataset or its stream
 
 
 class Prefetcher:
@@ -69,4 +70,5 @@ class Prefetcher:
             document_ids = None if document_ids is None else document_ids.pin_memory()
         is_mixture = len(self.loader.bounds) > 2
         sources = torch.tensor(self.loader.sources(step)[self.rows]) if is_mixture else None
-        return Batch(inputs, targets, int((targets != IGNORE_INDEX).sum()), document_ids, sources)
+        windows = torch.tensor(self.loader.sample_ids(step)[self.rows])
+        return Batch(inputs, targets, int((targets != IGNORE_INDEX).sum()), document_ids, sources, windows)

@@ -14,7 +14,7 @@ from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.dropout import Dropout
 from thinker.model.input_checks import check_inputs, tokens_to_inspect
-from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
+from thinker.model.kernels.linear_cross_entropy import ChunkLoss, linear_cross_entropy
 from thinker.model.kv_cache import KVCache
 from thinker.model.layers import FusedKernels, Linear, RMSNorm, project_jointly, project_together
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
@@ -143,7 +143,7 @@ class Thinker(nn.Module):
     def forward(
         self, tokens: Tensor | None = None, *, embeddings: Tensor | None = None, targets: Tensor | None = None,
         cache: KVCache | None = None, last_logits_only: bool = False, document_ids: Tensor | None = None,
-        target_losses: Tensor | None = None,
+        target_losses: Tensor | None = None, chunk_loss: ChunkLoss | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Run one pass, for training, prefill or decoding.
 
@@ -155,6 +155,7 @@ class Thinker(nn.Module):
             document_ids: (B, T) int64, different for adjacent documents. Attention stays within each document, whose
                 positions count from 0, so its logits do not depend on other documents.
             target_losses: (B, T) fp32, contiguous; is filled with the loss of each target in nats, 0 if it is ignored.
+            chunk_loss: replaces the cross-entropy (kernels/linear_cross_entropy.py), for training only.
 
         Returns: logits (B, T or 1, V); with targets, (sum of losses in nats, fp32; number of targets). Raises UserError
             if shapes do not fit, an id is out of range (on a CPU), or the cache is full. Warns beyond the context.
@@ -175,7 +176,7 @@ class Thinker(nn.Module):
                 targets = targets.masked_fill(context.positions < self.config.prefix - 1, -1)
             compiles_loss = self.is_compiled and x.is_cuda
             weights = self.lm_head.weight, targets, self.lm_head.cached_weight
-            return linear_cross_entropy(x, *weights, compiles_loss, target_losses)
+            return linear_cross_entropy(x, *weights, compiles_loss, target_losses, chunk_loss)
 
     def make_context(
         self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None

@@ -46,7 +46,10 @@ CLASSES = {
     "thinker.data.tokenizer": ("Tokenizer",),
     "thinker.interpretability.reports": ("Prompt",),
 }
-MODULES = tuple(f"thinker.interpretability.{name}" for name in ("heads", "flow", "attribution", "pruning"))
+MODULES = (
+    *(f"thinker.interpretability.{name}" for name in ("heads", "flow", "attribution")),
+    "thinker.compression.pruning",
+)
 EXAMPLE = """import torch
 from thinker import Thinker, ThinkerConfig
 
@@ -102,6 +105,7 @@ def sizes_markdown() -> str:
 def config_markdown() -> str:
     """A table of keys per section."""
     from thinker.training.config import Config
+    from thinker.training.distill_config import DistillConfig
     from thinker.training.source_config import CleanConfig, MixedSource
 
     parts = [
@@ -109,7 +113,8 @@ def config_markdown() -> str:
         f"Every key of a config file. On the command line, write `section.key=value`. {GENERATED}",
     ]
     sections = {name: field.annotation for name, field in Config.model_fields.items()}
-    for section_name, section in (sections | {"data.sources": MixedSource, "data.clean": CleanConfig}).items():
+    nested = {"data.sources": MixedSource, "data.clean": CleanConfig, "train.distill": DistillConfig}
+    for section_name, section in (sections | nested).items():
         schema = section.model_json_schema()
         parts += [f"## {section_name}\n", f"{inspect.cleandoc(section.__doc__)}\n"]
         parts += ["| key | type | default | meaning |", "|---|---|---|---|"]

@@ -41,7 +41,7 @@ class _ListKeys(argparse.Action):
 
 def list_keys(section: str | None = None) -> str:
     """One line per key of a section, or of all sections: name, default and meaning. Raises UserError."""
-    nested = _nested_keys() if section in ("data.sources", "data.clean") else {}
+    nested = _nested_keys() if section in ("data.sources", "data.clean", "train.distill") else {}
     keys = {
         name: texts for name, texts in (_keys() | nested).items() if section is None or name.startswith(f"{section}.")
     }
@@ -65,12 +65,14 @@ def _keys() -> dict[str, tuple[str, str]]:
 
 
 def _nested_keys() -> dict[str, tuple[str, str]]:
-    """The keys of data.clean, and of the first source in data.sources."""
+    """The keys of data.clean and train.distill, and of the first source in data.sources."""
+    from thinker.training.distill_config import DistillConfig
     from thinker.training.source_config import CleanConfig, MixedSource
 
+    nested = {"data.sources.0": MixedSource, "data.clean": CleanConfig, "train.distill": DistillConfig}
     return {
         f"{name}.{key}": ("" if field.is_required() else json.dumps(field.default), " ".join(field.description.split()))
-        for name, model in (("data.sources.0", MixedSource), ("data.clean", CleanConfig))
+        for name, model in nested.items()
         for key, field in model.model_fields.items()
     }
 

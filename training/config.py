@@ -9,6 +9,7 @@ from thinker.runtime.errors import UserError
 from thinker.training import config_sections as sections
 from thinker.training.config_types import ConfigSection, Positive
 from thinker.training.data_config import DEFAULT_SEQ_LEN, DataConfig
+from thinker.training.distill_config import check_distillation, teacher_path
 
 
 class Config(ConfigSection):
@@ -36,7 +37,7 @@ class Config(ConfigSection):
         if run.get("init_from") is not None:
             optimizer = {"name": "adamw", **optimizer}
         elif data.get("tokenizer") is None and model.get("size") is None:
-            data = {**data, "tokenizer": "bpe:4096"}
+            data = {**data, "tokenizer": teacher_path(tree) or "bpe:4096"}
         return {**tree, "data": data, "optimizer": optimizer}
 
     @model_validator(mode="after")
@@ -54,6 +55,7 @@ class Config(ConfigSection):
             raise ValueError("data.sources has weights that change, which need train.max_steps; set it")
         if train.async_save and train.save_sharded is True:
             raise ValueError("train.async_save cannot be combined with train.save_sharded=true; remove one of them")
+        check_distillation(train, model, data)
         is_cautious = optimizer.cautious_weight_decay or None
         has_samples = "sample_every" in train.model_fields_set  # null turns samples off and leaves the prompt unused
         for key, value, is_read, reader in (

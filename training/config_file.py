@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.runtime.reading import Loader, read_yaml
 from thinker.training.config import Config
+from thinker.training.distill_config import DistillConfig
 from thinker.training.source_config import CleanConfig, MixedSource
 
 LIST = "a list of two numbers, such as [0.8, 0.95]"
@@ -21,7 +22,9 @@ EXPECTED = {  # what a value must be, by the start of pydantic's error type
     "greater_than_equal": "at least {ge:.16g}", "greater_than": "more than {gt:.16g}",
     "less_than_equal": "at most {le:.16g}", "less_than": "less than {lt:.16g}",
 }  # fmt: skip
-NESTED = {("data", "sources"): (4, MixedSource), ("data", "clean"): (3, CleanConfig)}  # parts of a location, the model
+NESTED = {  # parts of a location, the model
+    ("data", "sources"): (4, MixedSource), ("data", "clean"): (3, CleanConfig), ("train", "distill"): (3, DistillConfig)
+}  # fmt: skip
 
 
 def load_config(path: str | Path, overrides: list[str]) -> Config:
@@ -42,9 +45,10 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
             raise UserError(f"{path}: {section} is {values!r}; it must be a mapping of keys to values")
         if section == "data" and (match := re.fullmatch(r"sources\.(\d+)\.(\w+)", key)):
             values, key = _source(values.get("sources"), int(match[1]), override), match[2]
-        elif section == "data" and key.startswith("clean.") and isinstance(values.get("clean") or {}, dict):
-            values["clean"] = values.get("clean") or {}
-            values, key = values["clean"], key.partition(".")[2]
+        elif (section, part := key.partition(".")[0]) in NESTED and "." in key:
+            values[part] = values.get(part) or {}
+            if isinstance(values[part], dict):
+                values, key = values[part], key.partition(".")[2]
         try:
             value = yaml.load(text, Loader)
         except (yaml.YAMLError, ValueError, RecursionError):
@@ -90,8 +94,9 @@ def validate_config(tree: dict[str, Any]) -> Config:
             raise UserError(f"unknown config key {name}{hint}") from error
         if first["type"] == "value_error":  # of a whole config, or of a part: then its message starts with the key
             raise UserError(f"{name}{'.' if name else ''}{first['ctx']['error']}") from error
-        if first["type"] == "missing" and len(location) == 4:
-            raise UserError(f"{name} is missing; set it, for example to jsonl") from error
+        if first["type"] == "missing" and nested is not None:
+            example = {"source": "jsonl", "teacher": "runs/large"}[location[-1]]
+            raise UserError(f"{name} is missing; set it, for example to {example}") from error
         index = [part for part in path[len(location) :] if isinstance(part, int) and first["type"] != "missing"]
         name += "".join(f"[{i}]" for i in index)
         expected = []  # several if the key's type is a union

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from thinker.training.config_types import Beta, ConfigSection, Fraction, Natural, PathText, Positive, Rate, Size
+from thinker.training.distill_config import DistillConfig
 
 
 class RunConfig(ConfigSection):
@@ -127,6 +128,8 @@ class TrainConfig(ConfigSection):
     """Train only LoRA adapters of this rank; needs run.init_from. null: train all weights."""
     lora_alpha: Rate | None = None
     """Scale the output of the LoRA adapters by lora_alpha / lora_rank. null: twice the rank."""
+    distill: DistillConfig | None = None
+    """Learn from a teacher, such as `{teacher: runs/large}` (docs/guides/smaller-models.md). null: from text alone."""
     checkpoint_every_n_blocks: Positive | None = None
     """Save memory: recompute the activations of every n-th block in the backward pass. null: recompute none."""
     offload_activations: bool = False

@@ -1,7 +1,7 @@
 """Mixtures in training: the order of their sources, the loss of each source, and a description before the run."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,6 +115,7 @@ def sum_by_source(sources: Tensor, n_sources: int, target_losses: Tensor, target
     return torch.where(is_of[..., None], by_sequence, 0.0).sum(1)
 
 
-def source_losses(corpus: Corpus, sums: list[float]) -> dict[str, float]:
-    """Metrics of a mixture: the mean training loss of each source that had targets, from flattened sums (S, 2)."""
-    return {f"train_loss/{name}": nats / n for name, nats, n in zip(corpus.parts, sums[::2], sums[1::2]) if n}
+def part_losses(parts: Sequence[str], corpus: Corpus, sums: list[float]) -> dict[str, float]:
+    """Metrics: the mean of each part of the loss and of each source with targets, from flattened sums (P + S, 2)."""
+    names = (*parts, *(f"train_loss/{name}" for name in corpus.parts))
+    return {name: nats / n for name, nats, n in zip(names, sums[::2], sums[1::2]) if n}

@@ -22,16 +22,20 @@ from thinker.training.memory_estimate import estimate_memory, free_memory, usabl
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.mixed_data import make_loader
 from thinker.training.resolve_settings import resolve_precision, resolve_settings
+from thinker.training.run_state import RunState
 from thinker.training.step import TrainingStep, build_model
+from thinker.training.teacher import Teacher, load_teacher
 from thinker.training.training_data import prepare_training_data
 
 SAMPLED_SEQUENCES = 1000  # to estimate the number of targets per sequence
 OPTIMAL_TOKENS = 20  # per parameter (Hoffmann et al. 2022, arXiv:2203.15556, table 3)
 
 
-def time_steps(settings: Settings, device: torch.device, repeats: int = 3) -> tuple[float, float]:
+def time_steps(
+    settings: Settings, device: torch.device, repeats: int = 3, teacher: Teacher | None = None
+) -> tuple[float, float]:
     """Seconds of the first step, including compilation, and the median of `repeats` more, on random tokens."""
-    step = TrainingStep(build_model(settings.model, settings.run.seed, device), settings)
+    step = TrainingStep(build_model(settings.model, settings.run.seed, device), settings, teacher=teacher)
     tokens = torch.randint(settings.model.vocab_size, (settings.train.batch_size, settings.data.seq_len))
     batch = Batch(tokens, tokens, tokens.numel())
     times = []
@@ -96,7 +100,8 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     }
     if measure:
         meter = MemoryMeter(device)
-        first, seconds = time_steps(settings, device)
+        teacher = None if corpus is None else load_teacher(config, model_config, corpus.tokenizer, RunState(), device)
+        first, seconds = time_steps(settings, device, teacher=teacher)
         plan |= {"first_step_s": first, "step_s": seconds, "tokens_per_second": step_tokens / seconds}
         plan["measured_peak_bytes"] = meter.peak()
         if peak := peak_flops(device, train.precision):

@@ -130,6 +130,8 @@ def resolve_compile(config: Config, settings: Settings, device: torch.device, pr
     """Whether to compile the blocks. Raises UserError if a compiled run is resumed without a compiler."""
     if config.train.compile != "auto":
         return config.train.compile
+    if config.train.distill is not None and config.train.distill.needs_activations:
+        return False  # compiled blocks hide them
     if previous is not None:
         if previous.train.compile and not has_compiler(device):
             remedy = "install one, or add train.compile=false to continue without bitwise equal results"

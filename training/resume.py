@@ -25,7 +25,7 @@ from thinker.training.step import TrainingStep
 # Keys that must not change. In the sections model and data these are all keys except DATA_KEYS_OF_THE_MACHINE.
 FIXED_KEYS = {
     "optimizer": ("name",), "run": ("seed", "init_from"),
-    "train": ("batch_size", "lora_rank", "lora_alpha", "ema_decay"),
+    "train": ("batch_size", "lora_rank", "lora_alpha", "ema_decay", "distill"),
 }  # fmt: skip
 DATA_KEYS_OF_THE_MACHINE = ("cache_dir", "num_workers", "streaming")  # do not affect text or batches
 PATHS = ("path", "val_tokens", "tokenizer", "chat_template")  # in data; files may move, but must not change
@@ -50,6 +50,8 @@ def check_unchanged(run: RunDirectory, previous: Settings, sections: dict[str, d
         for key, value in values.items():
             was, is_fixed = started_with[section][key], key in fixed_keys.get(section, (key,))
             may_move = key in PATHS and None not in (value, was) and (key != "tokenizer" or is_path(value))
+            if key == "distill" and None not in (value, was):
+                may_move = value | {"teacher": was["teacher"]} == was  # its weights are compared (training/teacher.py)
             if key == "sources" and None not in (value, was):
                 may_move = [_without_place(source) for source in value] == [_without_place(source) for source in was]
             if is_fixed and value != was and key not in DATA_KEYS_OF_THE_MACHINE and not may_move:

@@ -28,6 +28,7 @@ from thinker.training.resolve_settings import check_batch_split, resolve_precisi
 from thinker.training.resumed_data import own_tokenizer, read_corpus
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.streams import make_streams
+from thinker.training.teacher import load_teacher
 from thinker.training.trainer import Trainer
 from thinker.training.wandb_tracking import Tracker
 
@@ -67,6 +68,7 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
         resume.check_unchanged(run, previous, {"model": model_config.to_dict()})
 
     # Resolve the rest.
+    teacher = load_teacher(config, model_config, corpus.tokenizer, state, device)
     settings = resolve_settings(config, model_config, device, precision, previous, dist)
     train = settings.train
 
@@ -75,13 +77,16 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     memory = MemoryMeter(device)
     is_sharded = dist.world_size > 1 and train.parallel == "fsdp"  # then the whole model need not fit on a device
     model_device = torch.device("cpu") if is_sharded else device
-    step = TrainingStep(build_model(model_config, settings.run.seed, model_device, initial_model), settings, dist=dist)
+    model = build_model(model_config, settings.run.seed, model_device, initial_model)
+    step = TrainingStep(model, settings, dist=dist, teacher=teacher)
     if train.sample_every:
         prompt = [0, *corpus.tokenizer.encode(train.sample_prompt)]
         check_prompt(prompt, corpus.tokenizer, model_config, model_config.max_cached_len)
 
     # All checks are done. Write files from here on.
     resume.create_run(run, is_new=folder is None, dist=dist)
+    if teacher is not None:
+        teacher.create_files(run.path, batches, corpus, dist)
     if folder is not None:
         resume.resume_run(run, folder, state, step, settings, dist)
     run.truncate_metrics(state.step, state.evaluated_at)

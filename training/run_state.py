@@ -29,10 +29,11 @@ class RunState(BaseModel):
     pending_steps: Count = 0  # steps not yet in metrics.jsonl,
     pending_losses: float = 0.0  # their summed loss,
     pending_norm: float | None = None  # and the gradient norm of the last one
-    pending_sources: list[float] = []  # for each source of a mixture, its summed loss and number of targets
+    pending_sources: list[float] = []  # for each part of the loss and each source, its sum and number of targets
     scaler: dict[str, float | int] = {}
     tokenizer: str = ""  # content hash
     corpus: str = ""  # sha256 of its tokens
+    teacher: str = ""  # sha256 of its weights
     machine: dict[str, str] = {}
     settings: Settings | None = None
 

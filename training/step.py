@@ -13,10 +13,12 @@ from thinker.model.lora import add_lora
 from thinker.runtime.device import DTYPES
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
 from thinker.training.config import Settings
+from thinker.training.distillation import make_loss
 from thinker.training.distributed import gradient_sync, parallelize
 from thinker.training.kernels import cached_weight_casts, choose_kernels, fused_kernels
 from thinker.training.mixed_data import sum_by_source
 from thinker.training.optimizers import Optimizers
+from thinker.training.teacher import Teacher
 from thinker.training.weight_average import WeightAverage
 
 
@@ -29,8 +31,9 @@ class TrainingStep:
     """
 
     def __init__(
-        self, model: Thinker, settings: Settings, skip_nonfinite: bool = True, dist: DistContext = SINGLE_PROCESS
-    ) -> None:
+        self, model: Thinker, settings: Settings, skip_nonfinite: bool = True, dist: DistContext = SINGLE_PROCESS,
+        teacher: Teacher | None = None,
+    ) -> None:  # fmt: skip
         self.train, self.model, self.dist = settings.train, model.train(), dist
         self.model.activation_dtype = DTYPES[self.train.precision]
         if (rank := self.train.lora_rank) is not None:
@@ -38,6 +41,7 @@ class TrainingStep:
         self.parallel_model = parallelize(self.model, self.train, dist)
         self.device = self.model.device  # FSDP2 may have moved it
         self.kernels, self.kernel_problem = choose_kernels(self.train, self.device)
+        self.compute_loss = make_loss(self.model, self.parallel_model, teacher, self.kernels)
         self.optimizers = Optimizers(self.model, settings.optimizer, is_fused=self.kernels is not None)
         self.average = None if self.train.ema_decay is None else WeightAverage(self.model, self.train.ema_decay)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
@@ -62,14 +66,14 @@ class TrainingStep:
     def __call__(self, batch: Batch, lr_multiplier: float) -> tuple[Tensor, Tensor]:
         """Run a step. Returns loss (nats per token) and gradient norm before clipping, both on the device.
 
-        Each rank passes its own rows and the total number of targets. All ranks get the same result. In a mixture,
-        `source_sums` has the sum of losses and the number of targets of each source, (S, 2) on the device.
+        Each rank passes its own rows and the total number of targets. All ranks get the same result. `part_sums` has
+        the sum and the number of targets of each part of the loss and of each source of a mixture, (P + S, 2).
         """
         train, rows = self.train, len(batch.inputs)
         self.optimizers.set_lr(lr_multiplier)
-        n_sources = 0 if batch.sources is None else self.n_sources
-        sums = torch.zeros(1 + 2 * n_sources, device=self.device)
-        total, self.source_sums = sums[0], sums[1:].view(-1, 2)
+        n_parts, n_sources = len(self.compute_loss.parts), 0 if batch.sources is None else self.n_sources
+        sums = torch.zeros(1 + 2 * (n_parts + n_sources), device=self.device)
+        total, self.part_sums = sums[0], sums[1:].view(-1, 2)
         with cached_weight_casts(self.model), fused_kernels(self.model, self.kernels):
             for start in range(0, rows, train.micro_batch_size):
                 part = slice(start, start + train.micro_batch_size)
@@ -80,14 +84,14 @@ class TrainingStep:
                 with gradient_sync(self.parallel_model, is_last=part.stop >= rows):
                     with save_on_cpu(pin_memory=True) if train.offload_activations else contextlib.nullcontext():
                         losses = torch.empty(targets.shape, device=self.device) if n_sources else None
-                        loss_sum, _ = self.parallel_model(
-                            inputs, targets=targets, document_ids=document_ids, target_losses=losses
-                        )
-                    self.scaler.scale(loss_sum / max(batch.n_targets, 1)).backward()
-                total += loss_sum.detach()
+                        windows = None if batch.windows is None else batch.windows[part]
+                        loss = self.compute_loss(inputs, targets, document_ids, losses, windows)
+                    self.scaler.scale(loss.objective / max(batch.n_targets, 1)).backward()
+                total += loss.cross_entropy
+                self.part_sums[:n_parts] += loss.part_sums
                 if n_sources:
                     sources = batch.sources[part].to(self.device)
-                    self.source_sums += sum_by_source(sources, n_sources, losses, targets)
+                    self.part_sums[n_parts:] += sum_by_source(sources, n_sources, losses, targets)
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
         grad_norm = clip_gradients(self.model, train.grad_clip)

@@ -25,7 +25,7 @@ from thinker.runtime.process_group import DistContext
 from thinker.training import resume
 from thinker.training.config import Settings
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
-from thinker.training.mixed_data import source_losses
+from thinker.training.mixed_data import part_losses
 from thinker.training.nonfinite import diagnose, finite_or_none, unwrapped_copy
 from thinker.training.report import print_summary
 from thinker.training.run_state import RunState
@@ -141,7 +141,7 @@ class Trainer:
         resume.seed_step(self.settings.run.seed, state.step, self.dist.rank)
         loss, grad_norm = self.step(self.batch, multiplier)
         if self.batch.n_targets:
-            self.unread.append((state.step, torch.cat((loss[None], grad_norm[None], self.step.source_sums.flatten()))))
+            self.unread.append((state.step, torch.cat((loss[None], grad_norm[None], self.step.part_sums.flatten()))))
         state.step += 1
         if self.step.average is not None:
             self.step.average.update(state.step)
@@ -184,13 +184,13 @@ class Trainer:
         rows = torch.stack([values for _, values in self.unread]).tolist() if self.unread else []
         steps = [step for step, _ in self.unread]
         self.unread.clear()
-        for step, (loss, grad_norm, *source_sums) in zip(steps, rows):
+        for step, (loss, grad_norm, *part_sums) in zip(steps, rows):
             if math.isfinite(loss) and (math.isfinite(grad_norm) or self.step.scaler.is_enabled()):
                 self.state.pending_steps += 1
                 self.state.pending_losses += loss
                 self.state.pending_norm = finite_or_none(grad_norm)
-                pending = self.state.pending_sources or [0.0] * len(source_sums)
-                self.state.pending_sources = [old + new for old, new in zip(pending, source_sums)]
+                pending = self.state.pending_sources or [0.0] * len(part_sums)
+                self.state.pending_sources = [old + new for old, new in zip(pending, part_sums)]
             else:
                 self.skip_nonfinite_step(step, loss, grad_norm)
 
@@ -236,7 +236,7 @@ class Trainer:
         line = {"train_loss": state.pending_losses / state.pending_steps, "lr": self.step.optimizers.lr * multiplier}
         if state.pending_norm is not None:
             line["grad_norm"] = state.pending_norm
-        line |= source_losses(self.corpus, state.pending_sources)
+        line |= part_losses(self.step.compute_loss.parts, self.corpus, state.pending_sources)
         state.pending_steps, state.pending_losses, state.pending_norm, state.pending_sources = 0, 0.0, None, []
         if state.skipped:
             line["skipped_steps"] = state.skipped

@@ -15,6 +15,10 @@ CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # logits per chunk: fit a core's
 COMPILED_CHUNK_ELEMENTS = 5 * 2**27  # bf16 only: as many bytes as 2**27 in bf16 with two fp32 copies
 MIN_CHUNK_ROWS = 256  # because each chunk reads and writes the whole weight gradient
 
+# A loss of the next n positions, in order: logits (n, V), targets (n,), whether a gradient is needed -> losses (n,) in
+# fp32, and the gradient in the logits' dtype.
+ChunkLoss = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
     """fp32, or fp64 if x is fp64."""
@@ -67,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None, is_compiled: bool,
-        target_losses: Tensor | None,
+        target_losses: Tensor | None, chunk_loss: ChunkLoss | None,
     ) -> Tensor:  # fmt: skip
         w = weight.to(x.dtype) if cached_weight is None else cached_weight  # (V, C)
         needs_x_grad, needs_w_grad = ctx.needs_input_grad[:2]
@@ -78,10 +82,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if is_compiled:
             n_chunks = -(-len(x) * w.shape[0] // COMPILED_CHUNK_ELEMENTS)
             rows = -(-len(x) // n_chunks)
-        loss_of = _compiled() if is_compiled else loss_and_gradient
+        chunk_loss = chunk_loss or (_compiled() if is_compiled else loss_and_gradient)
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            losses, grad = loss_of(F.linear(x[part], w), targets[part], needs_x_grad or needs_w_grad)
+            losses, grad = chunk_loss(F.linear(x[part], w), targets[part], needs_x_grad or needs_w_grad)
             total += losses.sum()
             if target_losses is not None:
                 target_losses[part] = losses
@@ -95,11 +99,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         x_grad, w_grad = ctx.saved_tensors
         x_grad = None if x_grad is None else (x_grad * grad).to(x_grad.dtype)  # a loss scale would overflow fp16
         w_grad = None if w_grad is None else (w_grad * grad).to(ctx.weight_dtype)
-        return x_grad, w_grad, None, None, None, None
+        return x_grad, w_grad, None, None, None, None, None
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -117,7 +121,7 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None = None, is_compiled: bool = False,
-    target_losses: Tensor | None = None,
+    target_losses: Tensor | None = None, chunk_loss: ChunkLoss | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Cross-entropy of softmax(x · weightᵀ) with `targets`, (B, T) int64: (sum in nats, number of targets).
 
@@ -126,9 +130,11 @@ def linear_cross_entropy(
     x (B, T, C), whose dtype the products use; weight (V, C); cached_weight: the weight in x's dtype.
     is_compiled: compile softmax, loss and gradient of a chunk; matrix products always call the library.
     target_losses: (B, T) fp32, contiguous; is filled with the loss of each target, 0 for IGNORE_INDEX.
+    chunk_loss: replaces the cross-entropy.
     """
     if not torch.is_grad_enabled():  # a Function ignores this and would compute the weight's gradient
         weight = weight.detach()
     losses = None if target_losses is None else target_losses.view(-1)
-    total = _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), cached_weight, is_compiled, losses)
+    options = cached_weight, is_compiled, losses, chunk_loss
+    total = _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *options)
     return total, (targets != IGNORE_INDEX).sum()

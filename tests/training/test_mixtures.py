@@ -90,7 +90,7 @@ def test_the_loss_of_a_source_is_that_of_its_sequences(folder, tmp_path):
                 loss, _ = trainer.model(inputs[None], targets=targets[None])
                 sums[source] += torch.stack((loss, (targets != IGNORE_INDEX).sum()))
         loss, _ = trainer.step(batch, 0.0)
-        torch.testing.assert_close(trainer.step.source_sums, sums)
+        torch.testing.assert_close(trainer.step.part_sums, sums)
         assert loss.item() == pytest.approx(sums[:, 0].sum().item() / batch.n_targets, rel=1e-5)
     trainer.batches.close()
 

@@ -41,7 +41,14 @@ EAGER = {
     "train.checkpoint_every_n_blocks": ["null", "1", "2"],
     "optimizer.name": ["muon", "adamw"],
     "train.ema_decay": ["null", "0.9"],
+    "teacher": ["none", "logits", "activations", "cached"],
     "decay": ["none", "plain", "cautious"],
+}
+TEACHERS = {
+    "none": [],
+    "logits": ["train.distill.temperature=2"],
+    "activations": ["train.distill.attention=0.5", "train.distill.hidden=1"],
+    "cached": ["train.distill.cached_logits=8"],
 }
 DECAYS = {
     "none": [],
@@ -49,6 +56,7 @@ DECAYS = {
     "cautious": ["optimizer.weight_decay=0.1", "optimizer.cautious_weight_decay=true"],
 }
 ALL = {"train.compile": ["false", "true"], "train.parallel": ["alone", "ddp", "fsdp"], **EAGER}
+NAMED = ("documents", "decay", "sources", "teacher")
 PLAIN = {"train.compile": "false", "train.parallel": "alone"}
 CASES = [pytest.param(PLAIN | case, id="-".join(case.values())) for case in pairwise(EAGER)]
 STRESS = [pytest.param(case, id="-".join(case.values()), marks=pytest.mark.stress) for case in pairwise(ALL)]
@@ -61,13 +69,16 @@ def cache(tmp_path_factory):
 
 def overrides(case, run, cache, tiny_run, n_steps=4):
     """What is to be overridden in BASE for this case."""
-    keys = {name: value for name, value in case.items() if name not in ("documents", "decay", "sources")}
+    keys = {name: value for name, value in case.items() if name not in NAMED}
     if keys["train.parallel"] == "alone":
         del keys["train.parallel"]
     is_lora = keys["train.lora_rank"] != "null"
     if is_lora:
         del keys["model.token_shift"]  # the initial model has none
     start = [f"run.init_from={tiny_run}", "data.tokenizer=null"] if is_lora else ["data.tokenizer=bpe:300"]
+    if case["teacher"] != "none":
+        start += [f"train.distill.teacher={tiny_run}", *TEACHERS[case["teacher"]]]
+        start += [] if is_lora else [f"data.tokenizer={tiny_run}"]
     shape = ["model.d_model=32", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=1", "data.seq_len=32"]
     lengths = [
         f"train.max_steps={n_steps}",
@@ -102,6 +113,14 @@ def test_a_pair_of_options(case, tiny_run, cache, tmp_path):
         with pytest.raises(UserError, match="train.lora_rank needs run.init_from and optimizer.name=adamw"):
             load_config(BASE, overrides(case, whole, cache, tiny_run))
         case |= {"optimizer.name": "adamw"}  # the other pairs of this case
+    refused = {
+        "cached": case["documents"] == "shifted" or case["sources"] == "streamed",
+        "activations": case["train.compile"] == "true" or case["train.checkpoint_every_n_blocks"] != "null",
+    }
+    if refused.get(case["teacher"]):
+        with pytest.raises(UserError, match="train.distill cannot be combined with"):
+            load_config(BASE, overrides(case, whole, cache, tiny_run))
+        case |= {"teacher": "logits"}
     if case["decay"] == "cautious" and case["optimizer.name"] == "adamw":
         with pytest.raises(UserError, match="cautious_weight_decay has no effect without optimizer.name=muon"):
             load_config(BASE, overrides(case, whole, cache, tiny_run))
