@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 try:
-    from thinker.runtime.cli import ArgumentParser
+    from thinker.runtime.cli import ArgumentParser, parse_bits
     from thinker.runtime.errors import UserError, run_command
     from thinker.runtime.terminal_text import unescape
 except ModuleNotFoundError:
@@ -69,8 +69,8 @@ def parse_arguments() -> argparse.Namespace:
     precisions = ["auto", "fp32", "bf16", "fp16"]
     group.add_argument("--precision", default="auto", choices=precisions, help="precision of weights and KV cache")
     bits = group.add_mutually_exclusive_group()
-    bits_help = "bits per weight: 8 or 4; --score reports the change in quality (default: those of --precision)"
-    bits.add_argument("--bits", type=int, choices=[8, 4], help=bits_help)
+    bits_help = "bits per weight: 8, 4 or mixed:FILE; --score reports the change in quality (default: --precision)"
+    bits.add_argument("--bits", type=parse_bits, metavar="N", help=bits_help)
     bits.add_argument("--int8", dest="bits", action="store_const", const=8, help="the same as --bits 8")
     compile_help = "compile decoding: on a CPU with its C compiler (default, if there is one), on a GPU with torch"
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help=compile_help)
@@ -132,6 +132,7 @@ def main() -> int:
     from thinker.generation.constraints import describe_unmet
     from thinker.generation.conversation import Conversation
     from thinker.generation.interactive import run_interactive
+    from thinker.generation.mixed_bits import describe_bits
     from thinker.generation.prompts import check_cache_fits
     from thinker.interop import load
     from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
@@ -152,7 +153,7 @@ def main() -> int:
     options = {name: options[name] for name in ("bits", "compile", "window", "sinks", "speculate")}
     options["slide"] = not arguments.no_slide
     generator = Generator(model, tokenizer, not arguments.no_cache, dtype=DTYPES[precision], draft=draft, **options)
-    setup = f"{f'{arguments.bits}-bit weights, ' if arguments.bits else ''}{precision} on {device.type}"
+    setup = f"{', '.join(filter(None, (describe_bits(arguments.bits), precision)))} on {device.type}"
     if generator.kernel_problem:
         setup += f"; slower without compiled kernels: {generator.kernel_problem}"
     if text_to_score is not None:

@@ -49,7 +49,7 @@ class Generator:
         use_cache: bool = True,  # False: recompute all positions at every step, for comparison
         *,
         dtype: torch.dtype | str | None = None,  # of weights, activations and cache; also a name, such as "bf16"
-        bits: int | None = None,  # store the weights in 8 or 4 bits (native.quantization)
+        bits: int | dict | None = None,  # store the weights in 8 or 4 bits, or by matrix (generation.mixed_bits)
         compile: bool | None = None,  # on a CPU: kernels in C (default: if they compile); on a GPU: CUDA graphs
         window: int | None = None,  # attend to the newest `window` positions, in texts of any length
         sinks: int = 0,  # with `window`, also attend to the first `sinks` positions

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from thinker.generation.mixed_bits import Bits, check_bits
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
 
-def check_options(generator: Any, compile: bool, bits: int | None, draft: Thinker | None, on_cpu: bool) -> None:
+def check_options(generator: Any, compile: bool, bits: Bits, draft: Thinker | None, on_cpu: bool) -> None:
     """Raise UserError if options contradict each other or do not suit the model. Arguments as in Generator()."""
     config, tokenizer = generator.config, generator.tokenizer
     window, sinks, speculate = generator.window, generator.sinks, generator.speculate
@@ -17,8 +18,7 @@ def check_options(generator: Any, compile: bool, bits: int | None, draft: Thinke
     if window is not None and not 1 <= window <= config.max_seq_len - sinks:
         limit = f"the trained context ({config.max_seq_len} tokens)"
         raise UserError(f"window is {window}, sinks is {sinks}; use window >= 1, and a sum of at most {limit}")
-    if bits not in (None, 4, 8):
-        raise UserError(f"bits is {bits}; use 8 or 4, or None for weights in `dtype`")
+    check_bits(bits, config.n_layers)
     if not 0 <= speculate <= 64:
         raise UserError(f"speculate is {speculate}; use 0 (off) to 64 drafted tokens per step")
     for name, value in {"window": window, "speculate": speculate, "compile": compile}.items():
@@ -36,6 +36,8 @@ def check_options(generator: Any, compile: bool, bits: int | None, draft: Thinke
         raise UserError("speculate does not support linear attention: its state cannot be rolled back; use 0")
     if draft is None:
         return
+    if isinstance(bits, dict):
+        raise UserError("bits of each matrix cannot be combined with a draft, which has other matrices; use 8 or 4")
     n_ids, n_draft_ids, length = config.vocab_size, draft.config.vocab_size, draft.config.max_cached_len
     if not speculate:
         raise UserError("draft needs speculate; set it to the number of tokens to draft per step")

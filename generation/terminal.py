@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from thinker.generation.constraints import describe_unmet
 from thinker.generation.engine import Generator
+from thinker.generation.mixed_bits import describe_bits
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion, Score
 from thinker.generation.sliding import describe_context_end
@@ -87,4 +88,4 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
     )
     if exact is not None:
         cost = f"{100 * numbers['cost_of_quantization']:+.3f}%"
-        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; in {generator.bits} bits: {cost}")
+        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; with {describe_bits(generator.bits)}: {cost}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from thinker.runtime.errors import UserError
+from thinker.runtime.reading import read_json
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -77,3 +78,16 @@ def png_file(name: str | Path) -> Path:
     if Path(name).suffix.lower() not in (".png", ""):
         raise UserError(f"cannot write plot {name}: plots are PNG files; give a name that ends in .png")
     return output_file(name)
+
+
+def parse_bits(text: str) -> int | dict[str, int]:
+    """Parse "8" or "4", or "mixed:FILE" as the bits of each matrix in FILE. Raises UserError for anything else."""
+    kind, _, name = text.partition(":")
+    if text in ("8", "4"):
+        return int(text)
+    if kind != "mixed" or not name:
+        raise UserError(f"--bits is {text}; use 8, 4 or mixed:FILE")
+    bits = read_json(Path(name)).get("bits")
+    if not isinstance(bits, dict):
+        raise UserError(f"{name} does not contain bits; use a file that scripts/sensitivity.py has written")
+    return bits

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from thinker.runtime.cli import ArgumentParser
+from thinker.runtime.cli import ArgumentParser, parse_bits
 from thinker.runtime.errors import UserError, run_command
 
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -42,7 +42,8 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     precisions = ["auto", "fp32", "bf16", "fp16"]
     group.add_argument("--precision", default="auto", choices=precisions, help="precision of weights and KV cache")
-    group.add_argument("--bits", type=int, choices=[8, 4], help="bits per weight (default: those of --precision)")
+    bits_help = "bits per weight: 8, 4 or mixed:FILE (default: those of --precision)"
+    group.add_argument("--bits", type=parse_bits, metavar="N", help=bits_help)
     compile_help = "use kernels compiled by a C compiler on a CPU (default, if there is one)"
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help=compile_help)
     group.add_argument("--no-slide", action="store_true", help="stop at the context limit (default: drop old tokens)")

@@ -11,6 +11,7 @@ import torch
 
 from thinker.data import chat
 from thinker.generation import Completion, Generator
+from thinker.generation.mixed_bits import describe_bits
 from thinker.generation.sequence import Sequence
 from thinker.interop import load
 from thinker.runtime.errors import UserError
@@ -134,5 +135,5 @@ def load_model(path: Path, device: torch.device, precision: str, options: dict[s
     if tokenizer is None:
         raise UserError(f"{path} has no tokenizer, so it cannot read text; use a model saved with one")
     generator = Generator(model, tokenizer, dtype=DTYPES[precision], **options)
-    bits, n_parameters = options.get("bits"), sum(weight.numel() for weight in model.parameters())
-    return generator, f"{bits}-bit weights, {precision}" if bits else precision, n_parameters
+    words = ", ".join(filter(None, (describe_bits(options.get("bits")), precision)))
+    return generator, words, sum(weight.numel() for weight in model.parameters())
