@@ -1,6 +1,7 @@
-"""Permanent removal of attention heads."""
+"""Permanent removal of attention heads, neurons and layers."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,6 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     ThinkerConfig.from_dict(values)  # rejects settings that cannot differ by layer
     if len(set(sizes)) == 1:
         values |= {"n_heads": sizes[0] * shared, "n_kv_heads": sizes[0], "n_kv_heads_per_layer": None}
-    new = Thinker(ThinkerConfig.from_dict(values)).to(model.device, model.embedding.weight.dtype).eval()
-    new.activation_dtype = model.activation_dtype
     D, weights = old.head_dim, model.state_dict()
     sizes = {"q_proj": shared * D, "k_proj": D, "v_proj": D, "sinks": shared, "o_proj": shared * D}  # of a KV head
     for name, weight in weights.items():
@@ -38,8 +37,7 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
         if parts[0] == "blocks" and parts[2] == "attention" and parts[3] in sizes:  # not a norm, which all heads share
             dim, kept = int(parts[3] == "o_proj"), torch.tensor(remaining[int(parts[1])], device=weight.device)
             weights[name] = weight.unflatten(dim, (-1, sizes[parts[3]])).index_select(dim, kept).flatten(dim, dim + 1)
-    new.load_state_dict(weights)
-    return new
+    return _copy(model, values, weights)
 
 
 def check_count(model: Thinker, n: int) -> None:
@@ -62,3 +60,46 @@ def least_important(importance: Tensor, n: int) -> list[tuple[int, int]]:
             chosen.append((layer, group))
             left[layer] -= 1
     return chosen
+
+
+@torch.no_grad()
+def prune_neurons(model: Thinker, kept: Sequence[Tensor]) -> Thinker:
+    """Copy the model with only these neurons of each layer's MLP, indices (n,), as many in every layer.
+
+    Equals the model with all other entries of "blocks.i.mlp.hidden" set to zero.
+    """
+    (n,) = {len(indices) for indices in kept}
+    weights = model.state_dict()
+    for layer, indices in enumerate(kept):
+        for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+            key = f"blocks.{layer}.mlp.{name}.weight"
+            weights[key] = weights[key].index_select(dim, indices.sort().values.to(model.device))
+    return _copy(model, model.config.to_dict() | {"d_ff": n}, weights)
+
+
+@torch.no_grad()
+def prune_layers(model: Thinker, removed: Collection[int]) -> Thinker:
+    """Copy the model without these layers, counted from 0. Raises UserError if none is left, or layers differ."""
+    config = model.config
+    kept = [layer for layer in range(config.n_layers) if layer not in removed]
+    if not kept:
+        raise UserError(f"the model has {config.n_layers} layers; keep at least one")
+    if len(set(config.patterns)) > 1 or config.n_kv_heads_per_layer is not None or config.no_rope_layers is not None:
+        raise UserError("the layers of this model differ (attention, KV heads or RoPE), so none can be removed")
+    weights = {}
+    for name, weight in model.state_dict().items():
+        parts = name.split(".")
+        if parts[0] == "blocks":
+            if int(parts[1]) in removed:
+                continue
+            parts[1] = str(kept.index(int(parts[1])))
+        weights[".".join(parts)] = weight
+    return _copy(model, config.to_dict() | {"n_layers": len(kept)}, weights)
+
+
+def _copy(model: Thinker, values: dict[str, Any], weights: dict[str, Tensor]) -> Thinker:
+    """A model of another shape with these weights, like `model` otherwise."""
+    new = Thinker(ThinkerConfig.from_dict(values)).to(model.device, model.embedding.weight.dtype).eval()
+    new.activation_dtype = model.activation_dtype
+    new.load_state_dict(weights)
+    return new
