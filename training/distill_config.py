@@ -13,7 +13,7 @@ class DistillConfig(ConfigSection):
 
     teacher: PathText
     """Run directory, checkpoint or Hugging Face folder of the teacher, which must have the same tokenizer."""
-    weight: Fraction = 0.5
+    weight: Fraction = 1.0
     """Share of the loss that compares the logits with the teacher's; the rest compares them with the text."""
     temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
     """Divide the logits of both models by this before they are compared."""

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinker.model import Thinker
-from thinker.model.kernels.linear_cross_entropy import loss_and_gradient
 from thinker.model.layers import FusedKernels
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.training.distill_config import DistillConfig
@@ -21,26 +20,33 @@ from thinker.training.teacher import Teacher, paired_layer
 from thinker.training.teacher_logits import TopLogits
 
 
-def full_kl(logits: Tensor, teacher_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """KL divergence of the student's softmax(logits / T) from the teacher's, (n, V) each.
+class Comparison(NamedTuple):
+    """A student's probabilities compared with a teacher's, at n positions."""
 
-    Returns it in nats, (n,), and its gradient with respect to `logits`.
-    """
-    student, teacher = ((x.float() / temperature).log_softmax(-1) for x in (logits, teacher_logits))
+    kl: Tensor  # (n,) nats
+    wanted: Tensor  # (n, V): its gradient with respect to the logits is softmax(logits) · mass - wanted
+    mass: Tensor | float  # (n, 1): the sums of `wanted`
+
+
+def compare_all(log_probs: Tensor, teacher_logits: Tensor) -> Comparison:
+    """KL divergence of a student from a teacher, from (n, V) each."""
+    teacher = teacher_logits.float().log_softmax(-1)
     probs = teacher.exp()
-    return (probs * (teacher - student)).sum(-1), (student.exp() - probs) / temperature
+    return Comparison(torch.linalg.vecdot(probs, teacher.sub_(log_probs)), probs, 1.0)
 
 
-def top_kl(logits: Tensor, teacher: TopLogits) -> tuple[Tensor, Tensor]:
-    """As full_kl() at temperature 1, for n positions; all but the teacher's k most probable tokens count as one."""
-    log_probs = logits.float().log_softmax(-1)  # (n, V)
-    probs, top = log_probs.exp(), teacher.log_probs.exp()  # (n, V), (n, k + 1)
-    others = probs.scatter(1, teacher.ids, 0.0)
-    rest = others.sum(-1, keepdim=True).clamp_min(1e-30)  # (n, 1)
-    student = torch.cat((log_probs.gather(1, teacher.ids), rest.log()), dim=1)  # (n, k + 1)
-    kl = (top * (teacher.log_probs - student)).sum(-1)
-    grad = probs.sub_(others * (top[:, -1:] / rest)).scatter_add_(1, teacher.ids, -top[:, :-1])
-    return kl, grad
+def compare_top(log_probs: Tensor, teacher: TopLogits, target: Tensor) -> Comparison:
+    """As compare_all(), from the teacher's k most probable tokens.
+
+    Another token counts if it comes next in the text, `target` (n, 1). That happens as often as a good teacher expects,
+    so the mean of the gradient is right. The divergence has an extra constant, the entropy of these others.
+    """
+    top, top_log_probs = teacher.log_probs[:, :-1].exp(), teacher.log_probs[:, :-1]  # (n, k)
+    is_other = (teacher.ids != target).all(dim=1, keepdim=True).float()  # (n, 1)
+    kl = torch.linalg.vecdot(top, top_log_probs - log_probs.gather(1, teacher.ids))
+    kl = kl + (is_other * (teacher.log_probs[:, -1:] - log_probs.gather(1, target)))[:, 0]
+    wanted = torch.zeros_like(log_probs).scatter_(1, teacher.ids, top).scatter_add_(1, target, is_other)
+    return Comparison(kl, wanted, top.sum(-1, keepdim=True) + is_other)
 
 
 class LogitLoss:
@@ -64,24 +70,30 @@ class LogitLoss:
         """logits (n, V), targets (n,) -> losses (n,) and the gradient in the logits' dtype."""
         rows = slice(self.start, self.start + len(targets))
         self.start = rows.stop
-        weight, temperature = self.options.weight, self.options.temperature
+        weight, T = self.options.weight, self.options.temperature
+        is_counted, target = targets != IGNORE_INDEX, targets.clamp(min=0)[:, None]  # (n,), (n, 1)
+        log_probs = logits.float().log_softmax(-1)  # (n, V)
+        tempered = log_probs if T == 1 else (logits.float() / T).log_softmax(-1)
         if isinstance(self.teacher, TopLogits):
-            kl, kl_grad = top_kl(logits, TopLogits(*(x[rows] for x in self.teacher)))
+            kl, wanted, mass = compare_top(tempered, TopLogits(*(x[rows] for x in self.teacher)), target)
         else:
             x, lm_head = self.teacher
-            kl, kl_grad = full_kl(logits, lm_head(x[rows]), temperature)
-        is_counted = targets != IGNORE_INDEX  # (n,)
-        dtype, kl = logits.dtype, kl * is_counted
-        losses, grad = loss_and_gradient(logits.float(), targets, True)
+            kl, wanted, mass = compare_all(tempered, lm_head(x[rows]) / T)
+        kl, cross_entropy = kl * is_counted, -(log_probs.gather(1, target)[:, 0] * is_counted)  # (n,) each
         if self.target_losses is not None:
-            self.target_losses[rows] = losses
-        self.cross_entropy = self.cross_entropy + losses.sum()
+            self.target_losses[rows] = cross_entropy
+        self.cross_entropy = self.cross_entropy + cross_entropy.sum()
         self.kl = self.kl + kl.sum()
-        losses = (1 - weight) * losses + weight * temperature**2 * kl
-        if needs_gradient:
-            kl_scale = (weight * temperature**2 * is_counted)[:, None]
-            grad = grad.mul_(1 - weight).addcmul_(kl_grad, kl_scale.to(kl_grad.dtype)).to(dtype)
-        return losses, grad if needs_gradient else None
+        losses = (1 - weight) * cross_entropy + weight * T**2 * kl
+        if not needs_gradient:
+            return losses, None
+        grad = log_probs.exp_()  # which may be `tempered`
+        if T == 1:
+            grad.mul_(1 - weight + weight * mass).sub_(wanted, alpha=weight)
+        else:
+            grad.mul_(1 - weight).add_(tempered.exp_().sub_(wanted), alpha=weight * T)
+        grad.scatter_add_(1, target, grad.new_full((), weight - 1.0).expand(target.shape))
+        return losses, grad.mul_(is_counted[:, None]).to(logits.dtype)
 
 
 class Loss(NamedTuple):

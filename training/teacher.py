@@ -42,7 +42,7 @@ class Teacher:
     def describe(self) -> str:
         """One line for users."""
         n = sum(parameter.numel() for parameter in self.model.parameters())
-        parts = [f"{self.options.weight:g} of the loss of logits"]
+        parts = [f"{self.options.weight:.0%} of the loss of logits"]
         for name in ("attention", "hidden"):
             if value := getattr(self.options, name):
                 parts.append(f"{name} weighs {value:g}")
