@@ -272,6 +272,25 @@ def test_size_rule(benchmark, tmp_path):
     assert "lower --characters" in done.stderr
 
 
+@pytest.mark.usefixtures("fork_processes")
+def test_equal_time(benchmark, train_args, tiny_run, tmp_path):
+    config = write_config(train_args, tmp_path, "small", "train.max_steps=4")
+    distilled = f"distilled: train.distill.teacher={tiny_run}"
+    command = ["equal_time", config, "--variant", "alone:", "--variant", distilled, "--minutes", 9, "--seeds", 2]
+    shown = benchmark(BENCHMARK, *command, "--line", "teacher=3", "--png", "losses.png")
+    rows = json.loads(shown.splitlines()[-1])["rows"]
+    assert [row["name"] for row in rows] == ["alone", "distilled"]
+    assert rows[0]["difference"] == rows[0]["interval"] == 0
+    for row in rows:
+        assert row["loss"] == pytest.approx(np.mean(row["losses"]))
+    differences = [a - b for a, b in zip(rows[1]["losses"], rows[0]["losses"])]
+    assert rows[1]["difference"] == pytest.approx(np.mean(differences))
+    assert rows[1]["interval"] == pytest.approx(12.706 * np.std(differences, ddof=1) / 2**0.5, rel=1e-3)
+    done = run_script(BENCHMARK, "equal_time", config, "--variant", "train.max_steps=3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is not a variant; write it as 'NAME: section.key=value ...'" in done.stderr
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.floats(0.3, 3), st.floats(0.5, 3), st.floats(0.05, 0.4), st.booleans())
 def test_power_law_recovers_its_parameters(floor, height, exponent, floor_known):
