@@ -81,6 +81,6 @@ def plot(runs: dict[str, list[TrainingRun]], line: str | None, path: Path) -> No
         name, _, loss = line.partition("=")
         axes.axhline(float(loss), color=GREY, linestyle="--", linewidth=1, label=f"{name}, {float(loss):.3f}")
     axes.set(xlabel="minutes", ylabel="validation loss (nats per token)", xlim=(0, None))
-    axes.set_ylim(min(lowest, float(line.partition("=")[2]) if line else lowest) * 0.98, lowest * 1.3)
+    axes.set_ylim(min(lowest, float(line.partition("=")[2]) if line else lowest) * 0.98, lowest * 1.15)
     axes.legend(frameon=False)
     figure.savefig(path)

@@ -1,1 +1,1 @@
-"""Make models smaller: pruning."""
+"""Make models smaller: scores of parts, pruning, and the cost of few bits."""

@@ -88,7 +88,7 @@ def print_tables(result: dict[str, Any], out: Path | None) -> None:
     for cost in result["costs"]:
         by_name.setdefault(cost["name"], {})[cost["bits"]] = cost
     width = max(map(len, by_name))
-    print(f"{'':{width}}  " + "".join(f"{f'{n} bits':>22}" for n in BITS))
+    print(f"{'':{width}}  " + "".join(f"{f'{n} bit' + 's' * (n > 1):>22}" for n in BITS))
     for name, costs in by_name.items():
         cells = (f"{costs[n]['loss']:+.4f} ± {(costs[n]['high'] - costs[n]['low']) / 2:.4f}" for n in BITS)
         print(f"{name:{width}}  " + "".join(f"{cell:>22}" for cell in cells))

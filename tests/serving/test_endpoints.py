@@ -15,6 +15,7 @@ import pytest
 from conftest import ROOT
 from server_process import wait_until
 
+from thinker.generation.mixed_bits import matrix_names
 from thinker.interop import load
 from thinker.serving import app
 from thinker.serving.metrics import Metrics
@@ -54,6 +55,16 @@ def test_the_playground(http):
     page = http.get("/")
     assert page.headers["Content-Type"] == "text/html; charset=utf-8"
     assert "<script src=" not in page.text
+
+
+def test_bits_by_matrix(served_run, start_server, tmp_path):
+    path = tmp_path / "mixed.json"
+    path.write_text(json.dumps({"bits": dict.fromkeys(matrix_names(2), 4) | {"lm_head": 8}}))
+    server = start_server(f"mixed={served_run}", "--bits", f"mixed:{path}")
+    assert "mixed: 4-bit weights, 1 of 9 matrices 8-bit, " in server.log
+    body = {"model": "mixed", "prompt": "Line", "max_tokens": 4}
+    assert httpx.post(f"{server.url}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
+    server.stop()
 
 
 def test_models_are_counted_as_they_were_trained(served_run, start_server):
