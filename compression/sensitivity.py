@@ -150,18 +150,23 @@ def stored_bytes(matrices: tuple[Linear, ...], bits: int) -> int:
     return groups * (GROUP * bits // 8 + SCALE_BYTES)
 
 
+def check_budget(model: Thinker, bits_per_weight: float) -> None:
+    """Raise UserError if even 4 bits for all matrices do not fit a budget."""
+    least = mean_bits(model, dict.fromkeys(fused_matrices(model), 4))
+    if bits_per_weight < least:
+        raise UserError(f"--budget {bits_per_weight:g} is too small: 4 bits and the scales take {least:.2f} per weight")
+
+
 def assign_bits(model: Thinker, costs: list[Cost], bits_per_weight: float) -> dict[str, int]:
     """Bits of each matrix, 4 or 8, that fit the mean `bits_per_weight`, scales included.
 
     8 bits go to the matrices where they lower the loss most per byte. Raises UserError if even 4 bits do not fit.
     """
+    check_budget(model, bits_per_weight)
     matrices = fused_matrices(model)
     size = {(name, bits): stored_bytes(linears, bits) for name, linears in matrices.items() for bits in (4, 8)}
     n_weights = sum(linear.weight.numel() for linears in matrices.values() for linear in linears)
     left = bits_per_weight * n_weights / 8 - sum(size[name, 4] for name in matrices)
-    if left < 0:
-        least = 8 * sum(size[name, 4] for name in matrices) / n_weights
-        raise UserError(f"--budget {bits_per_weight:g} is too small: 4 bits and the scales take {least:.2f} per weight")
     loss = {(cost.name, cost.bits): cost.loss for cost in costs}
     gain = {name: (loss[name, 4] - loss[name, 8]) / (size[name, 8] - size[name, 4]) for name in matrices}
     chosen = dict.fromkeys(matrices, 4)

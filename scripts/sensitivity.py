@@ -53,6 +53,8 @@ def main() -> int:
     model, tokenizer = load(arguments.path, choose_device(arguments.device), arguments.checkpoint)
     if tokenizer is None:
         raise UserError(f"{arguments.path} has no tokenizer, so it cannot read text; use a model saved with one")
+    if arguments.budget is not None:
+        sensitivity.check_budget(model, arguments.budget)
     with tempfile.TemporaryDirectory() as scratch:
         texts = sample_sequences(model, tokenizer, Path(arguments.path), arguments.text, arguments.texts, Path(scratch))
     changes = sensitivity.matrix_changes(model, BITS)

@@ -48,6 +48,8 @@ SMALLER = {
     "wandb": ["tracking.wandb=offline"],
     "eval.py": ["--max-tokens", "300"],
     "generate.py": ["--max-new-tokens", "3"],
+    "prune.py": ["--texts", "4"],
+    "sensitivity.py": ["--texts", "4", "--budget", "7"],  # a width of 48 leaves groups of 32 half empty
 }
 NOT_HERE = {
     "make ": "installs and runs what other tests run",

@@ -263,7 +263,7 @@ def test_score_and_logprobs(tiny_run, tmp_path):
     *tokens, summary, cost = output.stdout.splitlines()
     assert len(tokens) == len(score["token_ids"])
     assert f"{len(tokens)} tokens, {score['bytes']} bytes" in summary
-    assert cost.startswith(f"in fp32: {score['bits_per_byte']:.4f} bits per byte; in 8 bits: ")
+    assert cost.startswith(f"in fp32: {score['bits_per_byte']:.4f} bits per byte; with 8-bit weights: ")
     table = run_script(GENERATE, tiny_run, "--greedy", "--max-new-tokens", "9", "--logprobs", "1").stderr.splitlines()
     assert [float(line.split()[0]) for line in table[1:-1]] == pytest.approx(row["logprobs"], abs=1e-4)
 

@@ -62,7 +62,7 @@ def test_bits_by_matrix(served_run, start_server, tmp_path):
     path.write_text(json.dumps({"bits": dict.fromkeys(matrix_names(2), 4) | {"lm_head": 8}}))
     server = start_server(f"mixed={served_run}", "--bits", f"mixed:{path}")
     assert "mixed: 4-bit weights, 1 of 9 matrices 8-bit, " in server.log
-    body = {"model": "mixed", "prompt": "Line", "max_tokens": 4}
+    body = {"model": "mixed", "prompt": "Line", "max_tokens": 4, "logit_bias": {"299": -1e9}}
     assert httpx.post(f"{server.url}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
     server.stop()
 
