@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     precisions = ["auto", "fp32", "bf16", "fp16"]
     group.add_argument("--precision", default="auto", choices=precisions, help="precision of weights and KV cache")
     bits = group.add_mutually_exclusive_group()
-    bits_help = "bits per weight: 8, 4 or mixed:FILE; --score reports the change in quality (default: --precision)"
+    bits_help = "bits per weight: 8, 4 or mixed:FILE (default: as --precision); --score reports what they cost"
     bits.add_argument("--bits", type=parse_bits, metavar="N", help=bits_help)
     bits.add_argument("--int8", dest="bits", action="store_const", const=8, help="the same as --bits 8")
     compile_help = "compile decoding: on a CPU with its C compiler (default, if there is one), on a GPU with torch"

@@ -44,7 +44,7 @@ def _by_magnitude(model: Thinker) -> Scores:
     groups, neurons, layers = [], [], []
     for block in model.blocks:
         attention, mlp = block.attention, block.mlp
-        K, D = attention.n_kv_heads, attention.head_dim
+        K = attention.n_kv_heads
         per_group = [matrix.weight.view(K, -1).norm(dim=1) for matrix in (attention.k_proj, attention.v_proj)]
         per_group.append(attention.q_proj.weight.reshape(K, -1).norm(dim=1))
         per_group.append(attention.o_proj.weight.T.reshape(K, -1).norm(dim=1))  # from (H · D, C)
@@ -52,7 +52,6 @@ def _by_magnitude(model: Thinker) -> Scores:
         rows = mlp.gate_proj.weight.norm(dim=1) * mlp.up_proj.weight.norm(dim=1)
         neurons.append((rows * mlp.down_proj.weight.norm(dim=0)).cpu())
         layers.append(attention.o_proj.weight.norm() * mlp.down_proj.weight.norm())
-        assert attention.o_proj.in_features == attention.n_heads * D
     return Scores(groups, neurons, torch.stack(layers).cpu())
 
 
