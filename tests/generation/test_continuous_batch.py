@@ -12,6 +12,7 @@ from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.cache_rows import JoinedRows, PooledRows, common_prefix
 from thinker.generation.continuous_batch import TOKENS_PER_STEP, ContinuousBatch
+from thinker.generation.mixed_bits import matrix_names
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -116,8 +117,9 @@ def test_texts_equal_those_of_generate(kind, seed):
     check_equal(generator, run_batch(generator, requests, numbers, numbers.choice([1, 3, 8]), n_removed=3))
 
 
+MIXED = dict.fromkeys(matrix_names(2), 4) | {"lm_head": 8}
 OPTIONS = {
-    "bits": [None, 8, 4],
+    "bits": [None, 8, 4, MIXED],
     "dtype": ["fp32", "bf16"],
     "compile": [None, False],
     "slide": [False, True],
