@@ -101,6 +101,10 @@ class Tab:
     def text(self):
         return self.page.evaluate("write.drafts[0].text")
 
+    def editable_text(self):
+        """The text as a text area holds it: HTML allows no carriage return there."""
+        return self.text().replace("\r\n", "\n").replace("\r", "\n")
+
     def state(self):
         """Ids, probabilities and colors of the tokens that are shown."""
         return self.page.evaluate(

@@ -217,7 +217,7 @@ def test_a_text_that_is_longer_than_the_context_goes_on(tab, api):
 
 def test_edited_text_is_plain_and_is_sent_as_text(tab):
     page = tab(prompt=PROMPT, max_tokens=6).proceed()
-    whole = page.text()
+    whole = page.editable_text()
     page.paper.locator(".plain").click()
     expect(page.field("Text")).to_be_focused()
     assert page.field("Text").input_value() == whole

@@ -144,7 +144,7 @@ def test_two_models_chat_side_by_side(tab, api):
 
 def test_another_model_gets_the_text_and_no_ids(tab, api):
     page = tab(prompt="Once", max_tokens=4).proceed()
-    whole = page.text()
+    whole = page.editable_text()
     page.field("Model").select_option(api.chat)
     assert page.field("Text").input_value() == whole
     page.proceed()
