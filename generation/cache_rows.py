@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinker.generation.quantized_cache import QuantizedLayer
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache
 
@@ -50,15 +51,15 @@ class PooledRows:
     with any row.
     """
 
-    shares_prompts = True  # also those that are being read
-
     def __init__(self, generator: Any, n_rows: int) -> None:
         self.model = generator.decode_model
         self.generator = generator
-        self.cache = generator.model.new_cache(n_rows, int(generator.context_len))
+        self.cache = generator.new_cache(generator.model, n_rows, int(generator.context_len))
         for layer in self.cache.layers:  # take the memory now, not when requests come
-            layer.keys.fill_(0)
-            layer.values.fill_(0)
+            for name in layer.tensors:
+                getattr(layer, name).fill_(0)
+        # The newest keys of a text that goes on differently would be missing: only whole texts are shared.
+        self.shares_prompts = not any(isinstance(layer, QuantizedLayer) and layer.n_newest for layer in self.cache.layers)
         self.clear()
 
     def clear(self) -> None:
@@ -72,6 +73,8 @@ class PooledRows:
         """Take a free row for a sequence, with what it shares with another row."""
         tokens = sequence.tokens
         shared = [common_prefix(text, tokens[:-1]) for text in self.texts]
+        if not self.shares_prompts:
+            shared = [n if n == len(text) else 0 for n, text in zip(shared, self.texts)]
         source = max(range(len(shared)), key=lambda row: (shared[row], row in self.free))
         n_shared = shared[source]
         # A row whose whole text is a prefix of the new one is not needed any more.
@@ -80,8 +83,10 @@ class PooledRows:
         self.free.remove(index)
         if index != source:
             for layer in self.cache.layers:
-                for tensor in (layer.keys, layer.values):
-                    tensor[index, :, :n_shared] = tensor[source, :, :n_shared]
+                for name in layer.tensors:
+                    tensor = getattr(layer, name)
+                    size = tensor.shape[2] if name.startswith("newest") else n_shared
+                    tensor[index, :, :size] = tensor[source, :, :size]
         self.cache.lengths[index] = n_shared
         self.texts[index] = sequence.tokens[:n_shared]
         return Row(sequence, index, n_shared)
@@ -126,7 +131,7 @@ class JoinedRows:
         self.max_len = generator.config.max_seq_len + 1  # unbounded caches are smaller than that
         if generator.context_len < float("inf"):
             self.max_len = int(generator.context_len)
-            generator.model.new_cache(n_rows, self.max_len)  # raises an error if they do not fit
+            generator.new_cache(generator.model, n_rows, self.max_len)  # raises an error if they do not fit
 
     def clear(self) -> None:
         """Forget all rows."""

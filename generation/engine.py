@@ -18,6 +18,7 @@ from thinker.generation.constraints import Constraint
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.native_decode import NativeThinker
 from thinker.generation.option_checks import check_options
+from thinker.generation.quantized_cache import make_cache
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.scoring import score_text
 from thinker.generation.sequence import Completion, SampledToken, Score, Sequence
@@ -29,6 +30,7 @@ from thinker.native.compiler import load_library
 from thinker.native.operations import FORMATS
 from thinker.runtime.device import choose_dtype, to_device
 from thinker.runtime.errors import UserError
+from thinker.runtime.memory import check_memory
 from thinker.runtime.type_checks import check_types, describe
 
 Params = SamplingParams | list[SamplingParams] | None
@@ -53,6 +55,7 @@ class Generator:
         compile: bool | None = None,  # on a CPU: kernels in C (default: if they compile); on a GPU: CUDA graphs
         window: int | None = None,  # attend to the newest `window` positions, in texts of any length
         sinks: int = 0,  # with `window`, also attend to the first `sinks` positions
+        cache_bits: int | None = None,  # 8 or 4: store keys and values in so few bits (generation.quantized_cache)
         slide: bool = False,  # continue from the newest half when the context is full (generation.sliding)
         speculate: int = 0,  # tokens to draft per step, by prompt lookup or `draft`; the text is the same
         draft: Thinker | None = None,  # smaller model with the same tokenizer, for `speculate`
@@ -62,7 +65,7 @@ class Generator:
         check_types(get_type_hints(Generator.__init__), locals())
         config, dtype = model.config, choose_dtype(dtype or model.dtype)
         self.config, self.tokenizer, self.use_cache = config, tokenizer, use_cache
-        self.window, self.sinks, self.speculate, self.bits = window, sinks, speculate, bits
+        self.window, self.sinks, self.speculate, self.bits, self.cache_bits = window, sinks, speculate, bits, cache_bits
         check_options(self, bool(compile), bits, draft, model.device.type == "cpu")
         self.kernel_problem = ""  # why decoding uses no native kernels, if nobody asked for that
         self.native = self._use_native(model, dtype, compile)
@@ -153,10 +156,13 @@ class Generator:
         return Sequence(index, completion, params, list(tokens), n_new, self.tokenizer, n_later, constraint=constraint)
 
     def new_cache(self, model: Thinker, batch_size: int, max_len: int) -> KVCache:
-        """Create an empty cache; with a window, a sink cache."""
+        """Create an empty cache; with a window, a sink cache. Raises UserError if it does not fit into memory."""
         if self.window is not None:
             return SinkCache(model, batch_size, self.window, self.sinks)
-        return model.new_cache(batch_size, max_len, slack=max(self.speculate, self.steps_per_read - 1))
+        size = model.config, batch_size, max_len
+        options = model.dtype, max(self.speculate, self.steps_per_read - 1), self.cache_bits
+        check_memory({"cache": make_cache(*size, "meta", *options).nbytes}, model.device, "use fewer or shorter texts")
+        return make_cache(*size, model.device, *options)
 
     @property
     def chunk_len(self) -> int:

@@ -5,6 +5,7 @@ import math
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from thinker.generation.constraints import allowed_tokens
 from thinker.generation.inference_linear import QuantizedLinear
+from thinker.generation.quantized_cache import MAX_PER_PASS, QuantizedCache, QuantizedLayer
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache, Thinker
 from thinker.model.masks import ForwardContext
@@ -23,6 +25,7 @@ from thinker.native.operations import Operation, Visible, Workspace, linear_oper
 
 MIN_ROWS_TO_PREFILL = 64  # below, torch reads prompts faster
 MAX_STEPS = 16  # tokens per row to sample at once
+CACHES = (KVCache, QuantizedCache)  # that the kernels read
 MAX_SECONDS = 0.03  # for them, so that text still appears token by token to a reader
 
 
@@ -60,7 +63,7 @@ class NativeThinker:
 
     def __call__(self, tokens: Tensor, cache: KVCache, last_logits_only: bool = False) -> Tensor:
         """tokens (B, T) -> logits (B, T or 1, V)."""
-        if not (self.is_supported and type(cache) is KVCache and self._are_valid(tokens, cache)):
+        if not (self.is_supported and type(cache) in CACHES and self._are_valid(tokens, cache)):
             return self.model(tokens, cache=cache, last_logits_only=last_logits_only)
         B, T = tokens.shape
         is_early_or_large = max(cache.lengths) == 0 or tokens.numel() > self.max_rows
@@ -102,7 +105,7 @@ class NativeThinker:
         """
         B, n_ids = len(sequences), sequences[0].tokenizer.vocab_size
         temperatures = [sequence.params.temperature for sequence in sequences]
-        can_step = self.is_supported and self.is_causal and type(cache) is KVCache and len(sequences) <= self.max_rows
+        can_step = self.is_supported and self.is_causal and type(cache) in CACHES and len(sequences) <= self.max_rows
         can_step = can_step and not any(module.hooks for module in self._hooked)
         allowed = allowed_tokens([sequence.constraint for sequence in sequences])
         can_step = can_step and allowed is None
@@ -137,12 +140,24 @@ class NativeThinker:
             self.model.rope.check_growth(max(positions) + 1)
         logits = []
         with self._lock:
-            for start in range(0, len(rows), self.max_rows):
-                part = slice(start, start + self.max_rows)
+            for start, end in self._parts(cache, rows):
+                part = slice(start, end)
                 self._prepare_causal(positions[part], max(positions[part]) + 1)
-                indices = [index - start for index in wanted if start <= index < start + self.max_rows]
+                indices = [index - start for index in wanted if start <= index < end]
                 logits.append(self._run(cache, tokens[part], rows[part], indices))
         return torch.cat(logits)
+
+    def _parts(self, cache: KVCache, rows: list[int]) -> Iterator[tuple[int, int]]:
+        """Begin and end of parts of `rows` that one pass can read."""
+        has_rings = any(isinstance(layer, QuantizedLayer) and layer.n_newest for layer in cache.layers)
+        max_per_row = MAX_PER_PASS if has_rings else self.max_rows
+        start, counts = 0, Counter()
+        for index, row in enumerate(rows):
+            if index - start == self.max_rows or counts[row] == max_per_row:
+                yield start, index
+                start, counts = index, Counter()
+            counts[row] += 1
+        yield start, len(rows)
 
     def _run(self, cache: KVCache, tokens: list[int], rows: list[int], wanted: list[int]) -> Tensor:
         """Run all operations on prepared positions. Returns the logits of the wanted rows, (len(wanted), V)."""
@@ -277,7 +292,11 @@ class NativeThinker:
         by_layer = [operation for operation in self._operations if operation.kind in (native.ROTATE, native.ATTEND)]
         for index, layer in enumerate(cache.layers):
             for operation in by_layer[2 * index : 2 * index + 2]:
-                operation.keys.bind(layer.keys)
-                operation.values.bind(layer.values)
+                if isinstance(layer, QuantizedLayer):
+                    operation.keys.bind_quantized(layer.keys, layer.key_scale, layer.newest_keys, layer.bits)
+                    operation.values.bind_quantized(layer.values, layer.value_scale, layer.newest_values, layer.bits)
+                else:
+                    operation.keys.bind(layer.keys)
+                    operation.values.bind(layer.values)
         self._work.set_scores(max(layer.keys.shape[2] for layer in cache.layers))
         self._bound_to = weakref.ref(cache), cache.n_moves

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from thinker.data.tokenizer import Tokenizer
+from thinker.generation.quantized_cache import make_cache
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion
-from thinker.model import KVCache, Thinker, ThinkerConfig
+from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import check_memory
 
@@ -83,5 +84,5 @@ def check_cache_fits(generator: Any, model: Thinker, n_sequences: int, max_len: 
     """Raise UserError if the KV cache of several sequences exceeds the memory; one sequence allocates on demand."""
     cached = min(max_len, math.inf if generator.window is None else generator.window + generator.sinks)
     if n_sequences > 1 and generator.use_cache:
-        needed = n_sequences * KVCache(model.config, 1, cached, "meta", model.dtype).nbytes
+        needed = n_sequences * make_cache(model.config, 1, cached, "meta", model.dtype, bits=generator.cache_bits).nbytes
         check_memory({"cache": needed}, model.device, "reduce the number of samples or max_new_tokens")

@@ -1,6 +1,6 @@
 /* RMSNorm, RoPE and attention of a few rows over a KV cache. */
 #pragma once
-#include "linear.h"
+#include "cached.h"
 
 /* 1 / sqrt(mean(x^2) + eps) */
 INLINE float inverse_rms(const float *x, float eps, int64_t width) {
@@ -37,29 +37,6 @@ INLINE void rotate(float *x, const float *cosines, const float *sines, int64_t D
     }
 }
 
-/* Keys or values of a cache, (B, K, S, D) by strides in elements (that of D is 1), fp32 or bf16. */
-typedef struct {
-    void *data;
-    int64_t is_bf16, row, head, slot;
-} Cached;
-
-INLINE int64_t cached_offset(Cached c, int64_t row, int64_t head, int64_t slot) {
-    return row * c.row + head * c.head + slot * c.slot;
-}
-
-INLINE void write_cached(Cached c, int64_t offset, const float *x, int64_t D) {
-    if (c.is_bf16) round_to_bf16(x, D, (uint16_t *)c.data + offset);
-    else memcpy((float *)c.data + offset, x, D * sizeof(float));
-}
-
-INLINE vec load_cached(Cached c, int64_t offset) {
-    return c.is_bf16 ? load_bf16((const uint16_t *)c.data + offset) : load((const float *)c.data + offset);
-}
-
-INLINE float cached_at(Cached c, int64_t offset) {
-    return c.is_bf16 ? bf16_to_float(((const uint16_t *)c.data)[offset]) : ((const float *)c.data)[offset];
-}
-
 /* A tile is a few queries of one head whose keys are in the same row of the cache. Each query is computed alike in any
    tile: the order of its additions depends only on its number of keys. */
 #if defined(__AVX512F__)
@@ -69,16 +46,16 @@ INLINE float cached_at(Cached c, int64_t offset) {
 #endif
 
 /* scores[i][s] = q[i] key[s], for keys [begin, end) and n queries; begin is a multiple of 4. */
-INLINE void dot_keys(int n, Cached keys, int64_t base, const float *q, int64_t q_stride, int64_t begin, int64_t end,
+INLINE void dot_keys(int n, Vectors keys, int64_t format, const float *q, int64_t q_stride, int64_t begin, int64_t end,
                      int64_t D, float *scores, int64_t scores_stride) {
     int64_t s = begin;
     for (; s + 4 <= end; s += 4) {
         vec total[TILE_QUERIES][4] = {};
-        int64_t d = 0, offset = base + s * keys.slot;
+        int64_t d = 0, offset = (s & keys.ring) * keys.slot;
         for (; d + WIDTH <= D; d += WIDTH) {
             vec key[4];
             UNROLLED
-            for (int j = 0; j < 4; j++) key[j] = load_cached(keys, offset + j * keys.slot + d);
+            for (int j = 0; j < 4; j++) key[j] = load_cached(keys, format, offset + j * keys.slot, d);
             UNROLLED
             for (int i = 0; i < n; i++) {
                 vec x = load(q + i * q_stride + d);
@@ -90,7 +67,8 @@ INLINE void dot_keys(int n, Cached keys, int64_t base, const float *q, int64_t q
         for (int i = 0; i < n; i++) {
             vec4 y = sum4(total[i][0], total[i][1], total[i][2], total[i][3]);
             for (int64_t rest = d; rest < D; rest++)
-                for (int j = 0; j < 4; j++) y[j] += q[i * q_stride + rest] * cached_at(keys, offset + j * keys.slot + rest);
+                for (int j = 0; j < 4; j++)
+                    y[j] += q[i * q_stride + rest] * cached_at(keys, format, offset + j * keys.slot + rest);
             memcpy(scores + i * scores_stride + s, &y, sizeof y);
         }
     }
@@ -98,9 +76,10 @@ INLINE void dot_keys(int n, Cached keys, int64_t base, const float *q, int64_t q
         for (int i = 0; i < n; i++) {
             vec total = {};
             float rest = 0;
-            int64_t d = 0, offset = base + s * keys.slot;
-            for (; d + WIDTH <= D; d += WIDTH) total += load(q + i * q_stride + d) * load_cached(keys, offset + d);
-            for (; d < D; d++) rest += q[i * q_stride + d] * cached_at(keys, offset + d);
+            int64_t d = 0, offset = (s & keys.ring) * keys.slot;
+            for (; d + WIDTH <= D; d += WIDTH)
+                total += load(q + i * q_stride + d) * load_cached(keys, format, offset, d);
+            for (; d < D; d++) rest += q[i * q_stride + d] * cached_at(keys, format, offset + d);
             scores[i * scores_stride + s] = sum(total) + rest;
         }
 }
@@ -120,31 +99,33 @@ INLINE float exponentials(float *scores, int64_t S, float largest) {
     return sum(total) + rest;
 }
 
-/* total[i] += weights[i][s] values[s], for two vectors at `offset`. */
-INLINE void add_value(int n, Cached values, int64_t offset, const float *weights, int64_t stride, vec total[][4],
-                      int first) {
-    vec a = load_cached(values, offset), b = load_cached(values, offset + WIDTH);
+/* total[i] += weights[i][s] values[s], for two vectors from the d-th number. */
+INLINE void add_value(int n, Vectors values, int64_t format, int64_t s, int64_t d, const float *weights, int64_t stride,
+                      vec total[][4], int first) {
+    int64_t offset = (s & values.ring) * values.slot;
+    vec a = load_cached(values, format, offset, d), b = load_cached(values, format, offset, d + WIDTH);
     UNROLLED
     for (int i = 0; i < n; i++) {
-        total[i][first] += weights[i * stride] * a;
-        total[i][first + 1] += weights[i * stride] * b;
+        total[i][first] += weights[i * stride + s] * a;
+        total[i][first + 1] += weights[i * stride + s] * b;
     }
 }
 
-/* y[i] = factor[i] times the sum over s of weights[i][s] values[s], for n queries with S[i] keys, in ascending order. */
-INLINE void weighted_sum(int n, Cached values, int64_t base, const float *weights, int64_t stride, const int64_t *S,
-                         int64_t D, const float *factor, float *y, int64_t y_stride) {
-    int64_t d = 0, shared = S[0] / 2 * 2;
+/* y[i] = factor[i] times the sum over s of weights[i][s] values[s], for n queries, s from `begin`, which is even, to
+   end[i], in ascending order. */
+INLINE void weighted_sum(int n, Vectors values, int64_t format, const float *weights, int64_t stride, int64_t begin,
+                         const int64_t *end, int64_t D, const float *factor, float *y, int64_t y_stride) {
+    int64_t d = 0, shared = end[0] / 2 * 2;
     for (; d + 2 * WIDTH <= D; d += 2 * WIDTH) {
         vec total[TILE_QUERIES][4] = {}; /* two vectors for even, and two for odd keys */
-        for (int64_t s = 0; s < shared; s += 2) {
-            add_value(n, values, base + s * values.slot + d, weights + s, stride, total, 0);
-            add_value(n, values, base + (s + 1) * values.slot + d, weights + s + 1, stride, total, 2);
+        for (int64_t s = begin; s < shared; s += 2) {
+            add_value(n, values, format, s, d, weights, stride, total, 0);
+            add_value(n, values, format, s + 1, d, weights, stride, total, 2);
         }
         UNROLLED
         for (int i = 0; i < n; i++) {
-            for (int64_t s = shared; s < S[i]; s++)
-                add_value(1, values, base + s * values.slot + d, weights + i * stride + s, stride, total + i, s % 2 * 2);
+            for (int64_t s = shared; s < end[i]; s++)
+                add_value(1, values, format, s, d, weights + i * stride, stride, total + i, s % 2 * 2);
             store(y + i * y_stride + d, (total[i][0] + total[i][2]) * factor[i]);
             store(y + i * y_stride + d + WIDTH, (total[i][1] + total[i][3]) * factor[i]);
         }
@@ -152,8 +133,8 @@ INLINE void weighted_sum(int n, Cached values, int64_t base, const float *weight
     for (; d < D; d++)
         for (int i = 0; i < n; i++) {
             float total = 0;
-            for (int64_t s = 0; s < S[i]; s++)
-                total += weights[i * stride + s] * cached_at(values, base + s * values.slot + d);
+            for (int64_t s = begin; s < end[i]; s++)
+                total += weights[i * stride + s] * cached_at(values, format, (s & values.ring) * values.slot + d);
             y[i * y_stride + d] = total * factor[i];
         }
 }
@@ -178,18 +159,39 @@ INLINE float final_score(float score, float scale, float softcap, const Visible 
     return score;
 }
 
+/* The scores of one query for the keys in a ring, and y += its weighted sum of the values there. Not inlined, because
+   the compiler would take several times as long. */
+static __attribute__((noinline)) void dot_newest(Vectors keys, int64_t format, const float *q, int64_t begin,
+                                                 int64_t end, int64_t D, float *scores) {
+    dot_keys(1, keys, format, q, 0, begin, end, D, scores, 0);
+}
+
+static __attribute__((noinline)) void add_newest(Vectors values, int64_t format, const float *weights, int64_t begin,
+                                                 int64_t end, int64_t D, float factor, float *y) {
+    float sum[D];
+    weighted_sum(1, values, format, weights, 0, begin, &end, D, &factor, sum, 0);
+    for (int64_t d = 0; d < D; d++) y[d] += sum[d];
+}
+
 /* Attention of a tile of n queries q[i], which attend to the first S[i] keys of cache row `row`, in ascending order.
    mask_row: row of the mask, for a single query. scores: work space, (TILE_QUERIES, stride). */
-INLINE void attend(int n, const float *q, int64_t q_stride, Cached keys, Cached values, int64_t row, int64_t head,
-                   int64_t group, const int64_t *S, int64_t D, float scale, float softcap, const float *sinks,
-                   const Visible *visible, int64_t mask_row, float *scores, int64_t stride, float *y, int64_t y_stride) {
-    int64_t base = cached_offset(keys, row, head / group, 0), shared = S[0] / 4 * 4;
+INLINE void attend(int n, int64_t format, const float *q, int64_t q_stride, const Cached *keys, const Cached *values,
+                   int64_t row, int64_t head, int64_t group, const int64_t *S, int64_t D, float scale, float softcap,
+                   const float *sinks, const Visible *visible, int64_t mask_row, float *scores, int64_t stride,
+                   float *y, int64_t y_stride) {
+    int64_t kv_head = head / group, is_quantized = format == INT8 || format == INT4;
+    int64_t exact = first_exact(keys, S[0]), has_ring = exact < S[0], shared = exact / 4 * 4, end[TILE_QUERIES];
+    Vectors all_keys = vectors_of(keys, row, kv_head), all_values = vectors_of(values, row, kv_head);
     float factor[TILE_QUERIES];
-    dot_keys(n, keys, base, q, q_stride, 0, shared, D, scores, stride);
+    dot_keys(n, all_keys, format, q, q_stride, 0, shared, D, scores, stride);
     UNROLLED
     for (int i = 0; i < n; i++) {
         float *own = scores + i * stride, largest = sinks ? sinks[head] : -INFINITY;
-        dot_keys(1, keys, base, q + i * q_stride, q_stride, shared, S[i], D, own, stride);
+        end[i] = has_ring ? exact : S[i];
+        dot_keys(1, all_keys, format, q + i * q_stride, q_stride, shared, end[i], D, own, stride);
+        if (is_quantized) multiply_scales(own, all_keys.scale, end[i]);
+        if (has_ring)
+            dot_newest(newest_of(keys, D, row, kv_head), keys->newest_format, q + i * q_stride, exact, S[i], D, own);
         int64_t mask_base = mask_row * visible->row + head * visible->head;
         for (int64_t s = 0; s < S[i]; s++) {
             own[s] = final_score(own[s], scale, softcap, visible, mask_base, s);
@@ -201,6 +203,10 @@ INLINE void attend(int n, const float *q, int64_t q_stride, Cached keys, Cached 
         } else {
             factor[i] = 1 / (exponentials(own, S[i], largest) + (sinks ? expf(sinks[head] - largest) : 0));
         }
+        if (is_quantized) multiply_scales(own, all_values.scale, end[i]);
     }
-    weighted_sum(n, values, cached_offset(values, row, head / group, 0), scores, stride, S, D, factor, y, y_stride);
+    weighted_sum(n, all_values, format, scores, stride, 0, end, D, factor, y, y_stride);
+    for (int i = 0; i < n && has_ring; i++)
+        add_newest(newest_of(values, D, row, kv_head), values->newest_format, scores + i * stride, exact, S[i], D,
+                   factor[i], y + i * y_stride);
 }

@@ -111,24 +111,15 @@ static void rotate_and_cache(const Operation *op, const Step *step, int64_t thre
             if (op->rotates) rotate(x, step->cosines + table, step->sines + table, D);
         }
         int64_t slot = op->visible->slots[n];
-        if (head >= op->H + op->K)
-            write_cached(op->values, cached_offset(op->values, row, head - op->H - op->K, slot), x, D);
-        else if (head >= op->H)
-            write_cached(op->keys, cached_offset(op->keys, row, head - op->H, slot), x, D);
+        if (head >= op->H + op->K) write_cached(&op->values, row, head - op->H - op->K, slot, x, D);
+        else if (head >= op->H) write_cached(&op->keys, row, head - op->H, slot, x, D);
     }
 }
 
-/* Consecutive rows with the same row of the cache, which attend to ascending numbers of keys, form tiles. */
-static void attention(const Operation *op, const Step *step, int64_t thread, int64_t n_threads) {
-    int64_t H = op->H, D = op->D, width = (H + 2 * op->K) * D, stride = step->n_scores, n_tiles = 0;
-    const int64_t *S = op->visible->length;
-    int64_t starts[step->n_rows + 1];
-    for (int64_t n = 0; n < step->n_rows; n++) {
-        int fits = n > 0 && n - starts[n_tiles - 1] < TILE_QUERIES && !op->visible->mask && S[n] >= S[n - 1] &&
-                   step->cache_rows[n] == step->cache_rows[n - 1];
-        if (!fits) starts[n_tiles++] = n;
-    }
-    starts[n_tiles] = step->n_rows;
+/* A thread's share of the tiles and heads. The format of the cache is a constant where it is quantized. */
+INLINE void attend_tiles(int64_t format, const Operation *op, const Step *step, const int64_t *starts, int64_t n_tiles,
+                         int64_t thread, int64_t n_threads) {
+    int64_t H = op->H, D = op->D, width = (H + 2 * op->K) * D, stride = step->n_scores;
     float *scores = step->scores + thread * TILE_QUERIES * stride;
     SHARE(n_tiles * H, first, last); /* ordered by head, because later tiles may have more keys */
     for (int64_t unit = first; unit < last; unit++) {
@@ -136,16 +127,35 @@ static void attention(const Operation *op, const Step *step, int64_t thread, int
         const float *q = op->x + n * width + head * D;
         float *y = op->out + (n * H + head) * D;
 #define ATTEND_TILE(size) \
-    attend(size, q, width, op->keys, op->values, step->cache_rows[n], head, H / op->K, S + n, D, op->attention_scale, \
-           op->softcap, op->sinks, op->visible, n, scores, stride, y, H * D)
-        switch (count) {
-#if TILE_QUERIES == 4
-        case 4: ATTEND_TILE(4); break;
-        case 3: ATTEND_TILE(3); break;
-        case 2: ATTEND_TILE(2); break;
-#endif
-        default: ATTEND_TILE(1);
-        }
+    attend(size, format, q, width, &op->keys, &op->values, step->cache_rows[n], head, H / op->K, op->visible->length + n, \
+           D, op->attention_scale, op->softcap, op->sinks, op->visible, n, scores, stride, y, H * D)
+        if (count == TILE_QUERIES) ATTEND_TILE(TILE_QUERIES);
+        else ATTEND_TILE(1);
+    }
+}
+
+/* Whether row n, which follows others of a tile that begins with row `start`, can be in this tile: it attends to as many
+   keys of the same row of the cache or more, and to the same keys in a ring. */
+INLINE int shares_keys(const Operation *op, const Step *step, int64_t start, int64_t n) {
+    const int64_t *S = op->visible->length;
+    return n < step->n_rows && !op->visible->mask && S[n] >= S[n - 1] &&
+           step->cache_rows[n] == step->cache_rows[start] &&
+           (!op->keys.n_newest || first_exact(&op->keys, S[n]) == first_exact(&op->keys, S[start]));
+}
+
+/* Tiles have TILE_QUERIES rows or one. */
+static void attention(const Operation *op, const Step *step, int64_t thread, int64_t n_threads) {
+    int64_t starts[step->n_rows + 1], n_tiles = 0;
+    for (int64_t n = 0; n < step->n_rows; n = starts[n_tiles]) {
+        int64_t end = n + 1;
+        while (end < n + TILE_QUERIES && shares_keys(op, step, n, end)) end++;
+        starts[n_tiles++] = n;
+        starts[n_tiles] = end == n + TILE_QUERIES ? end : n + 1;
+    }
+    switch (op->keys.format) {
+    case INT8: attend_tiles(INT8, op, step, starts, n_tiles, thread, n_threads); break;
+    case INT4: attend_tiles(INT4, op, step, starts, n_tiles, thread, n_threads); break;
+    default: attend_tiles(op->keys.format == BF16 ? BF16 : FP32, op, step, starts, n_tiles, thread, n_threads);
     }
 }
 

@@ -16,14 +16,26 @@ QUANTIZED_FORMATS = {8: 2, 4: 3}  # by bits
 
 
 class Cached(Structure):
-    """Keys or values of a cache, (B, K, S, D), by strides in elements; that of D is 1."""
+    """Keys or values of a cache; see cached.h."""
 
-    _fields_ = [("data", c_void_p), *[(name, c_int64) for name in ("is_bf16", "row", "head", "slot")]]
+    _fields_ = [
+        ("data", c_void_p), *[(name, c_int64) for name in ("format", "row", "head", "slot")],
+        ("scale", c_void_p), ("scale_row", c_int64), ("scale_head", c_int64),
+        ("newest", c_void_p), *[(name, c_int64) for name in ("newest_format", "newest_row", "newest_head", "n_newest")],
+    ]  # fmt: skip
 
     def bind(self, tensor: Tensor) -> None:
-        """Refer to the memory of a tensor, which must outlive the use."""
-        self.data, self.is_bf16 = tensor.data_ptr(), tensor.dtype == torch.bfloat16
+        """Refer to the memory of a tensor (B, K, S, D), which must outlive the use."""
+        self.data, self.format, self.scale, self.newest, self.n_newest = tensor.data_ptr(), FORMATS[tensor.dtype], 0, 0, 0
         self.row, self.head, self.slot, _ = tensor.stride()
+
+    def bind_quantized(self, codes: Tensor, scale: Tensor, newest: Tensor, bits: int) -> None:
+        """Refer to codes (B, K, S, D or D / 2), their scale (B, K, S), and unrounded vectors, (B, K, n_newest, D)."""
+        self.data, self.format, self.scale = codes.data_ptr(), QUANTIZED_FORMATS[bits], scale.data_ptr()
+        self.row, self.head, self.slot, _ = codes.stride()
+        self.scale_row, self.scale_head, _ = scale.stride()
+        self.newest, self.newest_format, self.n_newest = newest.data_ptr(), FORMATS[newest.dtype], newest.shape[2]
+        self.newest_row, self.newest_head, *_ = newest.stride()
 
 
 TILE_QUERIES = 4  # at most, in attention.h
