@@ -80,6 +80,8 @@ def parse_arguments() -> argparse.Namespace:
     border.add_argument("--window", type=int, help="attend only to the newest N tokens (default: full context)")
     group.add_argument("--sinks", type=int, default=0, help="with --window: also attend to the first N tokens")
     border.add_argument("--no-slide", action="store_true", help="stop at the context limit (default: drop old tokens)")
+    cache_help = "bits per number in the KV cache (default: as --precision); --score reports what they cost"
+    group.add_argument("--cache-bits", type=int, choices=(8, 4), help=cache_help)
     group.add_argument("--no-cache", action="store_true", help="recompute all positions at every step")
     arguments = parser.parse_args()
     if arguments.interactive or arguments.score is not None:
@@ -150,17 +152,17 @@ def main() -> int:
     draft, draft_tokenizer = (None, tokenizer) if arguments.draft is None else load(arguments.draft, device)
     if draft_tokenizer is None or draft_tokenizer.content_hash != tokenizer.content_hash:
         raise UserError(f"--draft {arguments.draft} has a different tokenizer; use a draft with the model's tokenizer")
-    options = {name: options[name] for name in ("bits", "compile", "window", "sinks", "speculate")}
+    options = {name: options[name] for name in ("bits", "compile", "window", "sinks", "speculate", "cache_bits")}
     options["slide"] = not arguments.no_slide
     generator = Generator(model, tokenizer, not arguments.no_cache, dtype=DTYPES[precision], draft=draft, **options)
-    setup = f"{', '.join(filter(None, (describe_bits(arguments.bits), precision)))} on {device.type}"
+    setup = f"{describe_bits(arguments.bits, arguments.cache_bits, precision)} on {device.type}"
     if generator.kernel_problem:
         setup += f"; slower without compiled kernels: {generator.kernel_problem}"
     if text_to_score is not None:
         terminal.log(setup)
         warn_of_lost_text(loses_text(tokenizer, text_to_score, tokenizer.encode(text_to_score)), 1)
         exact = None
-        if arguments.bits:
+        if arguments.bits or arguments.cache_bits:
             exact = Generator(model, tokenizer, window=arguments.window, sinks=arguments.sinks).score(text_to_score)
         terminal.print_score(
             generator, generator.score(text_to_score, n_top, progress=True), exact, arguments.json, show_logprobs

@@ -59,7 +59,9 @@ class PooledRows:
             for name in layer.tensors:
                 getattr(layer, name).fill_(0)
         # The newest keys of a text that goes on differently would be missing: only whole texts are shared.
-        self.shares_prompts = not any(isinstance(layer, QuantizedLayer) and layer.n_newest for layer in self.cache.layers)
+        self.shares_prompts = not any(
+            isinstance(layer, QuantizedLayer) and layer.n_newest for layer in self.cache.layers
+        )
         self.clear()
 
     def clear(self) -> None:

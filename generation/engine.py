@@ -30,7 +30,6 @@ from thinker.native.compiler import load_library
 from thinker.native.operations import FORMATS
 from thinker.runtime.device import choose_dtype, to_device
 from thinker.runtime.errors import UserError
-from thinker.runtime.memory import check_memory
 from thinker.runtime.type_checks import check_types, describe
 
 Params = SamplingParams | list[SamplingParams] | None
@@ -156,13 +155,10 @@ class Generator:
         return Sequence(index, completion, params, list(tokens), n_new, self.tokenizer, n_later, constraint=constraint)
 
     def new_cache(self, model: Thinker, batch_size: int, max_len: int) -> KVCache:
-        """Create an empty cache; with a window, a sink cache. Raises UserError if it does not fit into memory."""
+        """Create an empty cache; with a window, a sink cache."""
         if self.window is not None:
             return SinkCache(model, batch_size, self.window, self.sinks)
-        size = model.config, batch_size, max_len
-        options = model.dtype, max(self.speculate, self.steps_per_read - 1), self.cache_bits
-        check_memory({"cache": make_cache(*size, "meta", *options).nbytes}, model.device, "use fewer or shorter texts")
-        return make_cache(*size, model.device, *options)
+        return make_cache(model, batch_size, max_len, max(self.speculate, self.steps_per_read - 1), self.cache_bits)
 
     @property
     def chunk_len(self) -> int:

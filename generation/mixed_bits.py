@@ -33,12 +33,14 @@ def check_bits(bits: Bits, n_layers: int) -> None:
             raise UserError(f"the assignment gives {name} {value!r} bits; use 8 or 4")
 
 
-def describe_bits(bits: Bits) -> str:
-    """Such as "8-bit weights"; empty if they are not quantized."""
+def describe_bits(bits: Bits, cache_bits: int | None, *more: str) -> str:
+    """Such as "8-bit weights, 4-bit cache, fp32"; `more` comes last."""
+    words = [] if bits is None else [f"{4 if isinstance(bits, dict) else bits}-bit weights"]
     if isinstance(bits, dict):
-        n = sum(value == 8 for value in bits.values())
-        return f"4-bit weights, {n} of {len(bits)} matrices 8-bit"
-    return "" if bits is None else f"{bits}-bit weights"
+        words.append(f"{sum(value == 8 for value in bits.values())} of {len(bits)} matrices 8-bit")
+    if cache_bits is not None:
+        words.append(f"{cache_bits}-bit cache")
+    return ", ".join([*words, *more])
 
 
 def write_bits(path: Path, bits: dict[str, int], facts: dict[str, Any]) -> None:

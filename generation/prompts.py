@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from thinker.data.tokenizer import Tokenizer
-from thinker.generation.quantized_cache import make_cache
+from thinker.generation.quantized_cache import cache_bytes
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion
 from thinker.model import Thinker, ThinkerConfig
@@ -84,5 +84,5 @@ def check_cache_fits(generator: Any, model: Thinker, n_sequences: int, max_len: 
     """Raise UserError if the KV cache of several sequences exceeds the memory; one sequence allocates on demand."""
     cached = min(max_len, math.inf if generator.window is None else generator.window + generator.sinks)
     if n_sequences > 1 and generator.use_cache:
-        needed = n_sequences * make_cache(model.config, 1, cached, "meta", model.dtype, bits=generator.cache_bits).nbytes
+        needed = n_sequences * cache_bytes(model, 1, cached, bits=generator.cache_bits)
         check_memory({"cache": needed}, model.device, "reduce the number of samples or max_new_tokens")

@@ -18,6 +18,7 @@ from thinker.model.kv_cache import KVCache, LayerCache, LinearLayer
 from thinker.model.masks import CacheSlots
 from thinker.model.patterns import Pattern
 from thinker.runtime.errors import UserError
+from thinker.runtime.memory import check_memory
 from thinker.runtime.type_checks import describe
 
 BLOCK = 16  # with 4 bits, a query reads the keys of its own block and of the block before unrounded
@@ -140,14 +141,19 @@ class QuantizedCache(KVCache):
         )
 
 
-def make_cache(
-    config: ThinkerConfig, batch_size: int, max_len: int, device: torch.device | str, dtype: torch.dtype,
-    slack: int = 0, bits: int | None = None,
-) -> KVCache:  # fmt: skip
-    """An empty cache in `bits` bits, or with None in `dtype`."""
+def cache_bytes(model: Thinker, batch_size: int, max_len: int, slack: int = 0, bits: int | None = None) -> int:
+    """Memory of a cache in `bits` bits, or with None in the dtype of the model."""
+    shape = model.config, batch_size, max_len, "meta", model.dtype, slack
+    return (KVCache(*shape) if bits is None else QuantizedCache(*shape, bits)).nbytes
+
+
+def make_cache(model: Thinker, batch_size: int, max_len: int, slack: int = 0, bits: int | None = None) -> KVCache:
+    """An empty cache in `bits` bits, or with None that of the model. Raises UserError if it exceeds the memory."""
     if bits is None:
-        return KVCache(config, batch_size, max_len, device, dtype, slack)
-    return QuantizedCache(config, batch_size, max_len, device, dtype, slack, bits)
+        return model.new_cache(batch_size, max_len, slack)
+    size = cache_bytes(model, batch_size, max_len, slack, bits)
+    check_memory({"cache": size}, model.device, "use fewer or shorter texts")
+    return QuantizedCache(model.config, batch_size, max_len, model.device, model.dtype, slack, bits)
 
 
 def check_cache_bits(generator: Any, draft: Thinker | None, compiles_on_gpu: bool) -> None:
@@ -162,11 +168,13 @@ def check_cache_bits(generator: Any, draft: Thinker | None, compiles_on_gpu: boo
     if generator.window is not None or compiles_on_gpu:
         other = "a window, whose cache is small" if generator.window is not None else "compile on a GPU"
         raise UserError(f"cache_bits cannot be combined with {other}")
-    layers = make_cache(config, 1, config.max_cached_len, "meta", torch.bfloat16, bits=bits).layers
+    layers = QuantizedCache(config, 1, config.max_seq_len, "meta", torch.bfloat16, bits=bits).layers
     if not any(isinstance(layer, QuantizedLayer) for layer in layers):
         raise UserError("cache_bits has no effect: no layer of this model keeps the keys of the whole text")
     for one in [config] if draft is None else [config, draft.config]:
         if bits == 4 and one.head_dim % 16:
-            raise UserError(f"a cache in 4 bits needs a head_dim that is a multiple of 16, not {one.head_dim}; use 8 bits")
+            raise UserError(
+                f"a cache in 4 bits needs a head_dim that is a multiple of 16, not {one.head_dim}; use 8 bits"
+            )
     if bits == 4 and generator.speculate > BLOCK:
         raise UserError(f"speculate is {generator.speculate}; with a cache in 4 bits, use at most {BLOCK}")

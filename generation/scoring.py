@@ -8,6 +8,7 @@ from tqdm import tqdm
 from thinker.data.text_bytes import count_bytes
 from thinker.generation.batch_sampling import top_logprobs
 from thinker.generation.prompts import check_text
+from thinker.generation.quantized_cache import BLOCK
 from thinker.generation.sequence import Score
 from thinker.runtime.errors import UserError
 from thinker.runtime.finite import check_computed
@@ -30,14 +31,16 @@ def score_text(generator: Any, text: str, n_top: int = 0, progress: bool = False
     if n_skipped and len(ids) <= n_skipped:
         prefix = f"the model's bidirectional prefix ({n_skipped + 1}); use a longer text"
         raise UserError(f"the text has {len(tokens)} tokens, all inside {prefix}")
+    # With 4 bits, queries of the same block read the same keys unrounded, as in sampling.
+    chunk_len = max(BLOCK, generator.config.prefix) if generator.cache_bits == 4 else generator.chunk_len
     logprobs: list[float] = []
     likeliest: list[dict[int, float]] = []
     start, bar = 0, tqdm(desc="scoring", total=len(ids), unit=" tokens", leave=False, delay=1, disable=not progress)
     while n_skipped + len(logprobs) < len(ids):
         end = min(start + generator.context_len, len(ids))
         cache = generator.new_cache(generator.model, 1, end - start)
-        for chunk_start in range(start, end, generator.chunk_len):  # tokens[start:end] predict ids[start:end]
-            chunk = tokens[chunk_start : min(chunk_start + generator.chunk_len, end)]
+        for chunk_start in range(start, end, chunk_len):  # tokens[start:end] predict ids[start:end]
+            chunk = tokens[chunk_start : min(chunk_start + chunk_len, end)]
             logits = generator.model(torch.tensor([chunk], device=generator.model.device), cache=cache)[0]
             logits = logits[:, : generator.tokenizer.vocab_size].float()  # ids above the tokenizer's are padding
             n_counted = n_skipped + len(logprobs)

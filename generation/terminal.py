@@ -66,7 +66,7 @@ def logprob_lines(generator: Generator, tokens: Completion | Score) -> Iterator[
 
 
 def print_score(generator: Generator, score: Score, exact: Score | None, as_json: bool, show_logprobs: bool) -> None:
-    """Print the likelihood of a text. `exact`: the score of the fp32 model, for comparison with --bits."""
+    """Print the likelihood of a text. `exact`: the score in fp32, for comparison with fewer bits."""
     n_tokens, bits = len(score.token_ids), score.bits_per_byte
     context = generator.context_len
     windows = f", in windows of {context} tokens, each overlapping the last by half" if n_tokens > context else ""
@@ -87,5 +87,5 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
         "{bits_per_byte:.4f} bits per byte".format(**numbers)
     )
     if exact is not None:
-        cost = f"{100 * numbers['cost_of_quantization']:+.3f}%"
-        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; with {describe_bits(generator.bits)}: {cost}")
+        cost = f"{describe_bits(generator.bits, generator.cache_bits)}: {100 * numbers['cost_of_quantization']:+.3f}%"
+        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; with {cost}")

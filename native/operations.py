@@ -26,7 +26,13 @@ class Cached(Structure):
 
     def bind(self, tensor: Tensor) -> None:
         """Refer to the memory of a tensor (B, K, S, D), which must outlive the use."""
-        self.data, self.format, self.scale, self.newest, self.n_newest = tensor.data_ptr(), FORMATS[tensor.dtype], 0, 0, 0
+        self.data, self.format, self.scale, self.newest, self.n_newest = (
+            tensor.data_ptr(),
+            FORMATS[tensor.dtype],
+            0,
+            0,
+            0,
+        )
         self.row, self.head, self.slot, _ = tensor.stride()
 
     def bind_quantized(self, codes: Tensor, scale: Tensor, newest: Tensor, bits: int) -> None:

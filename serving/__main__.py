@@ -44,6 +44,8 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--precision", default="auto", choices=precisions, help="precision of weights and KV cache")
     bits_help = "bits per weight: 8, 4 or mixed:FILE (default: those of --precision)"
     group.add_argument("--bits", type=parse_bits, metavar="N", help=bits_help)
+    cache_help = "bits per number in the KV cache (default: those of --precision)"
+    group.add_argument("--cache-bits", type=int, choices=(8, 4), help=cache_help)
     compile_help = "use kernels compiled by a C compiler on a CPU (default, if there is one)"
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help=compile_help)
     group.add_argument("--no-slide", action="store_true", help="stop at the context limit (default: drop old tokens)")
@@ -129,7 +131,8 @@ def main() -> int:
     share_one_arena()  # before there are threads
     device = choose_device(arguments.device)
     precision = choose_decoding_precision(arguments.precision, device)
-    options: dict[str, Any] = {"bits": arguments.bits, "compile": arguments.compile, "slide": not arguments.no_slide}
+    options: dict[str, Any] = {name: getattr(arguments, name) for name in ("bits", "cache_bits", "compile")}
+    options["slide"] = not arguments.no_slide
     metrics, models = Metrics(), {}
     for name, path in paths.items():
         checkpoint = find_model(path, arguments.checkpoint)  # which stays the same if a run trains on

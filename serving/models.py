@@ -135,5 +135,5 @@ def load_model(path: Path, device: torch.device, precision: str, options: dict[s
     if tokenizer is None:
         raise UserError(f"{path} has no tokenizer, so it cannot read text; use a model saved with one")
     generator = Generator(model, tokenizer, dtype=DTYPES[precision], **options)
-    words = ", ".join(filter(None, (describe_bits(options.get("bits")), precision)))
+    words = describe_bits(options.get("bits"), options.get("cache_bits"), precision)
     return generator, words, sum(weight.numel() for weight in model.parameters())

@@ -82,6 +82,7 @@ NEW_ROOMS = {
     "generation/native_decode.py",
     "generation/option_checks.py",
     "generation/prompts.py",
+    "generation/quantized_cache.py",
     "generation/scoring.py",
     "generation/sliding.py",
     "interop/gguf_quantization.py",
