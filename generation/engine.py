@@ -33,7 +33,6 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.type_checks import check_types, describe
 
 Params = SamplingParams | list[SamplingParams] | None
-PREFILL_CHUNK = 512  # positions per pass; bounds the memory for long prompts
 STEPS_PER_READ = 16  # on a GPU, to synchronize less often
 
 
@@ -160,17 +159,14 @@ class Generator:
             return SinkCache(model, batch_size, self.window, self.sinks)
         return make_cache(model, batch_size, max_len, max(self.speculate, self.steps_per_read - 1), self.cache_bits)
 
-    @property
-    def chunk_len(self) -> int:
-        """Positions per prefill pass; a bidirectional prefix needs a single pass."""
-        return max(PREFILL_CHUNK, self.config.prefix)
-
     @torch.no_grad()
     def prefill(self, model: Thinker, tokens: list[list[int]], cache: KVCache) -> Tensor:
         """Read tokens (B, T) into a cache. Returns the logits after the last tokens, (B, 1, V)."""
         if model is self.model and isinstance(self.decode_model, NativeThinker):
             model = self.decode_model
-        for chunk in torch.tensor(tokens, device=self.model.device).split(self.chunk_len, dim=1):
+        cache_bits = None if self.is_batch_invariant else self.cache_bits
+        lengths = checks.pass_lengths(cache.lengths[0], len(tokens[0]), self.config.prefix, cache_bits)
+        for chunk in torch.tensor(tokens, device=self.model.device).split(lengths, dim=1):
             logits = model(chunk, cache=cache, last_logits_only=True)
         return logits
 

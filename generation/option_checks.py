@@ -32,7 +32,7 @@ def check_options(generator: Any, compile: bool, bits: Bits, draft: Thinker | No
         name, has = "compile" if compile else "window", f"{config.attention}, model.positions={config.positions}"
         needs = "full attention and plain RoPE in all layers, no soft cap or sinks"
         raise UserError(f"{name} needs {needs} (this model has model.attention={has})")
-    check_cache_bits(generator, draft, compile)
+    check_cache_bits(generator, compile)
     patterns = config.patterns if draft is None else (*config.patterns, *draft.config.patterns)
     if speculate and any(pattern.n_features for pattern in patterns):
         raise UserError("speculate does not support linear attention: its state cannot be rolled back; use 0")

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from thinker.data.tokenizer import Tokenizer
-from thinker.generation.quantized_cache import cache_bytes
+from thinker.generation.quantized_cache import BLOCK, cache_bytes
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import check_memory
+
+PREFILL_CHUNK = 512  # positions per pass
 
 
 def check_text(text: Any, name: str) -> str:
@@ -78,6 +80,20 @@ def check_prompt(
     for token in (min(tokens), max(tokens)):
         if not 0 <= token <= last:
             raise UserError(f"the prompt has the token id {token}; use ids from 0 to {last}")
+
+
+def pass_lengths(start: int, length: int, prefix: int = 0, cache_bits: int | None = None) -> list[int]:
+    """Cut `length` positions from `start` on into passes, which bounds the memory; the first one holds the prefix.
+
+    With a cache in 4 bits, a pass of the torch model ends with a block, so that each query reads the same keys
+    unrounded as alone.
+    """
+    lengths, end = [], start + length
+    while start < end:
+        limit = BLOCK - start % BLOCK if cache_bits == 4 else PREFILL_CHUNK
+        lengths.append(min(max(limit, prefix - start), end - start))
+        start += lengths[-1]
+    return lengths
 
 
 def check_cache_fits(generator: Any, model: Thinker, n_sequences: int, max_len: int) -> None:

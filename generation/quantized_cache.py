@@ -32,8 +32,8 @@ def quantize_vectors(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     x = x.float()
     lowest, highest = (-127, 127) if bits == 8 else (-8, 7)
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
-    scale = (largest / lowest).to(torch.bfloat16)
-    scale = torch.where(scale.abs() >= 1e-30, scale, 1e-30).to(torch.bfloat16)
+    scale = largest / lowest
+    scale = torch.where(scale.abs() < 1e-30, 1e-30, scale).to(torch.bfloat16)
     codes = (x / scale.float()).round_().clamp_(lowest, highest).to(torch.int8)
     return codes, scale.squeeze(-1)
 
@@ -156,8 +156,8 @@ def make_cache(model: Thinker, batch_size: int, max_len: int, slack: int = 0, bi
     return QuantizedCache(model.config, batch_size, max_len, model.device, model.dtype, slack, bits)
 
 
-def check_cache_bits(generator: Any, draft: Thinker | None, compiles_on_gpu: bool) -> None:
-    """Raise UserError if generator.cache_bits does not suit the models or the other options."""
+def check_cache_bits(generator: Any, compiles_on_gpu: bool) -> None:
+    """Raise UserError if generator.cache_bits does not suit the model or the other options."""
     bits, config = generator.cache_bits, generator.config
     if bits is None:
         return
@@ -171,10 +171,9 @@ def check_cache_bits(generator: Any, draft: Thinker | None, compiles_on_gpu: boo
     layers = QuantizedCache(config, 1, config.max_seq_len, "meta", torch.bfloat16, bits=bits).layers
     if not any(isinstance(layer, QuantizedLayer) for layer in layers):
         raise UserError("cache_bits has no effect: no layer of this model keeps the keys of the whole text")
-    for one in [config] if draft is None else [config, draft.config]:
-        if bits == 4 and one.head_dim % 16:
-            raise UserError(
-                f"a cache in 4 bits needs a head_dim that is a multiple of 16, not {one.head_dim}; use 8 bits"
-            )
-    if bits == 4 and generator.speculate > BLOCK:
-        raise UserError(f"speculate is {generator.speculate}; with a cache in 4 bits, use at most {BLOCK}")
+    if bits == 4 and config.head_dim % 16:
+        raise UserError(
+            f"a cache in 4 bits needs a head_dim that is a multiple of 16, not {config.head_dim}; use 8 bits"
+        )
+    if bits == 4 and generator.speculate:
+        raise UserError("speculate cannot be combined with a cache in 4 bits; use 8 bits")

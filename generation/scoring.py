@@ -7,8 +7,7 @@ from tqdm import tqdm
 
 from thinker.data.text_bytes import count_bytes
 from thinker.generation.batch_sampling import top_logprobs
-from thinker.generation.prompts import check_text
-from thinker.generation.quantized_cache import BLOCK
+from thinker.generation.prompts import check_text, pass_lengths
 from thinker.generation.sequence import Score
 from thinker.runtime.errors import UserError
 from thinker.runtime.finite import check_computed
@@ -31,16 +30,15 @@ def score_text(generator: Any, text: str, n_top: int = 0, progress: bool = False
     if n_skipped and len(ids) <= n_skipped:
         prefix = f"the model's bidirectional prefix ({n_skipped + 1}); use a longer text"
         raise UserError(f"the text has {len(tokens)} tokens, all inside {prefix}")
-    # With 4 bits, queries of the same block read the same keys unrounded, as in sampling.
-    chunk_len = max(BLOCK, generator.config.prefix) if generator.cache_bits == 4 else generator.chunk_len
     logprobs: list[float] = []
     likeliest: list[dict[int, float]] = []
     start, bar = 0, tqdm(desc="scoring", total=len(ids), unit=" tokens", leave=False, delay=1, disable=not progress)
     while n_skipped + len(logprobs) < len(ids):
         end = min(start + generator.context_len, len(ids))
         cache = generator.new_cache(generator.model, 1, end - start)
-        for chunk_start in range(start, end, chunk_len):  # tokens[start:end] predict ids[start:end]
-            chunk = tokens[chunk_start : min(chunk_start + chunk_len, end)]
+        chunk_start = start  # tokens[start:end] predict ids[start:end]
+        for length in pass_lengths(0, end - start, generator.config.prefix, generator.cache_bits):
+            chunk = tokens[chunk_start : chunk_start + length]
             logits = generator.model(torch.tensor([chunk], device=generator.model.device), cache=cache)[0]
             logits = logits[:, : generator.tokenizer.vocab_size].float()  # ids above the tokenizer's are padding
             n_counted = n_skipped + len(logprobs)
@@ -50,6 +48,7 @@ def score_text(generator: Any, text: str, n_top: int = 0, progress: bool = False
             if len(targets):
                 logprobs += new.gather(1, targets[:, None])[:, 0].tolist()
                 likeliest += [top_logprobs(row, n_top) for row in new] if n_top else []
+            chunk_start += length
         start = max(0, end - max((end - start) // 2, n_skipped))
     bar.close()
     check_computed(logprobs)

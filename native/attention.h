@@ -68,7 +68,7 @@ INLINE void dot_keys(int n, Vectors keys, int64_t format, const float *q, int64_
             vec4 y = sum4(total[i][0], total[i][1], total[i][2], total[i][3]);
             for (int64_t rest = d; rest < D; rest++)
                 for (int j = 0; j < 4; j++)
-                    y[j] += q[i * q_stride + rest] * cached_at(keys, format, offset + j * keys.slot + rest);
+                    y[j] += q[i * q_stride + rest] * cached_at(keys, format, offset + j * keys.slot, rest);
             memcpy(scores + i * scores_stride + s, &y, sizeof y);
         }
     }
@@ -79,7 +79,7 @@ INLINE void dot_keys(int n, Vectors keys, int64_t format, const float *q, int64_
             int64_t d = 0, offset = (s & keys.ring) * keys.slot;
             for (; d + WIDTH <= D; d += WIDTH)
                 total += load(q + i * q_stride + d) * load_cached(keys, format, offset, d);
-            for (; d < D; d++) rest += q[i * q_stride + d] * cached_at(keys, format, offset + d);
+            for (; d < D; d++) rest += q[i * q_stride + d] * cached_at(keys, format, offset, d);
             scores[i * scores_stride + s] = sum(total) + rest;
         }
 }
@@ -134,7 +134,7 @@ INLINE void weighted_sum(int n, Vectors values, int64_t format, const float *wei
         for (int i = 0; i < n; i++) {
             float total = 0;
             for (int64_t s = begin; s < end[i]; s++)
-                total += weights[i * stride + s] * cached_at(values, format, (s & values.ring) * values.slot + d);
+                total += weights[i * stride + s] * cached_at(values, format, (s & values.ring) * values.slot, d);
             y[i * y_stride + d] = total * factor[i];
         }
 }

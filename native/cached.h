@@ -44,10 +44,13 @@ INLINE int64_t first_exact(const Cached *c, int64_t S) {
 
 /* Round D numbers to codes. Returns their scale. */
 INLINE uint16_t quantize_vector(const float *x, int64_t D, int64_t format, int8_t *codes) {
-    float largest = 0, lowest = format == INT8 ? -127 : -8, highest = format == INT8 ? 127 : 7;
-    for (int64_t d = 0; d < D; d++) largest = fabsf(x[d]) > fabsf(largest) ? x[d] : largest;
-    float scale = bf16_to_float(float_to_bf16(largest / lowest)); /* the largest number becomes the lowest code */
-    if (!(fabsf(scale) >= 1e-30f)) scale = bf16_to_float(float_to_bf16(1e-30f));
+    float largest = 0, lowest = format == INT8 ? -127 : -8, highest = format == INT8 ? 127 : 7, not_finite = 0;
+    for (int64_t d = 0; d < D; d++) {
+        largest = fabsf(x[d]) > fabsf(largest) ? x[d] : largest;
+        not_finite += 0 * x[d]; /* NaN, if one is not finite */
+    }
+    float scale = largest / lowest; /* the largest number becomes the lowest code */
+    scale = bf16_to_float(float_to_bf16((fabsf(scale) < 1e-30f ? 1e-30f : scale) + not_finite));
     for (int64_t d = 0; d < D; d++) {
         float code = rintf(x[d] / scale);
         codes[d] = code > lowest ? code < highest ? code : highest : lowest;
@@ -94,9 +97,12 @@ INLINE vec load_cached(Vectors from, int64_t format, int64_t offset, int64_t d) 
     return __builtin_convertvector(__builtin_convertvector(codes, int_vec) - 8, vec);
 }
 
-INLINE float cached_at(Vectors from, int64_t format, int64_t i) { /* not in INT4, where D is a multiple of 16 */
-    if (format == INT8) return from.data[i];
-    return format == BF16 ? bf16_to_float(((const uint16_t *)from.data)[i]) : ((const float *)from.data)[i];
+INLINE float cached_at(Vectors from, int64_t format, int64_t offset, int64_t d) {
+    if (format == FP32) return ((const float *)from.data)[offset + d];
+    if (format == BF16) return bf16_to_float(((const uint16_t *)from.data)[offset + d]);
+    if (format == INT8) return from.data[offset + d];
+    uint8_t pair = from.data[offset + d / 16 * 8 + d % 8];
+    return (d % 16 < 8 ? pair & 15 : pair >> 4) - 8;
 }
 
 /* x[s] *= scale[s] */

@@ -84,7 +84,7 @@ def test_long_texts_with_a_prefix_are_scored(prefix):
 
 
 def test_a_prefix_longer_than_the_prefill_chunk(monkeypatch):
-    monkeypatch.setattr("thinker.generation.engine.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("thinker.generation.prompts.PREFILL_CHUNK", 8)
     model, prompts = make("prefix(20)"), ["abcdefg" * 4]
     assert texts(model, prompts) == texts(model, prompts, use_cache=False)
     with pytest.raises(UserError, match="bidirectional prefix needs at least 20"):

@@ -24,6 +24,9 @@ KINDS = {  # model config, options of the Generator
     "bf16": ({}, {"dtype": "bf16"}),
     "softcap": ({"attn_logit_softcap": 5.0}, {}),
     "torch": ({}, {"compile": False}),
+    "int8 cache": ({"n_heads": 4, "n_kv_heads": 2}, {"cache_bits": 8}),
+    "int4 cache": ({"head_dim": 16}, {"cache_bits": 4}),
+    "int4 cache, torch": ({"head_dim": 16}, {"cache_bits": 4, "compile": False}),
     "window": ({"attention": "window(8) | global(2)"}, {}),
     "windows in some layers": ({"attention": ["full", "window(6)"]}, {}),
     "linear": ({"attention": "linear(16)"}, {}),
@@ -123,20 +126,22 @@ OPTIONS = {
     "dtype": ["fp32", "bf16"],
     "compile": [None, False],
     "slide": [False, True],
-    "attention": ["full", "window(8) | global(2)"],
+    "cache_bits": [None, 8, 4],
+    "attention": ["full", ["full", "window(8) | global(2)"]],
 }
 
 
 @pytest.mark.parametrize("case", pairwise(OPTIONS), ids=str)
 def test_the_product_of_options(case):
     options = {name: value for name, value in case.items() if name != "attention"}
-    model = random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=64, attention=case["attention"])
+    model = random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=64, head_dim=16, attention=case["attention"])
     generator, numbers = Generator(model, TOKENIZER, **options), random.Random(str(case))
     requests = [(numbers.choice(PROMPTS[:5]), random_params(numbers, index)) for index in range(10)]
     requests.append(("ab", SamplingParams(90, seed=1, logit_bias=NO_END)))  # beyond the context
     sequences = run_batch(generator, requests, numbers)
     assert len(sequences) == len(requests)
-    if generator.is_batch_invariant or case["dtype"] == "fp32":  # else rounding depends on the number of rows
+    is_exact = case["dtype"] == "fp32" and case["bits"] is None and case["cache_bits"] is None
+    if generator.is_batch_invariant or is_exact:  # else rounding depends on the number of rows
         check_equal(generator, sequences)
 
 

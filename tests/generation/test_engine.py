@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.generation import Completion, Generator, SamplingParams, engine
+from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.conversation import Conversation
 from thinker.generation.sampler import distribution, sample_from_probs
 from thinker.generation.sink_cache import SinkCache
@@ -233,7 +233,7 @@ def test_prefill_chunk_size_does_not_change_the_text(model, monkeypatch, size, m
     params = SamplingParams(max_new_tokens=8, seed=4)
     prompts = [*PROMPTS, "y" * 40]
     whole = Generator(model, TOKENIZER, **memory).generate(prompts, params)
-    monkeypatch.setattr(engine, "PREFILL_CHUNK", size)
+    monkeypatch.setattr("thinker.generation.prompts.PREFILL_CHUNK", size)
     generator = Generator(model, TOKENIZER, compile=False, **memory)
     pieces, shapes = generate_and_record_shapes(generator, prompts, params)
     assert max(positions for _, positions in shapes) == size

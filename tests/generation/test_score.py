@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.generation import Generator, SamplingParams, Score, engine
+from thinker.generation import Generator, SamplingParams, Score
 from thinker.generation.sink_cache import SinkCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,7 +87,7 @@ def test_prefill_chunk_size_does_not_change_the_score(monkeypatch, options):
     generator = Generator(small_model(24), TOKENIZER, **options)
     whole = generator.score(TEXT, n_top=3)
     for size in (1, 2, 5, 23, 24, 25):
-        monkeypatch.setattr(engine, "PREFILL_CHUNK", size)
+        monkeypatch.setattr("thinker.generation.prompts.PREFILL_CHUNK", size)
         pieces = generator.score(TEXT, n_top=3)
         assert pieces.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
         assert [list(top) for top in pieces.top_logprobs] == [list(top) for top in whole.top_logprobs]
