@@ -19,6 +19,7 @@ BENCHMARKS = {  # by name, the arguments of two examples
     "five-minutes": ("--out results.jsonl", "train.device=cpu"),
     "gpu": ("--part A --out gpu-a", "--part A --out rehearsal --rehearse"),
     "html_report": ("", "--tokens 256 --layers 6"),
+    "kv_cache": ("--runs runs/quickstart", "--shape tiny --lengths 64 --rows 1 --repeats 3"),
     "linear_cross_entropy": ("", "--vocab 32000 --device cpu --precision fp32"),
     "loading": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --lengths 512"),
     "packing": ("", "--seq-len 256 --tokens 500000 --seeds 1"),

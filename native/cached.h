@@ -84,17 +84,8 @@ INLINE void write_cached(const Cached *c, int64_t row, int64_t head, int64_t pos
 INLINE vec load_cached(Vectors from, int64_t format, int64_t offset, int64_t d) {
     if (format == FP32) return load((const float *)from.data + offset + d);
     if (format == BF16) return load_bf16((const uint16_t *)from.data + offset + d);
-    byte_vec codes;
-    if (format == INT8) {
-        codes = *(const byte_vec *)(from.data + offset + d);
-        return __builtin_convertvector(__builtin_convertvector(codes, int_vec), vec);
-    }
-    uint64_t pairs, halves[2];
-    memcpy(&pairs, from.data + offset + d / 2, 8);
-    halves[0] = pairs & 0x0f0f0f0f0f0f0f0f;
-    halves[1] = pairs >> 4 & 0x0f0f0f0f0f0f0f0f;
-    memcpy(&codes, halves, 16);
-    return __builtin_convertvector(__builtin_convertvector(codes, int_vec) - 8, vec);
+    if (format == INT8) return floats_of(*(const byte_vec *)(from.data + offset + d));
+    return floats_of_halves(from.data + offset + d / 2);
 }
 
 INLINE float cached_at(Vectors from, int64_t format, int64_t offset, int64_t d) {

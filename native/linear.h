@@ -2,9 +2,6 @@
    batch: the order of its additions does not depend on the number of rows. */
 #pragma once
 #include "vectors.h"
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
 enum { FP32, BF16, INT8, INT4 };       /* formats of a matrix */
 enum { PIECE = 2 * WIDTH, TILE_OUT = 4, TILE_ROWS = 4, BLOCK = 16, GROUP = 32, QUANTIZED_ROWS = 8 };

@@ -3,6 +3,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #define WIDTH 16
 #define UNROLLED _Pragma("GCC unroll 8")
@@ -13,6 +16,7 @@ typedef float unaligned_vec __attribute__((vector_size(64), aligned(4), may_alia
 typedef int32_t int_vec __attribute__((vector_size(64)));
 typedef uint32_t uint_vec __attribute__((vector_size(64)));
 typedef int8_t byte_vec __attribute__((vector_size(16), aligned(1), may_alias));
+typedef int16_t short_vec __attribute__((vector_size(32)));
 typedef uint16_t half_vec __attribute__((vector_size(32), aligned(2), may_alias));
 typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
@@ -30,6 +34,31 @@ INLINE vec fill(float x) { return x - (vec){}; }
 
 /* bf16 is the upper half of fp32. */
 INLINE vec load_bf16(const uint16_t *p) { return (vec)(__builtin_convertvector(*(const half_vec *)p, uint_vec) << 16); }
+
+/* GCC converts bytes to floats one by one, unless that is done in steps or by intrinsics. */
+INLINE vec floats_of(byte_vec x) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
+#else
+    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(x, short_vec), int_vec), vec);
+#endif
+}
+
+/* 16 numbers less 8: those of the lower halves of 8 bytes, then those of the upper halves. */
+INLINE vec floats_of_halves(const char *p) {
+    uint64_t pairs;
+    memcpy(&pairs, p, 8);
+#if defined(__AVX512F__)
+    __m128i both = _mm_cvtsi64_si128(pairs), lower = _mm_set1_epi8(15);
+    both = _mm_and_si128(_mm_unpacklo_epi64(both, _mm_srli_epi64(both, 4)), lower);
+    return (vec)_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_cvtepi8_epi32(both), _mm512_set1_epi32(8)));
+#else
+    byte_vec numbers;
+    uint64_t halves[2] = {pairs & 0x0f0f0f0f0f0f0f0f, pairs >> 4 & 0x0f0f0f0f0f0f0f0f};
+    memcpy(&numbers, halves, 16);
+    return floats_of(numbers) - 8;
+#endif
+}
 
 INLINE float bf16_to_float(uint16_t x) {
     uint32_t bits = (uint32_t)x << 16;

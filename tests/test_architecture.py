@@ -26,6 +26,7 @@ NEW_ROOMS = {
     "benchmarks/equal_time.py",
     "benchmarks/five_minutes.py",
     "benchmarks/halving.py",
+    "benchmarks/kv_cache.py",
     "benchmarks/llama_cpp.py",
     "benchmarks/loading.py",
     "benchmarks/packing.py",

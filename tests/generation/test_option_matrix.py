@@ -33,8 +33,8 @@ CASES = pairwise(OPTIONS)
 FORMS = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, 8), (torch.float32, 4)]
 MODES = [({}, 0), ({"window": 10}, 0), ({}, 3)]  # plain, window, speculation
 KERNEL_CASES = [
-    {"dtype": dtype, "bits": bits, "cache_bits": None, "compile": compile, "memory": memory, "speculate": speculate, "n_samples": n_samples,
-     "heads": {"n_kv_heads": n_kv_heads}, "sampling": {"temperature": 0.8}, "prompts": prompts}
+    {"dtype": dtype, "bits": bits, "cache_bits": None, "compile": compile, "memory": memory, "speculate": speculate,
+     "n_samples": n_samples, "heads": {"n_kv_heads": n_kv_heads}, "sampling": {"temperature": 0.8}, "prompts": prompts}
     for dtype, bits in FORMS for compile in (False, True) for memory, speculate in MODES
     for n_samples, prompts in ((1, "equal"), (2, "unequal")) for n_kv_heads in (4, 2, 1)
 ]  # fmt: skip
@@ -53,7 +53,9 @@ def is_refused(case):
     has_window, has_no_cache = "window" in case["memory"], "use_cache" in case["memory"]
     if case["compile"] and (has_no_cache or case["dtype"] == torch.float16):
         return True
-    if case["cache_bits"] is not None and (has_window or has_no_cache or (case["cache_bits"] == 4 and case["speculate"])):
+    if case["cache_bits"] is not None and (has_window or has_no_cache):
+        return True
+    if case["cache_bits"] == 4 and case["speculate"]:
         return True
     return (has_window or has_no_cache) and bool(case["speculate"])
 
