@@ -405,3 +405,17 @@ def test_every_ablation_variant_is_a_valid_config():
     wrong = run_script(BENCHMARK, "ablation", "--only", "linear(65)")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "unknown variant 'linear(65)'; choose from: full; window(32)" in wrong.stderr
+
+
+def test_caches_in_few_bits(benchmark, tiny_run):
+    flags = ("--shape", "tiny", "--lengths", "40", "--rows", "1", "2", "--repeats", "1", "--precisions", "fp32")
+    shown = benchmark(BENCHMARK, "kv_cache", *flags, "--runs", tiny_run, "--texts", "4")
+    result = json.loads(shown.splitlines()[-1])
+    assert [(row["rows"], row["bits"]) for row in result["speeds"]] == [
+        (n, bits) for n in (1, 2) for bits in (None, 8, 4)
+    ]
+    sizes = {row["bits"]: row["bytes"] for row in result["speeds"] if row["rows"] == 1}
+    assert sizes[8] == sizes[None] * (16 + 2) / (16 * 4)  # codes and a scale, of 16 numbers in fp32
+    (loss,) = result["losses"]
+    assert [row["bits"] for row in loss["rows"]] == [None, 8, 4]
+    assert abs(loss["rows"][1]["change"]) < 0.01
