@@ -164,9 +164,8 @@ def main() -> int:
         exact = None
         if arguments.bits or arguments.cache_bits:
             exact = Generator(model, tokenizer, window=arguments.window, sinks=arguments.sinks).score(text_to_score)
-        terminal.print_score(
-            generator, generator.score(text_to_score, n_top, progress=True), exact, arguments.json, show_logprobs
-        )
+        score = generator.score(text_to_score, n_top, progress=True)
+        terminal.print_score(generator, score, exact, arguments.json, show_logprobs)
         return 0
     if arguments.chat:
         if tokenizer.chat_template is None:

@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from thinker.interop.hf_config import to_hf_config
 from thinker.interop.huggingface import to_hf_name
 from thinker.model import Thinker
+from thinker.model.attention_temperature import fold_attention_temperature
 
 
 def to_transformers(model: Thinker) -> Any:
     """The transformers model that computes the same function, with the same weights in fp32."""
-    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = to_hf_config(model.config, None)
-    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
-    reference = transformers.AutoModelForCausalLM.from_config(config).eval()
-    reference.load_state_dict({to_hf_name(name): tensor for name, tensor in model.state_dict().items()})
+    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(model.config, None))).eval()
+    tensors = fold_attention_temperature(model.state_dict(), model.config)
+    reference.load_state_dict({to_hf_name(name): tensor for name, tensor in tensors.items()})
     return reference
 
 

@@ -88,7 +88,7 @@ def rounded_scores(model: Thinker, layer: int, head: int, bits: int) -> Iterator
 
         def replace(weights: Tensor) -> Tensor:  # (B, H, T, T)
             q, k = recorded[f"{name}.q"][:, head].float(), recorded[f"{name}.k"][:, group].float()  # (B, T, D) each
-            scores = round_vectors(q, bits) @ round_vectors(k, bits).mT * attention.head_dim**-0.5
+            scores = round_vectors(q, bits) @ round_vectors(k, bits).mT * attention.scale
             if (cap := attention.attn_logit_softcap) is not None:
                 scores = cap * (scores / cap).tanh()
             is_visible = weights[:, head] > 0

@@ -6,10 +6,8 @@ import base64
 import copy
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -102,11 +100,6 @@ class Tokenizer:
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """Encode a text without a BOS token. Names of special tokens are plain text unless allow_special is set."""
         return self.encode_array(text, allow_special).tolist()
-
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode texts in threads to 1-D arrays of uint32. Names of special tokens are plain text."""
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(self.encode_array, texts))
 
     def encode_array(self, text: str, allow_special: bool = False) -> np.ndarray:
         """Encode a text to a 1-D array of uint32; see encode()."""

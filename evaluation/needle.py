@@ -159,6 +159,5 @@ def format_table(results: list[dict[str, Any]]) -> str:
     """Format the results of needle_test(), one line per distance."""
     lines = [f"{'distance':>15}  {'accuracy':>12}  {'error':>6}  {'probability':>11}  {'chance':>6}"]
     numbers = "{accuracy:12.3f}  {error:6.3f}  {probability:11.3f}  {chance:6.3f}"
-    for result in results:
-        lines.append(f"{result['distance']:>15}  " + (result.get("unreachable") or numbers.format(**result)))
+    lines += [f"{one['distance']:>15}  " + (one.get("unreachable") or numbers.format(**one)) for one in results]
     return "\n".join(lines)

@@ -217,9 +217,8 @@ class Generator:
         if len(unfiltered) == len(sequences):
             return step.sample(sequences, cache, logits, max_steps, rows)
         others = [row for row in range(len(sequences)) if row not in unfiltered]
-        tokens = dict(
-            zip(unfiltered, step.sample([sequences[row] for row in unfiltered], cache, logits[unfiltered], 1))
-        )
+        fast = [sequences[row] for row in unfiltered]
+        tokens = dict(zip(unfiltered, step.sample(fast, cache, logits[unfiltered], 1)))
         tokens |= zip(others, sample_steps([sequences[row] for row in others], logits[others], 1, step))
         return [tokens[row] for row in range(len(sequences))]
 

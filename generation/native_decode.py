@@ -218,7 +218,7 @@ class NativeThinker:
             yield Operation(kind=native.ROTATE, **shared, norm=self._vector(norm.weight) if has_norm else None,
                             eps=norm.eps if has_norm else 0,
                             rotates=model.rope is not None and attention.use_rope)  # fmt: skip
-            yield Operation(kind=native.ATTEND, **shared, out=y.data_ptr(), attention_scale=D**-0.5,
+            yield Operation(kind=native.ATTEND, **shared, out=y.data_ptr(), attention_scale=attention.scale,
                             softcap=attention.attn_logit_softcap or 0,
                             sinks=None if attention.sinks is None else self._vector(attention.sinks))  # fmt: skip
             yield self._linear(attention.o_proj, y, x, adds=True)

@@ -15,6 +15,7 @@ from thinker.interop.gguf_quantization import check_dtype, quantize, stored_dtyp
 from thinker.interop.hf_config import hf_model_type
 from thinker.interop.huggingface import to_hf_name
 from thinker.model import Thinker
+from thinker.model.attention_temperature import fold_attention_temperature
 from thinker.model.positions import Rope, RopeScaling
 from thinker.runtime.errors import RunError, UserError
 
@@ -114,7 +115,7 @@ def _tensors(model: Thinker, architecture: str) -> dict[str, tuple[str, Tensor]]
 
     config, tensors = model.config, {}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layers)
-    for ours, tensor in model_tensors(model).items():
+    for ours, tensor in fold_attention_temperature(model_tensors(model), config).items():
         key = names.get_name(to_hf_name(ours), try_suffixes=(".weight", ".bias"))
         found = re.fullmatch(r"blocks\.\d+\.attention\.[qk]_proj\.(?:weight|bias)", ours)
         if architecture == "llama" and found:  # llama.cpp rotates neighbors, (0, 1), (2, 3), ..., not halves

@@ -10,6 +10,7 @@ from thinker.checkpoint import model_tensors
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation import Generator
 from thinker.model import Thinker
+from thinker.model.attention_temperature import fold_attention_temperature, override_attention_temperature
 from thinker.runtime.errors import UserError
 from thinker.runtime.finite import check_weights
 
@@ -61,7 +62,9 @@ def rounded_model(model: Thinker, dtype: str) -> Thinker:
 
     rounded = copy.deepcopy(model).to("cpu", torch.float32).eval()
     weights = rounded.state_dict()  # shares the memory of the parameters
-    for name, tensor in model_tensors(rounded).items():
+    tensors = fold_attention_temperature(model_tensors(rounded), rounded.config)
+    override_attention_temperature(rounded, 1.0)
+    for name, tensor in tensors.items():
         kind = gguf.GGMLQuantizationType[stored_dtype(tensor, dtype).upper()]
         values = gguf.quants.dequantize(quantize(name, tensor, dtype), kind)
         weights[name].copy_(torch.from_numpy(values))

@@ -16,6 +16,7 @@ from thinker.checkpoint import CorruptCheckpoint, model_tensors, open_safetensor
 from thinker.data.tokenizer import Tokenizer
 from thinker.interop.hf_config import from_hf_config, special_token_ids, to_hf_config
 from thinker.model import Thinker
+from thinker.model.attention_temperature import fold_attention_temperature
 from thinker.runtime.errors import RunError, UserError
 
 INDEX, SINGLE_FILE, LM_HEAD = "model.safetensors.index.json", "model.safetensors", "lm_head.weight"
@@ -99,7 +100,7 @@ def save_pretrained(model: Thinker, tokenizer: Tokenizer | None, folder: Path, m
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", special_token_ids(tokenizer) | {"_from_model_config": False})
     shards: list[dict[str, Tensor]] = [{}]
-    for name, tensor in model_tensors(model).items():
+    for name, tensor in fold_attention_temperature(model_tensors(model), model.config).items():
         if shards[-1] and sum(stored.nbytes for stored in shards[-1].values()) + tensor.nbytes > max_shard_bytes:
             shards.append({})
         shards[-1][to_hf_name(name)] = tensor.detach().cpu().contiguous()

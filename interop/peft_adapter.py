@@ -32,7 +32,7 @@ def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Pa
     `config`, differs from the base in a way that an adapter cannot express.
     """
     ours, theirs = config.to_dict(), from_hf_config(read_json(base / "config.json")).to_dict()
-    for name in ("max_seq_len", "rope_scaling"):
+    for name in ("max_seq_len", "rope_scaling", "attention_temperature"):
         if ours[name] != theirs[name]:
             difference = f"model.{name} is {ours[name]} but {theirs[name]} in {base}"
             raise UserError(f"{difference}, which an adapter cannot change; export without --adapter")

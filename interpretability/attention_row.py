@@ -21,9 +21,9 @@ class HeadScores:
     """Intermediate values of one head for S keys and T queries, at the last T positions; (T, S) each unless noted."""
 
     labels: list[str]  # of the S positions
-    head_dim: int
+    divisor: str  # such as √64, or 2√64 with a temperature of 2
     raw: Tensor  # QKᵀ
-    scaled: Tensor  # ÷ √D
+    scaled: Tensor  # ÷ divisor
     capped: Tensor  # equals `scaled` without a cap
     bias: Tensor  # 0 where masked
     visible: Tensor  # bool
@@ -49,7 +49,7 @@ def report_attention_row(head: HeadScores, query: int, header: dict[str, Any], d
     footer = f"Σ exp = {total + sink_share:.4f}"
     footer += "; " if head.sink is None else f", of which the sink has {sink_share:.4f}; "
     footer += f"norm of the weighted sum of values: {output.norm():.4f}, of the head's output: {actual.norm():.4f}"
-    steps = {"q·k": head.raw[query], f"÷ √{head.head_dim}": head.scaled[query]}
+    steps = {"q·k": head.raw[query], f"÷ {head.divisor}": head.scaled[query]}
     if head.has_cap:
         steps["capped"] = head.capped[query]
     if head.has_bias:
@@ -74,7 +74,7 @@ def _panels(head: HeadScores, scores: Tensor, query: int) -> list[Panel]:
     added = head.weights * head.values.norm(dim=-1)
     for title, values, signed in (
         ("raw scores: QKᵀ", head.raw, True),
-        (f"scores: QKᵀ ÷ √{head.head_dim}{' + …' if head.has_cap or head.has_bias else ''}", scores, True),
+        (f"scores: QKᵀ ÷ {head.divisor}{' + …' if head.has_cap or head.has_bias else ''}", scores, True),
         ("scores after the mask", scores.masked_fill(hidden, torch.nan), True),
         ("attention weights: softmax", head.weights.masked_fill(hidden, torch.nan), False),
         ("softmax without the mask", scores.softmax(dim=-1), False),
@@ -123,7 +123,7 @@ def explain_vectors(path: Path, query: int) -> Report:
     if not raw.isfinite().all():
         raise UserError(f"{path}: q·k overflows; use smaller vectors")
     head = HeadScores(
-        labels, q.shape[1], raw, scaled, scaled, torch.zeros(T, S).double(), visible, weights, v, weights @ v
+        labels, f"√{q.shape[1]}", raw, scaled, scaled, torch.zeros(T, S).double(), visible, weights, v, weights @ v
     )
     return report_attention_row(head, query % T, {"vectors": str(path)}, {"q": q[query].tolist()})
 

@@ -24,13 +24,14 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     q, k, v, weights, z = (cache[name][0].double().cpu() for name in names)
     kv_head = head // (len(q) // len(k))
     raw = q[head] @ k[kv_head].T  # (T, T)
-    scaled = raw * q.shape[-1] ** -0.5
+    scaled, temperature = raw * attention.scale, model.config.attention_temperature
+    divisor = f"{'' if temperature == 1 else f'{temperature:g}'}√{q.shape[-1]}"
     cap = model.config.attn_logit_softcap
     capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
     bias, visible = _bias_and_mask(model, prompt.tokens, layer, head, capped)
     shared = f" (KV head {kv_head})" if len(q) > len(k) else ""
     found = HeadScores(
-        prompt.labels, q.shape[-1], raw, scaled, capped, bias, visible, weights[head], v[kv_head], z[head],
+        prompt.labels, divisor, raw, scaled, capped, bias, visible, weights[head], v[kv_head], z[head],
         sink=None if attention.sinks is None else attention.sinks[head].item(),
         has_cap=cap is not None, has_bias=model.config.positions == "alibi",
     )  # fmt: skip

@@ -25,7 +25,7 @@ class Attention(nn.Module):
         self.use_rope = layer not in (config.no_rope_layers or [])
         self.n_heads, self.n_kv_heads = H, K = config.head_counts(layer)
         self.head_dim = D = config.head_dim
-        self.attn_logit_softcap = config.attn_logit_softcap
+        self.scale, self.attn_logit_softcap = D**-0.5 / config.attention_temperature, config.attn_logit_softcap
         self.q_proj = Linear(config.d_model, H * D, config.attention_bias)
         self.k_proj = Linear(config.d_model, K * D, config.attention_bias)
         self.v_proj = Linear(config.d_model, K * D, config.attention_bias)
@@ -76,12 +76,12 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: AnyCache) -> Tensor:
         """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D). Only layers that keep a state use `cache`."""
-        return attend(q, k, v, mask, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
+        return attend(q, k, v, mask, self.scale, self.attn_logit_softcap, self.sinks)
 
     def weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
         """Attention weights of the reference, in chunks: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S)."""
         mask_of = mask.reference_rows or (lambda rows: mask.slice_rows(rows, q, k))
-        chunks = chunked_attention_weights(q, k, mask_of, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
+        chunks = chunked_attention_weights(q, k, mask_of, self.scale, self.attn_logit_softcap, self.sinks)
         weights = None
         for rows, part in chunks:
             if rows == slice(0, q.shape[2]):

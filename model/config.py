@@ -40,6 +40,7 @@ class ThinkerConfig:
     window: int | None = None  # number of keys that each L layer attends to, with letters such as "LLLG"
     positions: str = "rope"  # one of POSITIONS
     rope_scaling: dict | None = None  # such as {"type": "yarn", "factor": 4, "original_max_seq_len": 256}
+    attention_temperature: float = 1.0  # divides the attention scores, beside √head_dim
     attn_logit_softcap: float | None = None  # soft limit of the attention scores
     attention_sinks: bool = False  # learned score per head that lets it attend to nothing
     attention_bias: bool = False  # bias on queries, keys and values, as in Qwen2
@@ -96,6 +97,8 @@ class ThinkerConfig:
         softcap, n_kv_heads, patterns = self.attn_logit_softcap, self.n_kv_heads_per_layer, self.patterns
         if softcap is not None and not 1e-9 <= softcap <= 1e9:
             raise UserError(f"model.attn_logit_softcap is {softcap}; it must be a number from 1e-9 to 1e9, or null")
+        if not 1e-3 <= (temperature := self.attention_temperature) <= 1e3:
+            raise UserError(f"model.attention_temperature is {temperature}; it must be a number from 0.001 to 1000")
         if n_kv_heads is not None:
             rule = f"it must list {self.n_layers} numbers from 1 to {self.n_kv_heads}"
             are_counts = all(type(n) is int and 1 <= n <= self.n_kv_heads for n in n_kv_heads)
@@ -107,8 +110,8 @@ class ThinkerConfig:
         if last_token >= (V := self.vocab_size) > 1:  # 1 until the tokenizer is known
             raise UserError(f"model.attention names token {last_token}, which is not in the vocabulary (0 to {V - 1})")
         has_linear = any(pattern.n_features for pattern in patterns)
-        if has_linear and (softcap is not None or self.attention_sinks or self.positions == "alibi"):
-            raise UserError("linear attention does not support attn_logit_softcap, attention_sinks or alibi")
+        if has_linear and (softcap or temperature != 1 or self.attention_sinks or self.positions == "alibi"):
+            raise UserError("linear attention does not support attention_temperature, softcap, sinks or alibi")
 
     @property
     def patterns(self) -> list[Pattern]:
@@ -124,9 +127,9 @@ class ThinkerConfig:
     def is_plain(self) -> bool:
         """Whether all layers use full attention, RoPE and plain scores, as in LLaMA and Qwen3."""
         has_plain_scores = self.attn_logit_softcap is None and not self.attention_sinks
-        has_fixed_rope = self.positions == "rope" and not self._has_dynamic_rope and not self.no_rope_layers
-        has_plain_input = has_fixed_rope and not self.token_shift
-        return has_plain_scores and has_plain_input and {pattern.text for pattern in self.patterns} == {"full"}
+        has_changed_input = self._has_dynamic_rope or self.no_rope_layers or self.token_shift
+        is_plain_input = self.positions == "rope" and not has_changed_input
+        return has_plain_scores and is_plain_input and {pattern.text for pattern in self.patterns} == {"full"}
 
     @property
     def is_unbounded(self) -> bool:

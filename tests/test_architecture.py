@@ -91,6 +91,7 @@ NEW_ROOMS = {
     "interop/verify_gguf.py",
     "interop/verify_text.py",
     "interpretability/attention_row.py",
+    "model/attention_temperature.py",
     "model/dropout.py",
     "model/input_checks.py",
     "native/__init__.py",

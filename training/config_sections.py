@@ -66,6 +66,8 @@ class ModelConfig(ConfigSection):
     """Position encoding: rope, alibi, learned, sinusoidal or none."""
     rope_scaling: dict[str, Any] | None = None
     """RoPE scaling for longer contexts, such as `{type: yarn, factor: 4, original_max_seq_len: 256}`. null: none."""
+    attention_temperature: float = 1.0
+    """Divide attention scores by this number, in addition to √head_dim. Below 1, attention is sharper."""
     attn_logit_softcap: float | None = None
     """Soft cap on attention scores. null: none."""
     attention_sinks: bool = False

@@ -13,7 +13,7 @@ from thinker.training.config import Config, Settings
 from thinker.training.config_file import validate_config
 
 # Keys that may differ from the initial model's; `init` and `head_init_std` have no effect in fine-tuning.
-MAY_CHANGE = ("dropout", "max_seq_len", "rope_scaling", "init", "head_init_std")
+MAY_CHANGE = ("dropout", "max_seq_len", "rope_scaling", "attention_temperature", "init", "head_init_std")
 
 
 def load_initial_model(

@@ -60,12 +60,11 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
         check_run_fits(config, device)
     corpus = prepare_training_data(config, tokenizer) if reads_corpus else None
     model_config = config.thinker_config(config.model.vocab_size if corpus is None else corpus.tokenizer.vocab_size)
+    settings = resolve_settings(config, model_config, device, precision)
     if corpus is not None:
         data = config.data
         masking = {"document_masking": data.document_masking, "prefix_len": model_config.prefix}
         sequences = PackedDataset(corpus.train, data.seq_len, data.packing, **masking)
-    settings = resolve_settings(config, model_config, device, precision)
-    if corpus is not None:
         loader = make_loader(settings, corpus, sequences)  # raises UserError if the text is shorter than a sequence
     train = settings.train
     memory = estimate_memory(settings, train.micro_batch_size, device)

@@ -104,7 +104,10 @@ def _check_fit(name: str, teacher: ThinkerConfig, student: ThinkerConfig, config
 
 def hash_weights(model: Thinker) -> str:
     """The sha256 of all weights and the architecture."""
-    digest = hashlib.sha256(repr(sorted(model.config.to_dict().items())).encode())
+    config = model.config.to_dict()
+    if config["attention_temperature"] == 1:  # as before the key existed, so that older runs resume
+        del config["attention_temperature"]
+    digest = hashlib.sha256(repr(sorted(config.items())).encode())
     for _, tensor in sorted(model.state_dict().items()):
         digest.update(tensor.detach().cpu().contiguous().numpy().data)
     return digest.hexdigest()

@@ -41,12 +41,6 @@ def test_any_text_comes_back_and_holds_no_special_token(tokenizer, text):
     assert token_byte_lengths(tokenizer)[ids].sum() == len(text.encode())
 
 
-@given(texts=st.lists(TEXTS))
-def test_a_batch_equals_one_by_one(texts):
-    tokenizer = TOKENIZERS["bpe:600"]
-    assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(text) for text in texts]
-
-
 @every_kind
 def test_special_names_are_special_only_when_asked(tokenizer):
     plain = tokenizer.encode("a<|bos|>b")

@@ -237,7 +237,7 @@ def test_tokens_that_are_not_special_are_found_in_any_text(tmp_path):
         ours, theirs = saved(library, folder)
         assert type(ours) is (HFTokenizer if number else Tokenizer)
         for text in ["über  x", "an  über über", "x"]:
-            assert ours.encode(text) == theirs(text)["input_ids"] == ours.encode_batch([text])[0].tolist()
+            assert ours.encode(text) == theirs(text)["input_ids"]
         assert ours.decode_bytes(ours.encode("a  über")).decode().strip() == "a  über"
         assert ours.special_tokens["<|endoftext|>"] not in ours.encode("<|endoftext|>")
 

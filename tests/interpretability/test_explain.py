@@ -17,6 +17,7 @@ FORMS = {
     "alibi": {"positions": "alibi"}, "sinks": {"attention_sinks": True}, "prefix": {"attention": "prefix(5)"},
     "token shift": {"token_shift": True},
     "sharp": {"std": 2.0, "qk_norm": False},
+    "a temperature": {"attention_temperature": 1.7, "attn_logit_softcap": 2.0},
     "all of it": {"attn_logit_softcap": 3.0, "attention_sinks": True, "positions": "alibi"},
 }  # fmt: skip
 
@@ -29,7 +30,7 @@ def test_weights_follow_from_the_numbers(random_model, form, head):
     for query in (0, 3, 11):
         found = explain(model, prompt, 1, head, query).data
         weights = model.attention_weights(prompt.tokens[None])[1, 0, head, query]
-        scaled = torch.tensor(found["scores"]) * model.config.head_dim**-0.5
+        scaled = torch.tensor(found["scores"]) * model.config.head_dim**-0.5 / model.config.attention_temperature
         assert found["scaled"] == pytest.approx(scaled.tolist(), abs=1e-4)
         cap = model.config.attn_logit_softcap
         capped = scaled if cap is None else cap * torch.tanh(scaled / cap)

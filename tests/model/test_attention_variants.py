@@ -406,6 +406,8 @@ def test_far_keys_alone_are_told_apart_in_16_bits(random_model):
         ({"attention": "LG"}, "needs model.window"),
         ({"attention": "full", "window": 4}, "model.window has no effect"),
         ({"attention": "linear(8)", "attn_logit_softcap": 2.0}, "does not support"),
+        ({"attention": "linear(8)", "attention_temperature": 2.0}, "does not support"),
+        ({"attention_temperature": 0.0}, "from 0.001 to 1000"),
         ({"attention": "linear(8)", "positions": "alibi"}, "does not support"),
         ({"positions": "rop"}, "choose from: rope, alibi"),
         ({"positions": "none", "rope_scaling": {"type": "linear", "factor": 2}}, "only with model.positions=rope"),

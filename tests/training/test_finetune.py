@@ -220,6 +220,8 @@ def test_peft_loads_exported_adapters(make_trainer, base, tmp_path):
         save_adapter(plain, model.config, base, tmp_path / "adapter")
     with pytest.raises(UserError, match=r"model.max_seq_len is 999 but .* which an adapter cannot change"):
         save_adapter(checkpoint, dataclasses.replace(model.config, max_seq_len=999), base, tmp_path / "adapter")
+    with pytest.raises(UserError, match=r"model.attention_temperature is 2.0 but 1.0 in .* which an adapter cannot"):
+        save_adapter(checkpoint, dataclasses.replace(model.config, attention_temperature=2.0), base, tmp_path)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -334,10 +336,12 @@ def test_a_plan_does_not_advise_another_size_for_the_initial_model(base, convers
 
 def test_context_length_and_dropout_may_change(make_trainer):
     trainer = make_trainer("model.max_seq_len=128", "model.dropout=0.1", "data.seq_len=80",
+                       "model.attention_temperature=2",
                        "model.rope_scaling={type: yarn, factor: 2, original_max_seq_len: 64}")  # fmt: skip
     assert trainer.model.config.max_seq_len == 128
     assert trainer.model.rope.scaling.type == "yarn"
     assert trainer.model.dropout.p == 0.1
+    assert trainer.model.blocks[0].attention.scale == trainer.model.config.head_dim**-0.5 / 2
     trainer.batches.close()
     trainer.checkpoints.close()
 

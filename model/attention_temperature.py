@@ -1,0 +1,34 @@
+"""The temperature of attention: change it in a trained model, or move it into the weights."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from thinker.model.config import ThinkerConfig
+from thinker.model.transformer import Thinker
+
+
+def override_attention_temperature(model: Thinker, temperature: float) -> None:
+    """Divide the attention scores of all layers by another temperature: below 1, heads attend to fewer keys.
+
+    Raises UserError as for model.attention_temperature. A Generator keeps the temperature that it was created with.
+    """
+    model.config = dataclasses.replace(model.config, attention_temperature=temperature)
+    for block in model.blocks:
+        block.attention.scale = model.config.head_dim**-0.5 / temperature
+
+
+def fold_attention_temperature(tensors: Mapping[str, Tensor], config: ThinkerConfig) -> dict[str, Tensor]:
+    """The parameters of a model of temperature 1 that computes the same, for formats without a temperature.
+
+    `tensors` are those of a model with `config`, by name. Divided by the temperature are the norm weights of the
+    queries or, without QK-norm, their projection; RoPE, which follows, is linear. Others are returned unchanged.
+    """
+    if config.attention_temperature == 1:
+        return dict(tensors)
+    names = ("q_norm.weight",) if config.qk_norm else ("q_proj.weight", "q_proj.bias")
+    return {
+        name: tensor / config.attention_temperature if name.endswith(names) else tensor
+        for name, tensor in tensors.items()
+    }
