@@ -1,4 +1,4 @@
-"""What it costs to store a matrix in few bits, or to compute the scores of a head with rounded queries and keys.
+"""What it costs to store a matrix in few bits, or to compute a head's scores or its sums of values in few bits.
 
 Each is measured alone, as the change of the loss on the same sequences. An assignment gives more bits to the matrices
 that gain most per byte.
@@ -32,7 +32,7 @@ Changes = dict[tuple[str, int], Callable[[], contextlib.AbstractContextManager]]
 class Cost:
     """The change of the loss in nats per token if one part of a model has few bits, with a 95% interval."""
 
-    name: str  # of a matrix in fused_matrices(), or "blocks.i.attention.heads.h"
+    name: str  # of a matrix in fused_matrices(), "blocks.i.attention.scores.h" or "blocks.i.attention.sums.h"
     bits: int
     loss: float
     low: float | None
@@ -100,6 +100,29 @@ def rounded_scores(model: Thinker, layer: int, head: int, bits: int) -> Iterator
             yield
 
 
+@contextlib.contextmanager
+def rounded_sums(model: Thinker, layer: int, head: int, bits: int) -> Iterator[None]:
+    """Context manager: one head sums rounded values with rounded weights, as an integer product would.
+
+    A value is codes times a scale. The scale joins the weight of its key, and the weights of a query are rounded to
+    2^bits levels from 0 to the largest.
+    """
+    name, attention = f"blocks.{layer}.attention", model.blocks[layer].attention
+    group = head // (attention.n_heads // attention.n_kv_heads)
+    with model.record(f"{name}.v", f"{name}.weights") as recorded:
+
+        def replace(y: Tensor) -> Tensor:  # (B, T, D)
+            v = recorded[f"{name}.v"][:, group].float()
+            values = round_vectors(v, bits)
+            scale = values.abs().amax(-1, keepdim=True).clamp_min(1e-30)  # (B, S, 1)
+            weights = recorded[f"{name}.weights"][:, head].float() * scale.mT  # (B, T, S)
+            step = weights.amax(-1, keepdim=True) / (2**bits - 1)
+            return ((weights / step.clamp_min(1e-30)).round() * step @ (values / scale)).to(y.dtype)
+
+        with model.patch({f"{name}.heads.{head}": replace}):
+            yield
+
+
 @torch.no_grad()
 def sequence_losses(model: Thinker, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of the losses in nats and number of targets of each sequence, (N,) float64 each, from (N, T) tokens."""
@@ -130,7 +153,8 @@ def matrix_changes(model: Thinker, bits: tuple[int, ...] = (8, 4, 1)) -> Changes
 
 
 def head_changes(model: Thinker, bits: tuple[int, ...] = (8, 4, 1)) -> Changes:
-    """The changes for measure(): each head with the scores of queries and keys of so many bits.
+    """The changes for measure(): each head with scores from queries and keys of so many bits, and with its sums of
+    values in so many bits.
 
     Raises UserError for linear attention and sinks, which have no such scores.
     """
@@ -139,9 +163,14 @@ def head_changes(model: Thinker, bits: tuple[int, ...] = (8, 4, 1)) -> Changes:
     if config.attention_sinks or config.positions == "alibi" or by_score:
         raise UserError("scores can be rounded only in heads without sinks, ALiBi, linear attention or choice by score")
     return {
-        (f"blocks.{layer}.attention.heads.{head}", n): lambda i=layer, h=head, n=n: rounded_scores(model, i, h, n)
-        for layer, block in enumerate(model.blocks) for head in range(block.attention.n_heads) for n in bits
-    }  # fmt: skip
+        (f"blocks.{layer}.attention.{kind}.{head}", n): lambda i=layer, h=head, n=n, change=change: change(
+            model, i, h, n
+        )
+        for layer, block in enumerate(model.blocks)
+        for kind, change in (("scores", rounded_scores), ("sums", rounded_sums))
+        for head in range(block.attention.n_heads)
+        for n in bits
+    }
 
 
 def stored_bytes(matrices: tuple[Linear, ...], bits: int) -> int:

@@ -109,12 +109,12 @@ def plot(costs: list[Any], path: Path, title: str) -> None:
 
     parts = ["attention.qkv", "attention.o", "mlp.gate_up", "mlp.down"]
     layers = 1 + max(int(cost.name.split(".")[1]) for cost in costs if cost.name.startswith("blocks"))
-    heads = 1 + max((int(cost.name.split(".")[-1]) for cost in costs if ".heads." in cost.name), default=-1)
+    heads = 1 + max((int(cost.name.split(".")[-1]) for cost in costs if ".scores." in cost.name), default=-1)
     loss = {(cost.name, cost.bits): cost.loss for cost in costs}
     norm = LogNorm(1e-4, max(1e-2, *loss.values()), clip=True)
     kinds = [("matrices", parts)]
-    if heads:
-        kinds.append(("scores of heads", [f"attention.heads.{head}" for head in range(heads)]))
+    for kind, name in (("scores of heads", "scores"), ("sums of heads", "sums")) if heads else ():
+        kinds.append((kind, [f"attention.{name}.{head}" for head in range(heads)]))
     width = sum(len(columns) for _, columns in kinds) * len(BITS)
     figure, panels = new_figure(0.55 * width + 3, 0.42 * layers + 1.9, columns=len(kinds) * len(BITS))
     for axes, (kind, columns, bits) in zip(panels, ((*kind, bits) for kind in kinds for bits in BITS)):

@@ -69,6 +69,7 @@ def test_scores_of_rounded_queries_and_keys(texts):
     """By hand for one head; a head whose scores have many bits costs nothing."""
     model = random_model(n_heads=4, n_kv_heads=2, attn_logit_softcap=5.0)
     _, costs = sensitivity.measure(model, *texts, sensitivity.head_changes(model, (16, 8, 1)))
+    costs = [cost for cost in costs if ".scores." in cost.name]
     assert len(costs) == 2 * 4 * 3
     by_bits = {bits: [abs(cost.loss) for cost in costs if cost.bits == bits] for bits in (16, 8, 1)}
     assert max(by_bits[16]) < 1e-4 < max(by_bits[8]) < max(by_bits[1])
@@ -85,6 +86,29 @@ def test_scores_of_rounded_queries_and_keys(texts):
         model(tokens)
     torch.testing.assert_close(again["blocks.1.attention.weights"][:, 3], expected)
     torch.testing.assert_close(again["blocks.1.attention.weights"][:, :3], rounded[1][:, :3])
+
+
+@torch.no_grad()
+def test_sums_of_rounded_weights_and_values(texts):
+    model = random_model(n_heads=4, n_kv_heads=2)
+    _, costs = sensitivity.measure(model, *texts, sensitivity.head_changes(model, (16, 8, 1)))
+    by_bits = {bits: [abs(c.loss) for c in costs if c.bits == bits and ".sums." in c.name] for bits in (16, 8, 1)}
+    assert len(by_bits[16]) == 2 * 4
+    assert max(by_bits[16]) < 1e-4 < max(by_bits[8]) < max(by_bits[1])
+    name = "blocks.1.attention"
+    points = f"{name}.v", f"{name}.weights", f"{name}.heads.3"
+    with sensitivity.rounded_sums(model, 1, 3, 8), model.record(*points) as cache:
+        model(texts[0])
+    v, weights, found = cache[f"{name}.v"][:, 1], cache[f"{name}.weights"][:, 3], cache[f"{name}.heads.3"]
+    largest = v.abs().amax(-1)  # (B, S)
+    for row, query in ((0, 0), (1, 5), (4, 11)):
+        scaled = weights[row, query] * largest[row]
+        levels = torch.tensor([round(float(255 * one / scaled.max())) for one in scaled])
+        codes = (127 * v[row] / largest[row, :, None]).round()  # (S, D)
+        expected = levels.float() @ codes * scaled.max() / 255 / 127
+        known = weights[row, query] @ v[row]
+        torch.testing.assert_close(found[row, query], expected, rtol=1e-4, atol=1e-5)
+        assert 0 < (expected - known).norm() < 0.02 * known.norm()
 
 
 @pytest.mark.parametrize("form", [{"attention_sinks": True}, {"attention": "linear(8)"}, {"positions": "alibi"}])
@@ -157,7 +181,7 @@ def test_the_command_and_its_file(tiny_run, tmp_path):
     assert set(written["bits"]) == set(matrix_names(2))
     assert 4.5 <= written["bits_per_weight"] <= 5
     result = json.loads(run_script(SCRIPT, tiny_run, "--texts", 4, "--json").stdout)
-    assert len(result["costs"]) == 3 * (len(matrix_names(2)) + 2 * 2)
+    assert len(result["costs"]) == 3 * (len(matrix_names(2)) + 2 * 2 * 2)
     done = run_script(ROOT / "generate.py", tiny_run, "--prompt", "Line", "--bits", f"mixed:{out}", "--seed", 1)
     assert done.returncode == 0, done.stderr
     assert "4-bit weights, " in done.stderr
