@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from thinker.interpretability import heads
+from thinker.interpretability import distances, heads
 from thinker.interpretability.reports import Panel, Prompt, Report, existing_heads, head_labels, to_json
 from thinker.model import Thinker
 
@@ -18,11 +18,11 @@ MEASURES = {
     "previous": heads.previous_token,
     "first": heads.first_token,
 }
-MEASURES_ON_REPEATS = {"duplicate": heads.duplicate_token, "induction": heads.induction}
+MEASURES_ON_REPEATS = {"duplicate": heads.duplicate_token, "induction": heads.induction, "periodic": distances.periodic}
 TITLES = {
     "entropy": "entropy (nats)", "normalised": "normalized entropy", "distance": "mean distance (tokens)",
     "previous": "weight of the previous token", "first": "weight of the first token",
-    "duplicate": "duplicate-token score", "induction": "induction score",
+    "duplicate": "duplicate-token score", "induction": "induction score", "periodic": "strength of a period",
 }  # fmt: skip
 UNBOUNDED = ("entropy", "distance")  # other measures are between 0 and 1
 
@@ -50,7 +50,7 @@ def random_repeats(model: Thinker, ids: Tensor | None = None, n: int = 24, batch
 
 
 def score_heads(model: Thinker, tokens: Tensor, random: Tensor) -> dict[str, Tensor]:
-    """Compute all measures, (layers, H) each: induction and duplicate-token on `random`, the others on `tokens`."""
+    """Compute all measures, (layers, H) each: MEASURES_ON_REPEATS on `random`, the others on `tokens`."""
     scores = measure_heads(model, tokens, MEASURES) | measure_heads(model, random, MEASURES_ON_REPEATS)
     return {name: pad_sequence(x, batch_first=True, padding_value=torch.nan) for name, x in scores.items()}
 
@@ -76,7 +76,7 @@ def report_heads(model: Thinker, prompt: Prompt | None, random: Tensor, origin: 
     panels = [Panel("attention of every head", _tile_attention_maps(model, tokens[:1]), *labels)]
     panels += [Panel(TITLES[name], x, *labels, vmax=None if name in UNBOUNDED else 1.0) for name, x in scores.items()]
     repeats = describe_random(random, origin)
-    header = {"measured on": repeats if prompt is None else f"the prompt; duplicate and induction on {repeats}"}
+    header = {"measured on": repeats if prompt is None else f"the prompt; duplicate, induction, periodic on {repeats}"}
     header["most similar"] = "most similar head in the layer (Jensen–Shannon divergence in nats)"
     data = {name: to_json(x) for name, x in scores.items()} | {"js_divergence": [x.tolist() for x in divergence]}
     n = random.shape[1] // 2

@@ -66,6 +66,8 @@ def parse_arguments() -> argparse.Namespace:
     over.add_argument("--over-training", action="store_true", help="score the heads of every checkpoint of the run")
     importance = {"choices": ("zero", "mean", "gradient"), "help": "rank heads by loss when ablated, or by gradient"}
     over.add_argument("--importance", **importance)
+    content = add_command("content", "score all heads on tales: facts, subjects, word classes", [], "--png content.png")
+    content.add_argument("--stories", type=int, default=32, help="number of stories, which no run was trained on")
     add_command("flow", "trace attention from a position to the tokens: rollout, maximum flow", [prompt, position],
                 once, f"{once} --position 3 --png flow.png")  # fmt: skip
     add_command("attribute", "attribute a prediction to tokens, heads and MLPs", [prompt, target, position],
@@ -159,11 +161,10 @@ def report_on_prompt(
     head = check_index("head", arguments.head, model.blocks[layer].attention.n_heads)
     flag = "query" if arguments.command == "explain" else "position"
     position = check_index(flag, arguments.position, len(prompt.tokens), from_end=True)
-    target = encode_token(tokenizer, "target", arguments.target)
-    contrast_token = encode_token(tokenizer, "contrast-token", arguments.contrast_token)
+    texts = {"target": arguments.target, "contrast-token": arguments.contrast_token}
+    logit = [encode_token(tokenizer, flag, text) for flag, text in texts.items()]
     start = {"layer": layer, "head": head, "position": position, "view": VIEWS.get(arguments.command, "attention")}
-    start |= {"target": target, "contrast_token": contrast_token}
-    logit = target, contrast_token
+    start |= {"target": logit[0], "contrast_token": logit[1]}
     reports = {
         "explain": lambda: explain(model, prompt, layer, head, position),
         "map": lambda: prompt_reports.report_attention_map(model, prompt, layer, head),
@@ -178,12 +179,14 @@ def report_on_prompt(
 
 
 def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, prompt: Any) -> Any:
-    """Make the report of heads, compare or prune."""
+    """Make the report of heads, content, compare or prune."""
     from thinker import checkpoint
     from thinker.interop import load
-    from thinker.interpretability import comparison, head_reports
+    from thinker.interpretability import comparison, content_report, head_reports
     from thinker.training.run_data import sample_sequences, used_token_ids
 
+    if arguments.command == "content":
+        return content_report.report_content(model, tokenizer, folder, arguments.stories)
     if arguments.importance is None:
         with tempfile.TemporaryDirectory() as scratch:
             ids = None if tokenizer is None else used_token_ids(folder, tokenizer, Path(scratch))
@@ -236,7 +239,7 @@ def make_report(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], Any
     if tokenizer is None and (arguments.prompt is not None or arguments.importance is not None):
         raise UserError(f"{arguments.model} has no tokenizer, so it cannot read text; use a model saved with one")
     prompt = None if arguments.prompt is None else Prompt.from_text(model, tokenizer, arguments.prompt)
-    if arguments.command in ("heads", "compare", "prune"):
+    if arguments.command in ("heads", "content", "compare", "prune"):
         return report_on_heads(arguments, folder, model, tokenizer, prompt), {}, model, tokenizer, prompt
     return *report_on_prompt(arguments, model, tokenizer, prompt), model, tokenizer, prompt
 
@@ -244,6 +247,7 @@ def make_report(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], Any
 def main() -> int:
     """Print and write a report. Returns the exit status."""
     arguments = parse_arguments()
+    from thinker.interpretability import html_report, plots
     from thinker.runtime.finite import finite_json
 
     report, start, model, tokenizer, prompt = make_report(arguments)
@@ -254,12 +258,8 @@ def main() -> int:
     if arguments.json not in (None, "-"):
         Path(arguments.json).write_text(text, encoding="utf-8")
     if arguments.png is not None:
-        from thinker.interpretability.plots import plot_panels
-
-        plot_panels(report.panels, arguments.png, title, report.panels_per_row)
+        plots.plot_panels(report.panels, arguments.png, title, report.panels_per_row)
     if arguments.html is not None:
-        from thinker.interpretability import html_report
-
         explorer = None if prompt is None else html_report.make_explorer(model, tokenizer, prompt, **start)
         html_report.write_html_report(arguments.html, title, report, explorer, arguments.command in IN_EXPLORER)
     for file in (arguments.png, arguments.html, arguments.json):

@@ -14,8 +14,9 @@ import torch
 from conftest import ROOT, run_script
 
 from thinker import checkpoint, interop
+from thinker.data import tales
 from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.interpretability import attribution, head_reports, heads, reports
+from thinker.interpretability import attribution, content_heads, head_reports, heads, reports
 from thinker.runtime.errors import RunError, UserError
 from thinker.training.run_data import sample_sequences, used_token_ids
 
@@ -328,6 +329,25 @@ def test_pruning_for_good(command, four_heads, tmp_path):
     assert [line.split()[2] for line in shown.strip().split("\n\n")[1].splitlines()[1:4]] == ["pruned"] * 3
 
 
+def test_what_heads_attend_to_in_tales(command, random_model, tmp_path):
+    tokenizer = make_tokenizer("bpe:600", [tales.generate_story(0, index).text for index in range(50)])
+    model = random_model(vocab_size=tokenizer.vocab_size, max_seq_len=256)
+    checkpoint.save(tmp_path / "model", model, {"step": 0})
+    tokenizer.save(tmp_path / "model")
+    files = "--png", tmp_path / "c.png", "--html", tmp_path / "c.html", "--json", tmp_path / "c.json"
+    shown = command("content", tmp_path / "model", "--stories", 3, *files)
+    assert "3 of tales (outside a run directory" in shown
+    assert [row.split()[0] for row in shown.split("\n\n")[1].splitlines()[1:]] == [
+        f"{n}.{h}" for n in (0, 1) for h in range(4)
+    ]
+    found = json.loads((tmp_path / "c.json").read_text())
+    stories = content_heads.make_stories(model, tokenizer, 3)
+    known = content_heads.score_content(model.attention_weights, stories).relations["next fact"]
+    torch.testing.assert_close(torch.tensor(found["next fact"]["score"]), known.score, atol=1e-5, rtol=0)
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert "<table>" in (tmp_path / "c.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("given", "start"),
     [
@@ -398,6 +418,8 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
             "--over-training: not allowed with argument --importance",
         ),
         (["heads", "--over-training", "--checkpoint", "best"], "--checkpoint has no effect with --over-training"),
+        (["content"], "content needs a model trained on tales, and .* was trained on data.source=text"),
+        (["content", "--prompt", "ab"], "unrecognized arguments: --prompt ab"),
         (["compare"], "compare needs a second model"),
         (["compare", "--other-checkpoint", "step-7"], "has no checkpoint step-7"),
         (["compare", "--other", "nowhere"], "nowhere does not exist"),

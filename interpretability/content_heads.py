@@ -1,0 +1,187 @@
+"""What heads attend to in stories of `tales`: similar words, the first mention of a fact, the subject of a verb.
+
+The words come from the story's exact derivation (data/story_words.py). A score is the mean weight that a head puts on
+all tokens of such words. Chance is the same for the closest head that knows only distances and puts the same weight on
+the first token (interpretability/distances.py), so that a head that always attends nearby does not count.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from thinker.data import tales
+from thinker.data.story_words import Word, find_words
+from thinker.data.tokenizer import Tokenizer
+from thinker.evaluation.perplexity import estimate_ratio
+from thinker.interpretability import distances, heads
+from thinker.model import Thinker
+from thinker.runtime.constants import IGNORE_INDEX
+from thinker.runtime.errors import UserError
+
+SEED = -1  # of no config, so that no model was trained on these stories
+MAX_STORIES = 20  # generated per story that fits into the context
+LOCAL = 4  # tokens that count as local: the query and those before it
+N_COMPARED = 8  # stories on which all pairs of heads are compared, which takes longest
+
+
+def local(weights: Tensor) -> Tensor:
+    """Mean weight of the token itself and the LOCAL - 1 tokens before it; (..., T, T) -> (...)."""
+    return (weights.tril() - weights.tril(-LOCAL)).sum(dim=-1).mean(dim=-1)
+
+
+MEASURES = {"entropy": heads.entropy, "distance": heads.mean_distance, "first": heads.first_token, "local": local}
+# Name of a score -> from which token a head attends to what.
+RELATIONS = {
+    "class": "a word → earlier, other words of the same part of speech",
+    "list": "a word → earlier, other words of the same list",
+    "next fact": "the token before a fact that returns → its first mention",
+    "this fact": "a fact that returns → its first mention",
+    "subject": "a verb → its subject",
+}
+
+
+@dataclass(frozen=True)
+class StoryTokens:
+    """The tokens (T,) of a story, and for each relation the pairs of query and key that belong to it, (T, T) bool."""
+
+    tokens: Tensor
+    relations: dict[str, Tensor]
+    facts: Tensor  # (T,) bool: first tokens of facts that return
+
+
+def locate_words(text: str, words: list[Word], tokenizer: Tokenizer) -> tuple[list[int], list[list[int]]]:
+    """Token ids of a text, and the tokens of each word by position. Raises UserError if the tokenizer changes text."""
+    ids = [*tokenizer.bos_prefix, *tokenizer.encode(text)]
+    pieces = [b"" if token in tokenizer.bos_prefix else tokenizer.token_bytes(token) for token in ids]
+    data = b"".join(pieces)
+    if data.lstrip() != text.encode():  # some tokenizers add a space before the text
+        raise UserError("the tokenizer changes the text of tales, so words have no tokens; use a lossless tokenizer")
+    ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0) - (len(data) - len(text))
+    starts = ends - torch.tensor([len(piece) for piece in pieces])
+    return ids, [((starts < word.end) & (ends > word.start)).nonzero().flatten().tolist() for word in words]
+
+
+def make_story(tokenizer: Tokenizer, index: int) -> StoryTokens:
+    """Generate a story and find its relations. Raises UserError if its words cannot be found in the tokens."""
+    story = tales.generate_story(SEED, index)
+    words = find_words(story)
+    ids, places = locate_words(story.text, words, tokenizer)
+    T = len(ids)
+    relations = {name: torch.zeros(T, T, dtype=torch.bool) for name in RELATIONS}
+    facts = torch.zeros(T, dtype=torch.bool)
+    values = [story.text[word.start : word.end].lower() for word in words]
+    for number, word in enumerate(words):
+        query = places[number][-1]  # the first token that knows the whole word
+        for name, kind in (("class", "part_of_speech"), ("list", "source")):
+            for other, earlier in enumerate(words[:number]):
+                if getattr(word, kind) == getattr(earlier, kind) != "" and values[other] != values[number]:
+                    relations[name][query, places[other]] = True
+        for other in word.subject:
+            relations["subject"][query, places[other]] = True
+        if word.first_mention is not None:
+            relations["this fact"][query, places[word.first_mention]] = True
+            relations["next fact"][places[number][0] - 1, places[word.first_mention]] = True
+            facts[places[number][0]] = True
+    return StoryTokens(torch.tensor(ids), relations, facts)
+
+
+def make_stories(model: Thinker, tokenizer: Tokenizer, n: int) -> list[StoryTokens]:
+    """The first n stories that fit into the model's context. Raises UserError if there are fewer."""
+    if n < 2:
+        raise UserError(f"--stories is {n}; use at least 2")
+    limit = model.config.max_seq_len
+    lengths, stories = [], []
+    for index in range(MAX_STORIES * n):
+        story = make_story(tokenizer, index)
+        lengths.append(len(story.tokens))
+        if lengths[-1] <= limit:
+            stories.append(story)
+        if len(stories) == n:
+            return stories
+    found = f"a story has {min(lengths)} tokens or more, and the model reads {limit}"
+    raise UserError(f"only {len(stories)} of {len(lengths)} stories fit into the context ({found})")
+
+
+@dataclass(frozen=True)
+class RelationScore:
+    """Mean weight of a relation by head, (layers, H) each, nan for missing heads, with 95% intervals over stories."""
+
+    score: Tensor
+    low: Tensor
+    high: Tensor
+    chance: Tensor
+    excess: Tensor  # score minus chance
+    excess_low: Tensor
+    excess_high: Tensor
+
+
+@dataclass(frozen=True)
+class ContentScores:
+    """Scores of all heads, (layers, H) unless stated otherwise, nan for missing heads."""
+
+    relations: dict[str, RelationScore]
+    measures: dict[str, Tensor]  # MEASURES, and "local": weight of the query and the LOCAL - 1 tokens before it
+    strength: Tensor  # of the period
+    period: Tensor
+    by_distance: Tensor  # (layers, H, T): weights of the closest head that knows only distances
+    divergence: Tensor  # (layers · H, layers · H): mean Jensen–Shannon divergence, nats
+
+
+@torch.no_grad()
+def score_content(attention: Callable[[Tensor], Tensor], stories: list[StoryTokens]) -> ContentScores:
+    """Score heads on stories. attention: tokens (1, T) -> weights (layers, 1, H, T, T), as model.attention_weights."""
+    longest = max(len(story.tokens) for story in stories)
+    by_distance, by_query, divergence = [], [], []
+    found, measures = {name: [] for name in RELATIONS}, {name: [] for name in MEASURES}
+    for number, story in enumerate(tqdm(stories, desc="reading stories")):
+        weights = attention(story.tokens[None])[:, 0].float().cpu()  # (layers, H, T, T)
+        for name, pairs in story.relations.items():
+            found[name].append((weights * pairs).sum(dim=(-2, -1)))  # (layers, H)
+        for name, measure in MEASURES.items():
+            measures[name].append(measure(weights))
+        if number < N_COMPARED:
+            divergence.append(heads.pairwise_js_divergence(weights.flatten(0, 1)))
+        padding = longest - len(story.tokens)
+        sums = distances.sum_by_distance(weights)
+        by_distance.append(F.pad(sums[0], (0, padding)))
+        by_query.append(F.pad(sums[1], (0, padding)))
+    w = distances.fit_distances(sum(by_distance), sum(by_query))
+    relations = {}
+    for name in RELATIONS:
+        pairs = [story.relations[name] for story in stories]
+        expected = [distances.expected_weights(w, mass[..., : len(x)]) * x for mass, x in zip(by_query, pairs)]
+        chance = torch.stack([weights.sum(dim=(-2, -1)) for weights in expected], dim=-1)  # (layers, H, N)
+        n_queries = torch.tensor([float(x.any(dim=-1).sum()) for x in pairs])
+        relations[name] = _score(torch.stack(found[name], dim=-1), chance, n_queries)
+    means = {name: torch.stack(values).mean(dim=0) for name, values in measures.items()}
+    strength, period = distances.periodicity(w)
+    strength = strength.where(~means["entropy"].isnan(), torch.nan)
+    return ContentScores(relations, means, strength, period, w, torch.stack(divergence).mean(dim=0))
+
+
+def _score(found: Tensor, chance: Tensor, n_queries: Tensor) -> RelationScore:
+    """Estimate means over queries: sums of weights by story (layers, H, N), and their numbers of queries (N,)."""
+    score, excess = _estimate(found, n_queries), _estimate(found - chance, n_queries)
+    return RelationScore(*score, (chance.sum(dim=-1) / n_queries.sum()).float(), *excess)
+
+
+def _estimate(sums: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
+    """Σ sums / Σ sizes with its 95% interval: (layers, H, N), (N,) -> (layers, H) each."""
+    estimates = [vars(estimate_ratio(row, sizes, 0.95)).values() for row in sums.flatten(0, 1)]
+    rows = torch.tensor([[torch.nan if x is None else x for x in estimate] for estimate in estimates])
+    return rows.unflatten(0, sums.shape[:2]).unbind(dim=-1)
+
+
+def fact_targets(stories: list[StoryTokens]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, (N, T) each, whose loss counts only on the first token of facts that return."""
+    T = max(len(story.tokens) for story in stories) - 1
+    inputs, targets = torch.zeros(len(stories), T, dtype=torch.int64), torch.full((len(stories), T), IGNORE_INDEX)
+    for row, story in enumerate(stories):
+        n = len(story.tokens) - 1
+        inputs[row, :n] = story.tokens[:-1]
+        targets[row, :n] = torch.where(story.facts[1:], story.tokens[1:], IGNORE_INDEX)
+    return inputs, targets
