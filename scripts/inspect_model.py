@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
         group = shared.add_argument_group("output")
         group.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to FILE")
         group.add_argument("--png", type=png_file, metavar="FILE", help="plot the report")
-        html_help = "write an HTML report" + ("" if name == "prune" else " (interactive with --prompt)")
+        html_help = "write an HTML report" + ("" if name in ("prune", "content") else " (interactive with --prompt)")
         group.add_argument("--html", type=Path, metavar="FILE", help=html_help)
         options = {"help": summary, "description": summary, "parents": [shared, *parents]}
         return commands.add_parser(name, **options, examples=[f"runs/quickstart {example}" for example in examples])

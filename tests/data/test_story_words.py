@@ -50,6 +50,8 @@ def test_words_cover_the_text_and_slots_are_those_of_its_parse(seed, index):
     }
     for number, word in enumerate(words):
         assert max(word.subject, default=-1) < number
+        for part in word.subject:  # the nearest word of this kind
+            assert texts[part].lower() not in [text.lower() for text in texts[part + 1 : number]]
         assert not word.subject or word.part_of_speech == "verb"
         assert bool(word.part_of_speech) == bool(word.source or word.subject)
 

@@ -93,7 +93,12 @@ def test_heads_that_know_only_distances_score_their_chance(stories):
     assert found.period[0, 3] == 6
     assert found.strength[0, [0, 1, 2, 4]].max() < 0.05
     assert found.divergence.shape == (5, 5)
-    assert found.measures["local"][0].tolist()[2] == pytest.approx(0.5, abs=0.02)
+
+
+def test_local_is_the_token_and_the_three_before_it(stories):
+    at = [lambda story, k=k: by_distance(len(story.tokens), lambda d: (d == k).float()) for k in (0, 3, 4)]
+    found = score(stories, *at).measures["local"][0].tolist()
+    assert found == [pytest.approx(x, abs=0.04) for x in (0.5, 0.5, 0)]  # the first rows attend to the first token
 
 
 def test_relations_are_those_of_the_words(bpe):
