@@ -106,6 +106,7 @@ def config_markdown() -> str:
     """A table of keys per section."""
     from thinker.training.config import Config
     from thinker.training.distill_config import DistillConfig
+    from thinker.training.prune_config import PruneConfig
     from thinker.training.source_config import CleanConfig, MixedSource
 
     parts = [
@@ -113,7 +114,12 @@ def config_markdown() -> str:
         f"Every key of a config file. On the command line, write `section.key=value`. {GENERATED}",
     ]
     sections = {name: field.annotation for name, field in Config.model_fields.items()}
-    nested = {"data.sources": MixedSource, "data.clean": CleanConfig, "train.distill": DistillConfig}
+    nested = {
+        "data.sources": MixedSource,
+        "data.clean": CleanConfig,
+        "train.distill": DistillConfig,
+        "train.prune": PruneConfig,
+    }
     for section_name, section in (sections | nested).items():
         schema = section.model_json_schema()
         parts += [f"## {section_name}\n", f"{inspect.cleandoc(section.__doc__)}\n"]

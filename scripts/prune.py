@@ -1,4 +1,4 @@
-"""Remove heads, neurons and layers from a model: python scripts/prune.py PATH --out FOLDER."""
+"""Remove heads, neurons, layers and weights from a model: python scripts/prune.py PATH --out FOLDER."""
 
 import argparse
 import json
@@ -17,8 +17,12 @@ METHODS = ("gradient", "activation", "magnitude", "random")
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line. Raises UserError for flags that cannot be combined."""
     examples = ("runs/quickstart --neurons 0.5 --heads 0.33 --out runs/pruned",
-                "runs/quickstart --layers 1 --by activation --out runs/pruned")  # fmt: skip
-    description = "Remove the least important heads, neurons and layers, and write a smaller model."
+                "runs/quickstart --layers 1 --by activation --out runs/pruned",
+                "runs/quickstart --weights 0.5 --by activation --out runs/sparse",
+                "runs/gradually-pruned --zeros --out runs/smaller")  # fmt: skip
+    description = (
+        "Remove the least important heads, neurons and layers, or set weights to zero, and write the new model."
+    )
     parser = ArgumentParser(description=description, examples=examples)
     parser.add_model("path", "PATH")
     parser.add_argument("--out", type=Path, metavar="FOLDER", required=True, help="folder for the smaller model")
@@ -27,8 +31,12 @@ def parse_arguments() -> argparse.Namespace:
     heads_help = "fraction of the KV heads in each layer, with the query heads that share them"
     group.add_argument("--heads", type=float, default=0.0, help=heads_help)
     group.add_argument("--layers", type=int, default=0, help="number of layers")
-    by_help = f"how to score the parts: {', '.join(METHODS)}"
-    group.add_argument("--by", choices=METHODS, default="gradient", metavar="METHOD", help=by_help)
+    weights_help = "fraction of the weights in each matrix of the blocks to set to zero; the file stays as large"
+    group.add_argument("--weights", type=float, default=0.0, help=weights_help)
+    zeros_help = "remove KV heads and neurons whose weights are zero after training with train.prune"
+    group.add_argument("--zeros", action="store_true", help=zeros_help)
+    by_help = f"how to score them: {', '.join(METHODS)}; for weights, activation is Wanda (default: gradient)"
+    group.add_argument("--by", choices=METHODS, metavar="METHOD", help=by_help)
     group.add_argument("--seed", type=int, help="seed of --by random (default: 0)")
     group = parser.add_argument_group("text and output")
     group.add_argument("--text", type=Path, metavar="FILE", help="text file (default: the run's validation split)")
@@ -36,11 +44,15 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--json", action="store_true", help="print one JSON object")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     arguments = parser.parse_args()
-    for name in ("neurons", "heads"):
+    for name in ("neurons", "heads", "weights"):
         if not 0 <= getattr(arguments, name) < 1:
             raise UserError(f"--{name} is {getattr(arguments, name):g}; use a fraction of at least 0 and below 1")
-    if not (arguments.neurons or arguments.heads or arguments.layers):
-        raise UserError("nothing would be removed; set --neurons, --heads or --layers")
+    has_share = bool(arguments.neurons or arguments.heads or arguments.layers or arguments.weights)
+    if not (has_share or arguments.zeros):
+        raise UserError("nothing would be removed; set --neurons, --heads, --layers, --weights or --zeros")
+    if arguments.zeros and (has_share or arguments.by):
+        raise UserError("--zeros removes only what is zero; leave out --neurons, --heads, --layers, --weights and --by")
+    arguments.by = arguments.by or "gradient"
     if arguments.seed is not None and arguments.by != "random":
         raise UserError("--seed has no effect without --by random; remove it")
     if arguments.texts < 1 or arguments.layers < 0:
@@ -48,10 +60,18 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def prune(model: Any, scores: Any, arguments: argparse.Namespace) -> tuple[Any, list[str]]:
-    """The smaller model, and what was removed, in words."""
-    from thinker.compression import pruning
+def prune(model: Any, texts: Any, arguments: argparse.Namespace) -> tuple[Any, list[str]]:
+    """The pruned model, and what was removed, in words. texts: sequences to score on, tokens and targets."""
+    from thinker.compression import pruning, weight_pruning, zeros
+    from thinker.compression.saliency import score_parts
 
+    if arguments.zeros:
+        model, words = zeros.remove_zeros(model)
+        if not words:
+            raise UserError(f"{arguments.path} has no KV heads or neurons that are zero; train with train.prune first")
+        return model, words
+    seed = arguments.seed or 0
+    scores = score_parts(model, *texts, arguments.by, seed)
     words, n_layers = [], len(model.blocks)
     removed = scores.layers.argsort()[: arguments.layers].tolist()
     kept = [layer for layer in range(n_layers) if layer not in removed]
@@ -71,7 +91,20 @@ def prune(model: Any, scores: Any, arguments: argparse.Namespace) -> tuple[Any, 
         n_kept = max(1, len(neurons[0]) - round(arguments.neurons * len(neurons[0])))
         model = pruning.prune_neurons(model, [each.argsort(descending=True)[:n_kept] for each in neurons])
         words.append(f"{len(neurons[0]) - n_kept} of {len(neurons[0])} neurons in each layer")
+    if arguments.weights:
+        by_weight = weight_pruning.score_weights(model, *texts, arguments.by, seed)
+        weight_pruning.zero_weights(model, by_weight, arguments.weights, by_row=arguments.by == "activation")
+        words.append(f"{weight_pruning.zero_share(model):.1%} of the weights in the blocks, which are zero now")
     return model, words
+
+
+def measure(model: Any, texts: Any) -> dict[str, Any]:
+    """The number of parameters of a model, and its loss on sequences, tokens and targets."""
+    from thinker.compression.sensitivity import sequence_losses
+
+    nats, counts = sequence_losses(model, *texts)
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"parameters": n_parameters, "loss": float(nats.sum() / counts.sum())}
 
 
 def main() -> int:
@@ -79,8 +112,6 @@ def main() -> int:
     arguments = parse_arguments()
 
     from thinker import checkpoint
-    from thinker.compression.saliency import score_parts
-    from thinker.compression.sensitivity import sequence_losses
     from thinker.interop import load
     from thinker.runtime.device import choose_device
     from thinker.training.run_data import sample_sequences
@@ -90,25 +121,27 @@ def main() -> int:
         raise UserError(f"{arguments.path} has no tokenizer, so it cannot read text; use a model saved with one")
     with tempfile.TemporaryDirectory() as scratch:
         texts = sample_sequences(model, tokenizer, Path(arguments.path), arguments.text, arguments.texts, Path(scratch))
-    scores = score_parts(model, *texts, arguments.by, arguments.seed or 0)
-    pruned, words = prune(model, scores, arguments)
-    result: dict[str, Any] = {"removed": words, "by": arguments.by}
-    for name, each in (("before", model), ("after", pruned)):
-        nats, counts = sequence_losses(each, *texts)
-        n_parameters = sum(parameter.numel() for parameter in each.parameters())
-        result[name] = {"parameters": n_parameters, "loss": float(nats.sum() / counts.sum())}
+    by = "zeros" if arguments.zeros else arguments.by
+    result: dict[str, Any] = {"by": by, "before": measure(model, texts)}  # before weights become zero in place
+    pruned, words = prune(model, texts, arguments)
+    result |= {"removed": words, "after": measure(pruned, texts)}
     checkpoint.save(arguments.out, pruned, {"step": 0})
     tokenizer.save(arguments.out)
     if arguments.json:
         print(json.dumps(result))
         return 0
-    print(f"removed by {arguments.by}: {', '.join(words)}")
+    print(f"removed by {by}: {', '.join(words)}")
     for name in ("before", "after"):
         row = result[name]
         print(f"{name:>6}: {row['parameters'] / 1e6:.2f}M parameters, {row['loss']:.4f} nats per token")
     out, path = shlex.quote(str(arguments.out)), shlex.quote(str(arguments.path))
+    if arguments.zeros:
+        print(f"wrote {out}", file=sys.stderr)
+        return 0
     print(f"wrote {out}; train it on, with its original as a teacher:", file=sys.stderr)
-    print(f"  python train.py CONFIG run.init_from={out} train.distill.teacher={path} run.dir=...", file=sys.stderr)
+    hold = f" train.prune.weights={arguments.weights:g}" if arguments.weights else ""  # keeps the zeros
+    options = f"run.init_from={out} train.distill.teacher={path}{hold} run.dir=..."
+    print(f"  python train.py CONFIG {options}", file=sys.stderr)
     return 0
 
 

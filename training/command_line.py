@@ -41,7 +41,7 @@ class _ListKeys(argparse.Action):
 
 def list_keys(section: str | None = None) -> str:
     """One line per key of a section, or of all sections: name, default and meaning. Raises UserError."""
-    nested = _nested_keys() if section in ("data.sources", "data.clean", "train.distill") else {}
+    nested = _nested_keys() if section in ("data.sources", "data.clean", "train.distill", "train.prune") else {}
     keys = {
         name: texts for name, texts in (_keys() | nested).items() if section is None or name.startswith(f"{section}.")
     }
@@ -65,11 +65,17 @@ def _keys() -> dict[str, tuple[str, str]]:
 
 
 def _nested_keys() -> dict[str, tuple[str, str]]:
-    """The keys of data.clean and train.distill, and of the first source in data.sources."""
+    """The keys of data.clean, train.distill and train.prune, and of the first source in data.sources."""
     from thinker.training.distill_config import DistillConfig
+    from thinker.training.prune_config import PruneConfig
     from thinker.training.source_config import CleanConfig, MixedSource
 
-    nested = {"data.sources.0": MixedSource, "data.clean": CleanConfig, "train.distill": DistillConfig}
+    nested = {
+        "data.sources.0": MixedSource,
+        "data.clean": CleanConfig,
+        "train.distill": DistillConfig,
+        "train.prune": PruneConfig,
+    }
     return {
         f"{name}.{key}": ("" if field.is_required() else json.dumps(field.default), " ".join(field.description.split()))
         for name, model in nested.items()

@@ -10,6 +10,7 @@ from thinker.training import config_sections as sections
 from thinker.training.config_types import ConfigSection, Positive
 from thinker.training.data_config import DEFAULT_SEQ_LEN, DataConfig
 from thinker.training.distill_config import check_distillation, teacher_path
+from thinker.training.prune_config import check_pruning
 
 
 class Config(ConfigSection):
@@ -56,6 +57,7 @@ class Config(ConfigSection):
         if train.async_save and train.save_sharded is True:
             raise ValueError("train.async_save cannot be combined with train.save_sharded=true; remove one of them")
         check_distillation(train, model, data)
+        check_pruning(train, model)
         is_cautious = optimizer.cautious_weight_decay or None
         has_samples = "sample_every" in train.model_fields_set  # null turns samples off and leaves the prompt unused
         for key, value, is_read, reader in (

@@ -11,6 +11,7 @@ from thinker.runtime.errors import UserError, did_you_mean
 from thinker.runtime.reading import Loader, read_yaml
 from thinker.training.config import Config
 from thinker.training.distill_config import DistillConfig
+from thinker.training.prune_config import PruneConfig
 from thinker.training.source_config import CleanConfig, MixedSource
 
 LIST = "a list of two numbers, such as [0.8, 0.95]"
@@ -23,7 +24,8 @@ EXPECTED = {  # what a value must be, by the start of pydantic's error type
     "less_than_equal": "at most {le:.16g}", "less_than": "less than {lt:.16g}",
 }  # fmt: skip
 NESTED = {  # parts of a location, the model
-    ("data", "sources"): (4, MixedSource), ("data", "clean"): (3, CleanConfig), ("train", "distill"): (3, DistillConfig)
+    ("data", "sources"): (4, MixedSource), ("data", "clean"): (3, CleanConfig),
+    ("train", "distill"): (3, DistillConfig), ("train", "prune"): (3, PruneConfig),
 }  # fmt: skip
 
 

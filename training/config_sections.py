@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 
 from thinker.training.config_types import Beta, ConfigSection, Fraction, Natural, PathText, Positive, Rate, Size
 from thinker.training.distill_config import DistillConfig
+from thinker.training.prune_config import PruneConfig
 
 
 class RunConfig(ConfigSection):
@@ -132,6 +133,8 @@ class TrainConfig(ConfigSection):
     """Scale the output of the LoRA adapters by lora_alpha / lora_rank. null: twice the rank."""
     distill: DistillConfig | None = None
     """Learn from a teacher, such as `{teacher: runs/large}` (docs/guides/smaller-models.md). null: from text alone."""
+    prune: PruneConfig | None = None
+    """Make parts of the model zero while it learns, such as `{neurons: 0.5}` (same guide). null: prune nothing."""
     checkpoint_every_n_blocks: Positive | None = None
     """Save memory: recompute the activations of every n-th block in the backward pass. null: recompute none."""
     offload_activations: bool = False

@@ -107,8 +107,7 @@ def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.dev
         tokens = torch.zeros(micro_batch_size, settings.data.seq_len, dtype=torch.int64, device=device)
         batch = Batch(tokens, tokens, tokens.numel(), tokens if settings.data.document_masking else None)
         meter.now = weights  # the estimate excludes counters and the batch
-        if step.average is not None:
-            meter.now += sum(average.nbytes for average in step.average.averages)
+        meter.now += step.after_step.nbytes
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         step.optimizers.step()  # the first step creates the optimizer state

@@ -25,7 +25,7 @@ from thinker.training.step import TrainingStep
 # Keys that must not change. In the sections model and data these are all keys except DATA_KEYS_OF_THE_MACHINE.
 FIXED_KEYS = {
     "optimizer": ("name",), "run": ("seed", "init_from"),
-    "train": ("batch_size", "lora_rank", "lora_alpha", "ema_decay", "distill"),
+    "train": ("batch_size", "lora_rank", "lora_alpha", "ema_decay", "distill", "prune"),
 }  # fmt: skip
 DATA_KEYS_OF_THE_MACHINE = ("cache_dir", "num_workers", "streaming")  # do not affect text or batches
 PATHS = ("path", "val_tokens", "tokenizer", "chat_template")  # in data; files may move, but must not change
@@ -143,14 +143,13 @@ def resume_run(
 
 def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
     """Load a checkpoint into model, optimizers and scaler. Raises CorruptCheckpoint if names or shapes differ."""
-    has_optimizer_state = bool(checkpoint.read_header(folder, checkpoint.TRAINING))  # no state before the first step
-    expected = step.optimizers.expected_state() if has_optimizer_state else {}
-    if step.average is not None:
-        expected |= step.average.expected_tensors()
+    expected = step.after_step.expected_tensors()
+    has_optimizer_state = checkpoint.read_header(folder, checkpoint.TRAINING).keys() > expected.keys()
+    if has_optimizer_state:  # there is none before the first step
+        expected |= step.optimizers.expected_state()
     tensors = checkpoint.load_tensors(folder, checkpoint.TRAINING, expected)
     checkpoint.load_weights(step.model, folder)
-    if step.average is not None:
-        step.average.load(tensors)
+    step.after_step.load(tensors)
     if has_optimizer_state:
         step.optimizers.load_state(tensors)
     if state.scaler:

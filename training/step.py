@@ -18,8 +18,8 @@ from thinker.training.distributed import gradient_sync, parallelize
 from thinker.training.kernels import cached_weight_casts, choose_kernels, fused_kernels
 from thinker.training.mixed_data import sum_by_source
 from thinker.training.optimizers import Optimizers
+from thinker.training.pruning import make_after_step
 from thinker.training.teacher import Teacher
-from thinker.training.weight_average import WeightAverage
 
 
 class TrainingStep:
@@ -43,7 +43,7 @@ class TrainingStep:
         self.kernels, self.kernel_problem = choose_kernels(self.train, self.device)
         self.compute_loss = make_loss(self.model, self.parallel_model, teacher, self.kernels)
         self.optimizers = Optimizers(self.model, settings.optimizer, is_fused=self.kernels is not None)
-        self.average = None if self.train.ema_decay is None else WeightAverage(self.model, self.train.ema_decay)
+        self.after_step = make_after_step(self.model, self.optimizers, settings, dist)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
         self.skip_nonfinite = skip_nonfinite
         self.n_sources = len(settings.data.sources or ())
@@ -102,10 +102,6 @@ class TrainingStep:
         self.scaler.update()
         self.optimizers.zero_grad()
         return loss, grad_norm
-
-    def averaged_weights(self) -> contextlib.AbstractContextManager[dict[str, Tensor]]:
-        """Context in which the model has its averaged weights, if it has any. Yields the others for a checkpoint."""
-        return contextlib.nullcontext({}) if self.average is None else self.average.in_model()
 
     def _should_skip(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Count non-finite steps. Returns whether to skip this step, on the device."""

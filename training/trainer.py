@@ -143,8 +143,7 @@ class Trainer:
         if self.batch.n_targets:
             self.unread.append((state.step, torch.cat((loss[None], grad_norm[None], self.step.part_sums.flatten()))))
         state.step += 1
-        if self.step.average is not None:
-            self.step.average.update(state.step)
+        self.step.after_step.update(state.step, self.progress(), self.batch)
         state.tokens += self.batch.n_targets
         is_log_step = state.step % self.settings.train.log_every == 0
         if is_log_step:
@@ -240,7 +239,7 @@ class Trainer:
         state.pending_steps, state.pending_losses, state.pending_norm, state.pending_sources = 0, 0.0, None, []
         if state.skipped:
             line["skipped_steps"] = state.skipped
-        self.log(line | {"data_wait": waited / seconds} | self.speed(tokens / seconds))
+        self.log(line | {"data_wait": waited / seconds} | self.speed(tokens / seconds) | self.step.after_step.metrics())
         val = f", validation {self.last_evaluation.loss:.3f}" if self.last_evaluation else ""
         text = f"step {state.step}, epoch {self.epochs:.2f}, loss {line['train_loss']:.3f}{val}"
         self.bar.set_postfix_str(f"{text}, {tokens / seconds:,.0f} tokens/s", refresh=False)
@@ -288,7 +287,7 @@ class Trainer:
         self.read_losses()
         if state.evaluated_at == state.step:
             return
-        with self.step.averaged_weights():
+        with self.step.after_step.in_model():
             evaluation = self.evaluator(self.model, self.poll_signals)
             if evaluation is not None:
                 self.record_evaluation(evaluation)
@@ -309,7 +308,8 @@ class Trainer:
         state.evaluations_since_lowest += 1
         if state.lowest_val_loss is None or evaluation.loss < state.lowest_val_loss:
             state.lowest_val_loss, state.lowest_at, state.evaluations_since_lowest = evaluation.loss, state.step, 0
-        if state.best_val_loss is None or evaluation.loss < state.best_val_loss:
+        is_best = state.best_val_loss is None or evaluation.loss < state.best_val_loss
+        if is_best and self.step.after_step.is_complete:
             state.best_val_loss = evaluation.loss
             values = {"step": state.step, "val_loss": evaluation.loss, "corpus": self.corpus.sha256}
             best = checkpoint.checkpoint_files(self.model, values)
@@ -323,14 +323,14 @@ class Trainer:
             state, tensors = self.state.model_dump(mode="json"), self.step.optimizers.tensors()
             self.run.check()
             self.run.flush_metrics()
-            with self.step.averaged_weights() as weights:
+            with self.step.after_step.in_model() as weights:
                 files = checkpoint.checkpoint_files(self.model, state, tensors | weights)
                 self.checkpoints.save("step", self.state.step, files)
             self.saved = self.state.model_copy(deep=True)
 
     def sample(self) -> str:
         """A sample from the current model, as one line; empty except on rank 0. All ranks must call this."""
-        with self.step.averaged_weights():
+        with self.step.after_step.in_model():
             return self._sample()
 
     def _sample(self) -> str:

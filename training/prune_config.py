@@ -1,0 +1,71 @@
+"""Keys of train.prune, and what they cannot be combined with."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from thinker.training.config_types import ConfigSection, Fraction, Positive
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+EVERY = 20  # optimizer steps
+
+
+class PruneConfig(ConfigSection):
+    """Pruning during training: parts become zero and stay zero (docs/guides/smaller-models.md)."""
+
+    weights: Share = 0.0
+    """Share of the weights in each matrix of the blocks that are zero at the end."""
+    neurons: Share = 0.0
+    """Share of the neurons in the MLP of each layer that are zero at the end."""
+    heads: Share = 0.0
+    """Share of the KV heads in each layer that are zero at the end, with the query heads that share them."""
+    by: Literal["magnitude", "activation", "gradient", "random", "gates"] = "magnitude"
+    """How to choose: scores as in scripts/prune.py, or learned gates, which choose heads over all layers."""
+    start: Fraction = 0.1
+    """When pruning begins, as a share of the run."""
+    end: Share = 0.7
+    """When pruning is complete, as a share of the run. The rest is training without what was pruned."""
+    every: Positive | None = None
+    """Steps between scores. null: 20; with gates, every step."""
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> "PruneConfig":
+        if not (self.weights or self.neurons or self.heads):
+            raise ValueError("weights, neurons and heads are 0, so nothing is pruned; raise one")
+        if self.start > self.end:
+            raise ValueError(f"start is {self.start:g}, after end ({self.end:g}); lower it")
+        if self.by == "gates" and (self.weights or self.neurons or not self.heads):
+            raise ValueError("by=gates chooses heads only; set heads, and remove weights and neurons")
+        if self.by == "gates" and self.every is not None:
+            raise ValueError("every has no effect with by=gates, which learn in every step; remove it")
+        return self
+
+    def share(self, final: float, progress: float) -> float:
+        """The share that should be pruned when the share `progress` of the run is done; `final` is that at the end.
+
+        It rises fast at first and slowly at the end (Zhu & Gupta 2017, arXiv:1710.01878).
+        """
+        if progress >= self.end:
+            return final
+        if progress <= self.start:
+            return 0.0
+        return final * (1 - (1 - (progress - self.start) / (self.end - self.start)) ** 3)
+
+
+def check_pruning(train: Any, model: Any) -> None:
+    """Raise ValueError if keys of the sections train and model contradict train.prune."""
+    prune = train.prune
+    if prune is None:
+        return
+    has_gates = prune.by == "gates"
+    for name, key, is_set, reason in (
+        ("train.prune", "train.lora_rank", train.lora_rank is not None, "trains no weight of the matrices"),
+        ("train.prune", "model.size=auto", model.size == "auto", "chooses the shape itself; set the shape"),
+        ("train.prune", "train.patience", train.patience is not None, "may end the run before pruning does"),
+        ("train.prune", "train.parallel=fsdp", train.parallel == "fsdp", "splits the matrices; use ddp"),
+        ("train.prune.by=gates", "train.ema_decay", has_gates and train.ema_decay, "averages weights without gates"),
+        ("train.prune.by=gates", "train.precision=fp16", has_gates and train.precision == "fp16",
+         "scales the gradients; use bf16 or fp32"),
+    ):  # fmt: skip
+        if is_set:
+            raise ValueError(f"{name} cannot be combined with {key}, which {reason}")
