@@ -46,7 +46,7 @@ class GradualPruning(AfterStep):
     @property
     def is_complete(self) -> bool:
         """Whether as much is zero as there should be at the end."""
-        if not self._is_complete:
+        if not self._is_complete and self._has_learned():
             options, blocks = self.options, self.model.blocks
             pairs = [(zero_groups(block), options.heads) for block in blocks]
             pairs += [(zero_neurons(block), options.neurons) for block in blocks]
@@ -56,11 +56,15 @@ class GradualPruning(AfterStep):
             self._is_complete = all(int(is_zero.sum()) >= round(share * is_zero.numel()) for is_zero, share in pairs)
         return self._is_complete
 
+    def _has_learned(self) -> bool:
+        """Whether all matrices have left the zeros that output projections begin with, and so have scores."""
+        return all(bool(weight.any()) for weight in self.matrices.values())
+
     def update(self, step: int, progress: float, batch: Batch) -> None:
         """Prune if it is time to; keep pruned weights out of the average."""
         super().update(step, progress, batch)
         is_due = step % (self.options.every or EVERY) == 0 and progress >= self.options.start
-        if (is_due or progress >= self.options.end) and not self.is_complete:
+        if (is_due or progress >= self.options.end) and not self.is_complete and self._has_learned():
             self._prune(progress, batch)
         if self.average is not None:
             for name, weight, average in zip(self.average.names, self.average.weights, self.average.averages):

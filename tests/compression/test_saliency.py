@@ -122,7 +122,7 @@ def test_the_command(tiny_run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "nothing would be removed; set --neurons, --heads or --layers"),
+        ([], "nothing would be removed; set --neurons, --heads, --layers, --weights or --zeros"),
         (["--neurons", 1], "--neurons is 1; use a fraction of at least 0 and below 1"),
         (["--layers", 2], "keep at least one"),
         (["--heads", 0.3], "--heads 0.3 removes none of 1 KV heads; raise it"),

@@ -43,6 +43,7 @@ EAGER = {
     "train.ema_decay": ["null", "0.9"],
     "teacher": ["none", "logits", "activations", "cached"],
     "decay": ["none", "plain", "cautious"],
+    "prune": ["none", "weights", "neurons", "gates"],
 }
 TEACHERS = {
     "none": [],
@@ -55,8 +56,16 @@ DECAYS = {
     "plain": ["optimizer.weight_decay=0.1"],
     "cautious": ["optimizer.weight_decay=0.1", "optimizer.cautious_weight_decay=true"],
 }
+# Random scores do not depend on rounding. Pruning ends with the first step, whatever train.max_steps is.
+AT_ONCE = ["train.prune.start=0", "train.prune.end=0.25"]
+PRUNED = {
+    "none": [],
+    "weights": ["train.prune.weights=0.5", "train.prune.every=1", "train.prune.by=random", *AT_ONCE],
+    "neurons": ["train.prune.neurons=0.5", "train.prune.every=1", "train.prune.by=random", *AT_ONCE],
+    "gates": ["train.prune.heads=0.5", "train.prune.by=gates", *AT_ONCE],
+}
 ALL = {"train.compile": ["false", "true"], "train.parallel": ["alone", "ddp", "fsdp"], **EAGER}
-NAMED = ("documents", "decay", "sources", "teacher")
+NAMED = ("documents", "decay", "sources", "teacher", "prune")
 PLAIN = {"train.compile": "false", "train.parallel": "alone"}
 CASES = [pytest.param(PLAIN | case, id="-".join(case.values())) for case in pairwise(EAGER)]
 STRESS = [pytest.param(case, id="-".join(case.values()), marks=pytest.mark.stress) for case in pairwise(ALL)]
@@ -80,6 +89,7 @@ def overrides(case, run, cache, tiny_run, n_steps=4):
         start += [f"train.distill.teacher={tiny_run}", *TEACHERS[case["teacher"]]]
         start += [] if is_lora else [f"data.tokenizer={tiny_run}"]
     shape = ["model.d_model=32", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=1", "data.seq_len=32"]
+    shape += ["model.n_kv_heads=2"] if case["prune"] == "gates" and not is_lora else []
     lengths = [
         f"train.max_steps={n_steps}",
         "train.decay_fraction=0",
@@ -88,7 +98,7 @@ def overrides(case, run, cache, tiny_run, n_steps=4):
     ]
     fixed = ["train.batch_size=4", "train.device=cpu", f"data.cache_dir={cache}"]
     written = [f"{name}={value}" for name, value in keys.items()]
-    choices = [*DOCUMENTS[case["documents"]], *DECAYS[case["decay"]], *SOURCES[case["sources"]]]
+    choices = [*DOCUMENTS[case["documents"]], *DECAYS[case["decay"]], *SOURCES[case["sources"]], *PRUNED[case["prune"]]]
     return [*start, *shape, *lengths, *fixed, *written, *choices, f"run.dir={run}"]
 
 
@@ -121,6 +131,15 @@ def test_a_pair_of_options(case, tiny_run, cache, tmp_path):
         with pytest.raises(UserError, match="train.distill cannot be combined with"):
             load_config(BASE, overrides(case, whole, cache, tiny_run))
         case |= {"teacher": "logits"}
+    unfit = {
+        "train.lora_rank": case["train.lora_rank"] != "null",
+        "train.parallel=fsdp": case["train.parallel"] == "fsdp",
+    }
+    unfit["train.ema_decay"] = case["prune"] == "gates" and case["train.ema_decay"] != "null"
+    if case["prune"] != "none" and any(unfit.values()):
+        with pytest.raises(UserError, match="train.prune.* cannot be combined with"):
+            load_config(BASE, overrides(case, whole, cache, tiny_run))
+        case |= {"prune": "none"}
     if case["decay"] == "cautious" and case["optimizer.name"] == "adamw":
         with pytest.raises(UserError, match="cautious_weight_decay has no effect without optimizer.name=muon"):
             load_config(BASE, overrides(case, whole, cache, tiny_run))
@@ -151,5 +170,5 @@ def test_the_cases_hold_every_pair():
             for b in options:
                 found = {(case[a], case[b]) for case in cases}
                 assert a == b or len(found) == len(options[a]) * len(options[b])
-        assert len(cases) < 30
+        assert len(cases) <= 30
     assert pairwise({"a": [[1], [2]], "b": [None]}) == [{"a": [1], "b": None}, {"a": [2], "b": None}]
