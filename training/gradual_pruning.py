@@ -107,7 +107,7 @@ class GradualPruning(AfterStep):
 
 
 def hold_zeros(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> None:
-    """Keep weights that are zero before a step of the optimizer zero after it.
+    """Keep weights that are zero before a step of the optimizer zero after it; they have no gradient.
 
     Matrices that are zero as a whole, as output projections are at the beginning, are free to change.
     """
@@ -118,6 +118,8 @@ def hold_zeros(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> None:
         for weight in weights:
             is_zero = weight == 0
             zeros.append(is_zero & ~is_zero.all())
+            if weight.grad is not None:  # Muon's update of a matrix depends on all of its gradient
+                weight.grad.masked_fill_(zeros[-1], 0)
 
     @torch.no_grad()
     def restore(*_: Any) -> None:

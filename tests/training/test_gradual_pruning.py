@@ -63,6 +63,8 @@ def test_zeros_stay_unless_the_whole_matrix_is_zero(optimizer):
         for parameter in (partly, fully, other):
             parameter.grad = torch.randn(6, 5)
         steps.step()
+        assert (partly.grad[2:4] == 0).all()
+        assert (fully.grad != 0).all()
         assert (partly == 0).sum() == 10
         assert (partly[2:4] == 0).all()
         assert (fully != 0).all()
@@ -104,7 +106,7 @@ def whole_run(folder):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_resumes_bit_for_bit_wherever_it_was_interrupted(folder, whole_run, form):
     whole = whole_run(form)
-    for step in (1, 4, 6):  # before, during and after pruning
+    for step in (1, 4, 6) if form in ("weights", "gates") else (4,):  # before, during and after pruning
         parts = folder / f"{whole.name}-{step}"
         shutil.copytree(whole, parts)
         cut(parts, step)
