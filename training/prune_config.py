@@ -21,9 +21,9 @@ class PruneConfig(ConfigSection):
     """Share of the KV heads in each layer that are zero at the end, with the query heads that share them."""
     by: Literal["magnitude", "activation", "gradient", "random", "gates"] = "magnitude"
     """How to choose: scores as in scripts/prune.py, or learned gates, which choose heads over all layers."""
-    start: Fraction = 0.1
+    start: Fraction = 0.5
     """When pruning begins, as a share of the run."""
-    end: Share = 0.7
+    end: Share = 0.9
     """When pruning is complete, as a share of the run. The rest is training without what was pruned."""
     every: Positive | None = None
     """Steps between scores. null: 20; with gates, every step."""
