@@ -91,9 +91,10 @@ class Gates(AfterStep):
         gradient = torch.cat([gates.grad for gates in self.gates])
         for gates in self.gates:
             gates.grad = None
-        if progress < self.options.start or self.is_complete:
+        start, end = self.options.window
+        if progress < start or self.is_complete:
             return
-        if progress >= self.options.end:
+        if progress >= end:
             self._decide()
             return
         if self.dist.world_size > 1:

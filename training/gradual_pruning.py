@@ -63,8 +63,9 @@ class GradualPruning(AfterStep):
     def update(self, step: int, progress: float, batch: Batch) -> None:
         """Prune if it is time to; keep pruned weights out of the average."""
         super().update(step, progress, batch)
-        is_due = step % (self.options.every or EVERY) == 0 and progress >= self.options.start
-        if (is_due or progress >= self.options.end) and not self.is_complete and self._has_learned():
+        start, end = self.options.window
+        is_due = step % (self.options.every or EVERY) == 0 and progress >= start
+        if (is_due or progress >= end) and not self.is_complete and self._has_learned():
             self._prune(progress, batch)
         if self.average is not None:
             for name, weight, average in zip(self.average.names, self.average.weights, self.average.averages):

@@ -21,10 +21,10 @@ class PruneConfig(ConfigSection):
     """Share of the KV heads in each layer that are zero at the end, with the query heads that share them."""
     by: Literal["magnitude", "activation", "gradient", "random", "gates"] = "magnitude"
     """How to choose: scores as in scripts/prune.py, or learned gates, which choose heads over all layers."""
-    start: Fraction = 0.5
-    """When pruning begins, as a share of the run."""
-    end: Share = 0.9
-    """When pruning is complete, as a share of the run. The rest is training without what was pruned."""
+    start: Fraction | None = None
+    """When pruning begins, as a share of the run. null: 0.5; with gates, which must learn first, 0.1."""
+    end: Share | None = None
+    """When pruning is complete, as a share of the run; the rest heals. null: 0.9; with gates 0.5."""
     every: Positive | None = None
     """Steps between scores. null: 20; with gates, every step."""
 
@@ -32,24 +32,32 @@ class PruneConfig(ConfigSection):
     def _check_consistency(self) -> "PruneConfig":
         if not (self.weights or self.neurons or self.heads):
             raise ValueError("weights, neurons and heads are 0, so nothing is pruned; raise one")
-        if self.start > self.end:
-            raise ValueError(f"start is {self.start:g}, after end ({self.end:g}); lower it")
+        start, end = self.window
+        if start > end:
+            raise ValueError(f"start is {start:g}, after end ({end:g}); lower it")
         if self.by == "gates" and (self.weights or self.neurons or not self.heads):
             raise ValueError("by=gates chooses heads only; set heads, and remove weights and neurons")
         if self.by == "gates" and self.every is not None:
             raise ValueError("every has no effect with by=gates, which learn in every step; remove it")
         return self
 
+    @property
+    def window(self) -> tuple[float, float]:
+        """When pruning begins and when it is complete, as shares of the run."""
+        start, end = (0.1, 0.5) if self.by == "gates" else (0.5, 0.9)
+        return start if self.start is None else self.start, end if self.end is None else self.end
+
     def share(self, final: float, progress: float) -> float:
         """The share that should be pruned when the share `progress` of the run is done; `final` is that at the end.
 
         It rises fast at first and slowly at the end (Zhu & Gupta 2017, arXiv:1710.01878).
         """
-        if progress >= self.end:
+        start, end = self.window
+        if progress >= end:
             return final
-        if progress <= self.start:
+        if progress <= start:
             return 0.0
-        return final * (1 - (1 - (progress - self.start) / (self.end - self.start)) ** 3)
+        return final * (1 - (1 - (progress - start) / (end - start)) ** 3)
 
 
 def check_pruning(train: Any, model: Any) -> None:

@@ -190,7 +190,7 @@ def test_two_ranks_prune_as_one_does(folder, whole_run, form):
         step = "checkpoints/step-00000005/training.safetensors"
         one, other = (load_file(run / step) for run in (folder / name, whole_run(form)))
         for key in ("gates.log_alpha", "gates.exp_avg", "gates.exp_avg_sq"):
-            torch.testing.assert_close(one[key], other[key], rtol=1e-3, atol=1e-9)
+            torch.testing.assert_close(one[key], other[key], rtol=2e-5, atol=1e-9)
 
 
 def test_a_gate_of_one_changes_nothing_and_its_distribution_is_that_of_the_paper():
