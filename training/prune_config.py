@@ -24,7 +24,7 @@ class PruneConfig(ConfigSection):
     start: Fraction | None = None
     """When pruning begins, as a share of the run. null: 0.5; with gates, which must learn first, 0.1."""
     end: Share | None = None
-    """When pruning is complete, as a share of the run; the rest heals. null: 0.9; with gates 0.5."""
+    """When pruning is complete, as a share of the run; the rest heals. null: 0.9; with gates 0.7."""
     every: Positive | None = None
     """Steps between scores. null: 20; with gates, every step."""
 
@@ -44,7 +44,7 @@ class PruneConfig(ConfigSection):
     @property
     def window(self) -> tuple[float, float]:
         """When pruning begins and when it is complete, as shares of the run."""
-        start, end = (0.1, 0.5) if self.by == "gates" else (0.5, 0.9)
+        start, end = (0.1, 0.7) if self.by == "gates" else (0.5, 0.9)
         return start if self.start is None else self.start, end if self.end is None else self.end
 
     def share(self, final: float, progress: float) -> float:
