@@ -117,7 +117,7 @@ class AttentionPass:
         else:
             tokens = TokenInfo(torch.arange(T, device=device))
             self.mask = MaskBuilder(H, dtype, kernel=kernel).build(pattern, tokens, tokens, aligned=True)
-            n_keys = mean_visible_keys(CAUSAL if pattern.by_score else pattern, T)  # choosing needs all scores
+            n_keys = mean_visible_keys(CAUSAL if pattern.by_content else pattern, T)  # all scores are computed
         self.facts = {
             "length": T, "memory_bytes": self.measure_memory(device), "forward_flops": 4 * B * H * D * T * n_keys
         }  # fmt: skip

@@ -159,9 +159,9 @@ def head_changes(model: Thinker, bits: tuple[int, ...] = (8, 4, 1)) -> Changes:
     Raises UserError for linear attention and sinks, which have no such scores.
     """
     config = model.config
-    by_score = any(pattern.by_score or pattern.n_features for pattern in config.patterns)
-    if config.attention_sinks or config.positions == "alibi" or by_score:
-        raise UserError("scores can be rounded only in heads without sinks, ALiBi, linear attention or choice by score")
+    by_content = any(pattern.by_content or pattern.n_features for pattern in config.patterns)
+    if config.attention_sinks or config.positions == "alibi" or by_content:
+        raise UserError("scores can be rounded only without sinks, ALiBi, linear attention and choice by content")
     return {
         (f"blocks.{layer}.attention.{kind}.{head}", n): lambda i=layer, h=head, n=n, change=change: change(
             model, i, h, n

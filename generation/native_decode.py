@@ -36,14 +36,14 @@ class NativeThinker:
     passes are native, and a position is computed alike in each: its logits, keys and values have the same bits whatever
     the batch, and however the text is split into passes. Otherwise the model runs the first pass of a cache, those of
     many rows, and those of several positions if a layer has a mask. It also runs all passes with recorded or patched
-    activations, linear or top-k attention, learned or sinusoidal positions, or token shift.
+    activations, linear attention or choice by content, learned or sinusoidal positions, or token shift.
     """
 
     def __init__(self, model: Thinker) -> None:
         """`model`: from prepare_for_inference(native=True)."""
         config = model.config
         self.model = model
-        by_mask = all(not (pattern.by_score or pattern.n_features) for pattern in config.patterns)
+        by_mask = all(not (pattern.by_content or pattern.n_features) for pattern in config.patterns)
         has_native_input = config.positions in ("rope", "alibi", "none") and not config.token_shift
         self.is_supported = by_mask and has_native_input
         self.is_causal = config.positions != "alibi" and all(pattern == CAUSAL for pattern in config.patterns)

@@ -28,7 +28,7 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     divisor = f"{'' if temperature == 1 else f'{temperature:g}'}√{q.shape[-1]}"
     cap = model.config.attn_logit_softcap
     capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
-    bias, visible = _bias_and_mask(model, prompt.tokens, layer, head, capped)
+    bias, visible = _bias_and_mask(model, prompt.tokens, layer, head, capped, q, k)
     shared = f" (KV head {kv_head})" if len(q) > len(k) else ""
     found = HeadScores(
         prompt.labels, divisor, raw, scaled, capped, bias, visible, weights[head], v[kv_head], z[head],
@@ -39,7 +39,9 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     return report_attention_row(found, query, {"layer": layer, "head": f"{head}{shared}"}, data)
 
 
-def _bias_and_mask(model: Thinker, tokens: Tensor, layer: int, head: int, scores: Tensor) -> tuple[Tensor, Tensor]:
+def _bias_and_mask(
+    model: Thinker, tokens: Tensor, layer: int, head: int, scores: Tensor, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the bias of one head (0 where masked) and its visible keys: scores (T, T) -> (T, T) each."""
     T, builder = len(tokens), model.mask_builder
     shape = 1, model.blocks[layer].attention.n_heads, T, T
@@ -49,7 +51,8 @@ def _bias_and_mask(model: Thinker, tokens: Tensor, layer: int, head: int, scores
     if visible is not None and visible.dtype != torch.bool:  # ALiBi's biases, -inf where masked
         bias, visible = visible.cpu(), visible > -torch.inf
     bias = bias.expand(shape)[0, head]
-    if mask_form.score_mask is not None:
-        visible = mask_form.score_mask((scores + bias)[None, None].float().to(model.device), slice(None))
+    if mask_form.content_mask is not None:
+        inputs = (x.float().to(model.device) for x in (q[None], k[None], (scores + bias)[None, None]))
+        visible = mask_form.content_mask(*inputs)
     visible = visible.cpu().expand(shape)[0, head]
     return bias.double().masked_fill(~visible, 0), visible

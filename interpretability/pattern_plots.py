@@ -41,9 +41,11 @@ def example_mask(pattern: Pattern, length: int, n_heads: int) -> Tensor:
     ids = torch.tensor(pattern.tokens or [-1])
     is_named = position % TOKEN_INTERVAL == TOKEN_INTERVAL // 2
     token = torch.where(is_named, ids[position // TOKEN_INTERVAL % len(ids)], -1)
-    scores = torch.randn(1, n_heads, length, length, generator=torch.Generator().manual_seed(0))
-    query = TokenInfo(position[:, None], token_id=token[:, None], scores=scores)
-    return pattern(head, query, TokenInfo(position, token_id=token)).expand(1, n_heads, length, length)[0]
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, n_heads, length, length, generator=generator)
+    q, k = torch.randn(2, 1, n_heads, length, 8, generator=generator)
+    query = TokenInfo(position[:, None], None, token[:, None], scores, q)
+    return pattern(head, query, TokenInfo(position, token_id=token, vectors=k)).expand(1, n_heads, length, length)[0]
 
 
 def describe_cache(pattern: Pattern) -> str:
@@ -65,7 +67,7 @@ def make_pattern_plot(text: str, length: int, n_heads: int | None = None) -> Pat
         n_heads = min(pattern.min_heads, 16) if pattern.min_heads > 1 else 4
     notes = {
         f"every {TOKEN_INTERVAL}th token matches": pattern.tokens,
-        "example with random scores": pattern.by_score,
+        "example with random scores": pattern.by_content,
         "sums over features": pattern.n_features > 0,
     }
     mask, shown = example_mask(pattern, length, n_heads), SUMMED if pattern.n_features else VISIBLE

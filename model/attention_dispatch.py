@@ -30,7 +30,7 @@ class AttentionMask:
     is_causal: bool = False  # instead of `allowed`, if queries and keys are the same positions
     kernel: str = "auto"  # the kernel that the mask was built for
     may_be_empty: bool = False  # some queries may have no visible key
-    score_mask: Callable[[Tensor, slice], Tensor] | None = None  # scores (B, H, rows, S) of these queries -> allowed
+    content_mask: Callable[..., Tensor] | None = None  # (q, k, scores of q, rows: those of q) -> allowed
     kernel_state: Any = None  # prepared once per pass for local, flex and varlen; document ids for linear attention
     reference_rows: Callable[[slice], AttentionMask] | None = None  # builds plain rows if the kernel reads another form
 
@@ -41,15 +41,13 @@ class AttentionMask:
 
     def slice_rows(self, rows: slice, q: Tensor, k: Tensor) -> AttentionMask:
         """The mask of a slice of queries, for the reference."""
-        allowed, score_mask = self.allowed, self.score_mask
+        allowed = self.allowed
         if self.is_causal:
             allowed = torch.arange(k.shape[2], device=k.device) <= torch.arange(q.shape[2], device=k.device)[rows, None]
         elif allowed is not None and allowed.shape[-2] > 1:
             allowed = allowed[..., rows, :]
-        part = AttentionMask(allowed, kernel=self.kernel, may_be_empty=self.may_be_empty)
-        if score_mask is not None:
-            part.score_mask = lambda scores, _: score_mask(scores, rows)
-        return part
+        content_mask = self.content_mask and partial(self.content_mask, rows=rows)
+        return AttentionMask(allowed, kernel=self.kernel, may_be_empty=self.may_be_empty, content_mask=content_mask)
 
 
 def choose_kernel(
@@ -63,13 +61,13 @@ def choose_kernel(
     has_documents = query.document_id is not None
     is_bounded = aligned and pattern.max_distance is not None and not (pattern.n_global and has_documents)
     is_window = pattern == CAUSAL or pattern.text == f"window({pattern.max_distance})"
-    by_query = aligned and plain_scores and not (pattern.by_score or pattern.bidirectional_prefix)
+    by_query = aligned and plain_scores and not (pattern.by_content or pattern.bidirectional_prefix)
     supported = {
         "reference": True,
         "sdpa": plain_scores and not pattern.by_score,
         "blockwise": by_query and pattern.includes_self,
-        "local": is_bounded and not pattern.by_score,
-        "flex": aligned and not pattern.by_score,
+        "local": is_bounded and not pattern.by_content,
+        "flex": aligned and not pattern.by_content,
         "varlen": aligned and plain_scores and is_window and has_documents and not has_alibi,
     }
     if requested != "auto":
@@ -84,7 +82,8 @@ def choose_kernel(
             has_flash = torch.cuda.get_device_capability(query.position.device) >= (8, 0)
             if supported["varlen"] and has_flash and dtype in (torch.bfloat16, torch.float16):
                 return "varlen"
-            return "flex" if supported["flex"] else "reference"
+            if supported["flex"]:
+                return "flex"
     elif supported["blockwise"] and dtype == torch.bfloat16 and T <= 1024:
         return "blockwise"
     elif supported["local"] and 2 * (pattern.max_distance + pattern.n_global) + 128 < T:
@@ -115,7 +114,7 @@ def attend(
         allowed = mask.allowed.repeat(len(q) // len(mask.allowed), 1, 1, 1)  # (B·blocks, 1 or H, block, keys)
         mask = AttentionMask(allowed, may_be_empty=mask.may_be_empty)
         return from_blocks(attend(q, k, v, mask, scale, attn_logit_softcap, sinks), length)
-    if attn_logit_softcap is not None or sinks is not None or mask.score_mask is not None or mask.kernel == "reference":
+    if attn_logit_softcap is not None or sinks is not None or mask.kernel == "reference":
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, D)
         mask_of = partial(mask.slice_rows, q=q, k=k)
         chunks = chunked_attention_weights(q, k, mask_of, scale, attn_logit_softcap, sinks)
@@ -123,6 +122,10 @@ def attend(
     if mask.kernel == "blockwise":
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
         return blockwise_attention(q, k, v, scale, mask.allowed)
+    if mask.content_mask is not None:
+        visible = mask.content_mask(q, k)  # (B, H, T, S)
+        visible = visible if mask.allowed is None else mask.allowed.masked_fill(~visible, -torch.inf)
+        mask = AttentionMask(visible, may_be_empty=mask.may_be_empty)
     if mask.differs_by_head and not torch.is_grad_enabled():
         # SDPA expands a per-head mask to one number per score; chunks of queries bound that memory.
         chunks = [slice(start, start + 8 * ROWS) for start in range(0, q.shape[2], 8 * ROWS)]
@@ -146,8 +149,8 @@ def attention_weights(
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     elif allowed is not None and allowed.dtype != torch.bool:
         scores, allowed = scores + allowed, None
-    if mask.score_mask is not None:
-        allowed = mask.score_mask(scores, slice(None))
+    if mask.content_mask is not None:
+        allowed = mask.content_mask(q, k, scores)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
     if sinks is not None:

@@ -121,14 +121,14 @@ class MaskBuilder:
         bias = None
         if slopes is not None:
             bias = -slopes[:, None, None] * (query.position - key.position).abs()  # (H, T, S) or (B, H, T, S)
-        if pattern.by_score:
+        if pattern.by_content:
 
-            def score_mask(scores: Tensor, rows: slice) -> Tensor:
+            def content_mask(q: Tensor, k: Tensor, scores: Tensor | None = None, rows: slice = slice(None)) -> Tensor:
                 part = _map_tensors(query, lambda x: x[..., rows, :])  # (..., rows, 1)
-                part.scores = scores
-                return pattern(head, part, key)
+                part.scores, part.vectors = scores, q
+                return pattern(head, part, replace(key, vectors=k))
 
-            mask.allowed, mask.score_mask = bias, score_mask
+            mask.allowed, mask.content_mask = bias, content_mask
             return
         mask.allowed = pattern(head, query, key)  # (T, S), (H, T, S) or (B, 1 or H, T, S)
         if bias is None and mask.kernel == "blockwise":

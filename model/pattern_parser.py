@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Callable
 
-from thinker.model import patterns
+from thinker.model import content_patterns, patterns
 from thinker.model.patterns import Pattern
 from thinker.runtime.errors import UserError, did_you_mean
 
@@ -18,8 +18,9 @@ HINT = "write it as in window(64) | global(4)"
 PATTERNS: dict[str, Callable[..., Pattern]] = {  # by name in a config
     "full": patterns.full, "window": patterns.window, "dilated": patterns.dilated, "block": patterns.block,
     "global": patterns.global_positions, "token": patterns.global_tokens, "strided": patterns.strided,
-    "random": patterns.random, "prefix": patterns.prefix, "topk": patterns.topk, "heads": patterns.per_head,
+    "random": patterns.random, "prefix": patterns.prefix, "topk": content_patterns.topk, "heads": patterns.per_head,
     "longformer": patterns.longformer, "bigbird": patterns.bigbird, "linear": patterns.linear,
+    "retrieve": content_patterns.retrieve,
 }  # fmt: skip
 
 

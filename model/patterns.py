@@ -24,6 +24,7 @@ class TokenInfo:
     document_id: Tensor | None = None  # with document masking; positions then restart in each document
     token_id: Tensor | None = None  # for patterns that select tokens by id
     scores: Tensor | None = None  # (B, H, T, S) of the queries, for patterns that select keys by score
+    vectors: Tensor | None = None  # queries (B, H, T, D), keys (B, K, S, D), for patterns that select keys by content
 
 
 MaskMod = Callable[[Tensor, TokenInfo, TokenInfo], Tensor]
@@ -44,7 +45,8 @@ class Pattern:
     includes_self: bool = True  # every query attends at least to itself
     by_head: bool = False
     tokens: tuple[int, ...] = ()  # selected token ids
-    by_score: bool = False
+    by_score: bool = False  # needs the scores of all keys
+    by_content: bool = False  # depends on queries and keys, not only on positions (model/content_patterns.py)
     min_heads: int = 1  # with fewer heads, part of the pattern would be unused
     n_features: int = 0  # of linear attention (model/attention.py), which needs no mask; 0: any other pattern
 
@@ -56,7 +58,7 @@ class Pattern:
     @property
     def fits_ring_buffer(self) -> bool:
         """Whether decoding needs only the first keys and a ring buffer of the newest."""
-        return self.max_distance is not None and not (self.tokens or self.by_score)
+        return self.max_distance is not None and not (self.tokens or self.by_content)
 
     def __or__(self, other: Pattern) -> Pattern:
         text = f"({self.text} | {other.text})"
@@ -82,6 +84,7 @@ def _combine(text: str, mask_mod: MaskMod, patterns: Sequence[Pattern], limit: C
         by_head=any(pattern.by_head for pattern in patterns),
         tokens=sum((pattern.tokens for pattern in patterns), ()),
         by_score=any(pattern.by_score for pattern in patterns),
+        by_content=any(pattern.by_content for pattern in patterns),
         min_heads=max(pattern.min_heads for pattern in patterns),
     )
 
@@ -181,18 +184,6 @@ def prefix(p: int) -> Pattern:
         n_global=p,
         bidirectional_prefix=p,
     )
-
-
-def topk(k: int) -> Pattern:
-    """The k causally visible keys with the highest scores (Gupta et al. 2021, arXiv:2106.06899)."""
-
-    def mask_mod(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
-        visible = CAUSAL(head, query, key)
-        scores = query.scores.detach().masked_fill(~visible, -torch.inf)
-        threshold = scores.topk(min(k, scores.shape[-1]), dim=-1).values[..., -1:]  # (B, H, T, 1)
-        return visible & (scores >= threshold)
-
-    return Pattern(f"topk({k})", mask_mod, includes_self=False, by_score=True)
 
 
 def per_head(*patterns: Pattern) -> Pattern:

@@ -98,6 +98,7 @@ NEW_ROOMS = {
     "interpretability/content_heads.py",
     "interpretability/content_report.py",
     "interpretability/distances.py",
+    "model/content_patterns.py",
     "model/dropout.py",
     "model/input_checks.py",
     "native/__init__.py",

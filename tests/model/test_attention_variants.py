@@ -13,8 +13,9 @@ from thinker.model.kv_cache import LayerCache, LinearLayer, RingLayer
 from thinker.runtime.errors import UserError
 
 ATTENTION = ["full", "window(5)", "dilated(9, 2)", "window(4) | global(3)", "token(3, 7)", "block(4, 2)", "strided(4)",
-             "longformer(3, 3, 2)", "bigbird(3, 2, 4, 1)", "prefix(6)", "topk(4)", "linear(16)",
-             "heads(window(3), full)", "window(7) & strided(3)", ["window(4)", "linear(8)"], "LG"]  # fmt: skip
+             "longformer(3, 3, 2)", "bigbird(3, 2, 4, 1)", "prefix(6)", "topk(4)", "retrieve(4, 2)", "linear(16)",
+             "heads(window(3), full)", "heads(retrieve(3, 1), topk(3)) | global(2)",
+             "window(7) & strided(3)", ["window(4)", "linear(8)"], "LG"]  # fmt: skip
 POSITIONS = ["rope", "alibi", "learned", "sinusoidal", "none"]
 MORE = [{}, {"attn_logit_softcap": 2.0}, {"attention_sinks": True}, {"qk_norm": False}, {"attention_bias": True}]
 MORE += [{"no_rope_layers": [1]}, {"token_shift": True}]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -18,19 +18,23 @@ from thinker.model.patterns import TokenInfo
 from thinker.model.positions import alibi_slopes
 from thinker.runtime.errors import UserError
 
-KINDS = ("full", "window", "dilated", "global", "token", "block", "strided", "random", "prefix", "topk", "heads",
-         "longformer", "bigbird")  # fmt: skip
+KINDS = ("full", "window", "dilated", "global", "token", "block", "strided", "random", "prefix", "topk",
+         "retrieve", "heads", "longformer", "bigbird")  # fmt: skip
 FEATURES = ("attn_logit_softcap", "sinks", "alibi", "documents", "ragged")
 
 
 @dataclass
 class Spot:
-    """A query or a key: where it stands, its token, and, of a query, how many keys before it score higher than one."""
+    """A query or a key: where it stands, its token, and, of a query, how many keys before it score higher than one.
+
+    retrieved(b, n) are the n earlier blocks of b with the highest products of the query with their mean key.
+    """
 
     at: int
     token: int
     index: int
     higher: Callable[[int], int] | None = None
+    retrieved: Callable[[int, int], list[int]] | None = None
 
 
 def is_random(seed, head, mine, its, blocks):
@@ -49,7 +53,7 @@ def is_random(seed, head, mine, its, blocks):
 @st.composite
 def spelled(draw, kind=None, depth=2):
     """A pattern as a config spells it, and the same once more in plain Python: sees(head, query, key)."""
-    kind = kind or draw(st.sampled_from([*KINDS, "&", "|"] if depth else KINDS[:10]))
+    kind = kind or draw(st.sampled_from([*KINDS, "&", "|"] if depth else KINDS[:11]))
     if kind in "&|":
         (left, a), (right, b) = draw(spelled(depth=depth - 1)), draw(spelled(depth=depth - 1))
         if kind == "|":
@@ -61,7 +65,8 @@ def spelled(draw, kind=None, depth=2):
     a, b, c, d, s = draw(st.tuples(*[st.integers(1, 9)] * 5))
     numbers = {"full": "", "window": f"({a})", "dilated": f"({a}, {b})", "global": f"({a})", "token": f"({a}, {b})",
                "block": f"({a}, {b})", "strided": f"({a})", "random": f"({a}, {b}, {s})", "prefix": f"({a})",
-               "topk": f"({a})", "longformer": f"({a}, {b}, {c})", "bigbird": f"({a}, {b}, {c}, {d}, {s})"}  # fmt: skip
+               "topk": f"({a})", "retrieve": f"({a}, {b})",
+               "longformer": f"({a}, {b}, {c})", "bigbird": f"({a}, {b}, {c}, {d}, {s})"}  # fmt: skip
 
     def sees(h, q, k):
         back = q.at - k.at
@@ -80,6 +85,7 @@ def spelled(draw, kind=None, depth=2):
             "strided": back < a or back % a == 0,
             "random": is_random(s, h, q.at // a, k.at // a, b),
             "topk": q.higher(k.index) < a,
+            "retrieve": q.at // a == k.at // a or k.at // a in q.retrieved(a, b),
             "longformer": back < a or (back < a * b and back % b == 0) or k.at < c,
             "bigbird": back < a or k.at < b or is_random(s, h, q.at // c, k.at // c, d),
         }[kind]
@@ -89,6 +95,18 @@ def spelled(draw, kind=None, depth=2):
 
 def n_higher(scores, before, index):
     return sum(scores[other] > scores[index] for other in before)
+
+
+def best_blocks(q, k, at, positions, size, n):
+    """Blocks of `size` before position `at`, by the product of q (D,) with the mean of their keys; k: one per position.
+
+    Of equal blocks, the earlier one comes first.
+    """
+    products = {}
+    for block in range(at // size):
+        mean = sum(key for key, position in zip(k, positions) if position // size == block) / size
+        products[block] = float(sum(q * mean))
+    return sorted(products, key=lambda block: (-products[block], block))[:n]
 
 
 def brute_force(sees, q, k, v, query, key, attn_logit_softcap, sinks, alibi):
@@ -113,7 +131,9 @@ def brute_force(sees, q, k, v, query, key, attn_logit_softcap, sinks, alibi):
                     own = query.document_id[b, t].item()
                     near = [s for s, its in zip(spots, key.document_id[b].tolist()) if its == own]
                 before = [s.index for s in near if s.at <= own_at[t]]
-                mine = Spot(own_at[t], own_tokens[t], t, partial(n_higher, scores.tolist(), before))
+                keys, places = k[b, kv, [s.index for s in near]], [s.at for s in near]
+                retrieved = cache(partial(best_blocks, q[b, h, t].detach(), keys.detach(), own_at[t], places))
+                mine = Spot(own_at[t], own_tokens[t], t, partial(n_higher, scores.tolist(), before), retrieved)
                 seen = [s.index for s in near if sees(h, mine, s)]
                 if not seen:
                     rows.append(out[b, h, t])
