@@ -26,7 +26,7 @@ VARIANTS: dict[str, list[str]] = {
         for pattern in (
             "window(32)", "dilated(128, 4)", "window(16) | global(4)", "window(16) | token(46)", "block(32, 2)",
             "strided(16)", "longformer(16, 4, 4)", "bigbird(16, 4, 16, 2)", "prefix(32)", "topk(16)",
-            "heads(window(16), full)", "linear(64)",
+            "retrieve(16, 2)", "heads(window(16), full)", "linear(64)",
         )
     },
     "LLLG, window 32": ["model.attention=LLLG", "model.window=32"],

@@ -15,7 +15,7 @@ from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 GALLERY = (
     "full", "window(8)", "dilated(16, 2)", "window(6) | global(2)", "token(5)", "block(8, 2)", "strided(6)",
     "strided(6) & window(20)", "longformer(4, 4, 2)", "bigbird(4, 2, 4, 2)", "prefix(8)", "topk(4)",
-    "heads(window(4), dilated(16, 4), strided(5), full)", "linear(16)",
+    "retrieve(4, 2)", "heads(window(4), dilated(16, 4), strided(5), full)", "linear(16)",
 )  # fmt: skip
 TOKEN_INTERVAL = 7  # in the example, every 7th token is in token()
 # Cell values; indices into MEANINGS, MARKS and COLORS.

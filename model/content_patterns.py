@@ -34,7 +34,7 @@ def retrieve(block: int, k: int) -> Pattern:
         query_block, key_block = query.position // block, key.position // block
         own = (key_block == query_block) & (key.position <= query.position)
         if key.position.shape[-1] < block:
-            return own  # no block is complete
+            return own.expand(*query.vectors.shape[:3], -1)  # no block is complete
         starts, exists, number = complete_blocks(key.position, block)
         is_earlier = exists[:, None, None] & (_at(key.position, starts) // block < query_block)  # (B or 1, 1, T, N)
         if query.document_id is not None:

@@ -369,8 +369,9 @@ def test_attention_by_pattern_kernel_and_length(benchmark, monkeypatch, tmp_path
     monkeypatch.setattr(attention, "MIN_SECONDS", 0.0)
     monkeypatch.setattr(attention, "N_DECODED", 2)
     shown = benchmark(
-        BENCHMARK, "attention", "--patterns", "full", "window(16)", "topk(4)", "linear(8)", "--kernels", "auto",
-        "local", "--lengths", "64,128,512", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--png", "a.png",
+        BENCHMARK, "attention", "--patterns", "full", "window(16)", "topk(4)", "linear(8)", "retrieve(8, 1)",
+        "--kernels", "auto", "local", "--lengths", "64,128,512", "--heads", "2", "--head-dim", "8",
+        "--repeats", "1", "--png", "a.png",
     )  # fmt: skip
     result = json.loads(shown.splitlines()[-1])
     rows = {(row["pattern"], row["kernel"], row["length"]): row for row in result["rows"]}
@@ -380,12 +381,14 @@ def test_attention_by_pattern_kernel_and_length(benchmark, monkeypatch, tmp_path
         ("window(16)", "local"),
         ("topk(4)", "auto"),
         ("linear(8)", "auto"),
+        ("retrieve(8, 1)", "auto"),
     ]
     assert [(fit["pattern"], fit["kernel"]) for fit in result["fits"]] == cases
     assert len(rows) == 3 * len(cases)
     assert rows["full", "auto", 512]["forward_flops"] == 4 * 2 * 8 * 512 * 513 / 2
     assert rows["window(16)", "auto", 64]["forward_flops"] == 4 * 2 * 8 * (64 * 16 - 15 * 16 / 2)
-    assert rows["topk(4)", "auto", 64]["forward_flops"] == rows["full", "auto", 64]["forward_flops"]
+    for pattern in ("topk(4)", "retrieve(8, 1)"):
+        assert rows[pattern, "auto", 64]["forward_flops"] == rows["full", "auto", 64]["forward_flops"]
     assert result["fits"][1]["memory_exponent"] < result["fits"][3]["memory_exponent"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     wrong = run_script(BENCHMARK, "attention", "--lengths", "64,32")

@@ -154,7 +154,7 @@ def test_the_gallery_has_every_kind():
     assert [name for name in PATTERNS if name not in text] == []
 
 
-@pytest.mark.parametrize("text", [*GALLERY, "global(2)", "topk(4) & window(8)"])
+@pytest.mark.parametrize("text", [*GALLERY, "global(2)", "topk(4) & window(8)", "retrieve(2, 1) & window(8)"])
 def test_the_described_cache_is_what_the_cache_keeps(text):
     shape = {"vocab_size": 9, "d_model": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": 64}
     (layer,) = KVCache(ThinkerConfig(**shape, attention=text), 1, 1000, torch.device("cpu"), None).layers
@@ -175,6 +175,9 @@ def test_examples_of_patterns_that_depend_on_data():
     special = (3, 10, 17)
     assert token.cells[0].tolist() == expected(lambda _, q, k: k <= q and {q, k} & {*special}, 0, 20)
     assert "random" in topk.note
+    retrieve = make_pattern_plot("retrieve(4, 2)", 20)
+    assert (retrieve.cells == VISIBLE).sum(-1).tolist() == [[4 * min(2, q // 4) + q % 4 + 1 for q in range(20)]]
+    assert "random" in retrieve.note
     assert "every 7th" in token.note
     assert set(make_pattern_plot("linear(4)", 20).cells.unique().tolist()) == {FUTURE, SUMMED}
     assert [len(make_pattern_plot("bigbird(4, 2, 4, 2)", 20, heads).cells) for heads in (None, 2)] == [4, 2]

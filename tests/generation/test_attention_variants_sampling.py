@@ -22,7 +22,9 @@ def texts(model, prompts, params=PARAMS, **options):
     return [one.token_ids for one in Generator(model, TOKENIZER, **options).generate(prompts, params)]
 
 
-@pytest.mark.parametrize("attention", ["(token(97) & window(8)) | window(4)", "topk(4) & window(16)", "prefix(3)"])
+@pytest.mark.parametrize(
+    "attention", ["(token(97) & window(8)) | window(4)", "topk(4) & window(16)", "retrieve(4, 2)", "prefix(3)"]
+)
 def test_batching_and_speculation_do_not_change_the_text(attention):
     model, prompts = make(attention), ["abcab", "ab" * 4, "cab"]
     assert not model.config.is_unbounded

@@ -45,6 +45,7 @@ UNSUPPORTED = {
     "learned": {"positions": "learned"},
     "linear": {"attention": "linear(16)"},
     "top-k": {"attention": "topk(4)"},
+    "retrieval": {"attention": "retrieve(4, 2)"},
     "token shift": {"token_shift": True},
 }
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FORMS = {
     "plain": {}, "mqa": {"n_kv_heads": 1}, "a cap": {"attn_logit_softcap": 2.0}, "a window": {"attention": "window(4)"},
     "by head": {"attention": "heads(window(2), full)"}, "topk": {"attention": "topk(3)"},
+    "retrieve": {"attention": "retrieve(3, 1)"}, "both": {"attention": "heads(topk(3), retrieve(2, 1))"},
     "alibi": {"positions": "alibi"}, "sinks": {"attention_sinks": True}, "prefix": {"attention": "prefix(5)"},
     "token shift": {"token_shift": True},
     "sharp": {"std": 2.0, "qk_norm": False},

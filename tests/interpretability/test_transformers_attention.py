@@ -60,6 +60,7 @@ def test_circuitsvis_takes_the_weights_of_a_layer(random_model):
     [
         "heads(window(300), full)",
         "topk(16)",
+        "retrieve(16, 2)",
         "linear(32)",
         *(pytest.param(pattern, marks=pytest.mark.stress) for pattern in ("full", "window(300)")),
     ],

@@ -310,7 +310,7 @@ sys.exit("torch._dynamo" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("attention", ["full", "topk(3)", "window(4) | global(2)"])
+@pytest.mark.parametrize("attention", ["full", "topk(3)", "retrieve(4, 1)", "window(4) | global(2)"])
 def test_a_model_that_has_computed_something_can_be_pickled_and_copied(random_model, attention):
     model, tokens = random_model(attention=attention), torch.arange(12)[None]
     known = model(tokens)
@@ -319,7 +319,7 @@ def test_a_model_that_has_computed_something_can_be_pickled_and_copied(random_mo
     assert torch.equal(model(tokens), known)
 
 
-@pytest.mark.parametrize("attention", ["full", "linear(8)", "window(4)"])
+@pytest.mark.parametrize("attention", ["full", "linear(8)", "window(4)", "retrieve(4, 1)"])
 def test_double_precision(random_model, attention):
     model, tokens = random_model(attention=attention), torch.arange(12)[None]
     double = copy.deepcopy(model).double()
@@ -332,7 +332,7 @@ def test_double_precision(random_model, attention):
     assert all(parameter.grad.isfinite().all() for parameter in double.parameters())
 
 
-@pytest.mark.parametrize("attention", ["full", "window(4)", "global(2)"])
+@pytest.mark.parametrize("attention", ["full", "window(4)", "global(2)", "retrieve(4, 2)"])
 def test_autocast_is_the_dtype_of_the_activations(random_model, attention):
     model = random_model(1, 0.3, 0.1, attention=attention)
     tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(0))
