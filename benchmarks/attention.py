@@ -24,7 +24,7 @@ from thinker.runtime.plot_style import new_figure
 from thinker.training.memory_estimate import LiveTensorMeter
 
 PATTERNS = ("full", "window(128)", "dilated(512, 4)", "window(128) | global(16)", "block(128, 2)", "strided(64)",
-            "longformer(64, 4, 16)", "bigbird(64, 16, 64, 2)", "topk(64)", "linear(64)")  # fmt: skip
+            "longformer(64, 4, 16)", "bigbird(64, 16, 64, 2)", "topk(64)", "retrieve(64, 2)", "linear(64)")  # fmt: skip
 QUANTITIES = {"forward": "forward_s", "train": "train_s", "memory": "memory_bytes", "decode": "decode_s"}
 MAX_SECONDS = 20.0  # lengths whose passes could take longer are left out
 MIN_SECONDS = 0.1  # each call is repeated for at least this long in each round

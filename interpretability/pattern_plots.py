@@ -13,7 +13,7 @@ from thinker.model.patterns import CAUSAL, Pattern, TokenInfo
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
 GALLERY = (
-    "full", "window(8)", "dilated(16, 2)", "window(6) | global(2)", "token(5)", "block(8, 2)", "strided(6)",
+    "full", "window(8)", "dilated(16, 2)", "window(6) | global(2)", "token(5)", "block(8, 2)",
     "strided(6) & window(20)", "longformer(4, 4, 2)", "bigbird(4, 2, 4, 2)", "prefix(8)", "topk(4)",
     "retrieve(4, 2)", "heads(window(4), dilated(16, 4), strided(5), full)", "linear(16)",
 )  # fmt: skip

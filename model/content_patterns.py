@@ -42,9 +42,10 @@ def retrieve(block: int, k: int) -> Pattern:
         scores = block_scores(query.vectors.detach(), key.vectors.detach(), starts, block)  # (B, H, T, N)
         # A stable sort breaks ties in the same way in every pass.
         order = scores.masked_fill(~is_earlier, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-        is_chosen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order[..., :k], True) & is_earlier
+        is_chosen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order[..., :k], True)
         number = number[:, None, None].expand(*is_chosen.shape[:-1], -1)  # (B, H, T, S)
-        # Earlier blocks of the query's document are complete, so `number` is right for their keys.
+        # Earlier blocks of the query's document are complete, so `number` is right for their keys. Fewer than k blocks
+        # may be earlier; then others are chosen, too, and masked here and by the document.
         return own | (is_chosen.gather(-1, number) & (key_block < query_block))
 
     return Pattern(f"retrieve({block}, {k})", mask_mod, by_content=True)

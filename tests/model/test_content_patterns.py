@@ -60,8 +60,8 @@ def problems(draw):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     q = torch.randn(B, K * group, S - first, 4, generator=generator)
     k = torch.randn(B, K, S, 4, generator=generator)
-    if draw(st.booleans()):  # few distinct vectors of small integers, so that products are exact and many are equal
-        q, k = q.round(), torch.randint(-1, 2, k.shape, generator=generator).float()
+    if draw(st.booleans()):  # keys of zeros or ones, so that products are exact and many are equal
+        q, k = q.round(), torch.randint(2, (B, K, S, 1), generator=generator).float().expand_as(k)
     documents = None
     if draw(st.booleans()):
         documents = (torch.rand(B, S, generator=generator) < 0.1).cumsum(1).tolist()
