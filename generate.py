@@ -18,7 +18,7 @@ SAMPLING_FLAGS = (
     "max_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "temperature",
     "greedy", "top_k", "top_p", "min_p", "seed", "stop", "json_schema", "regex",
 )  # fmt: skip
-DECODING_FLAGS = ("speculate", "compile", "no_cache", "no_slide")
+DECODING_FLAGS = ("early_exit", "speculate", "compile", "no_cache", "no_slide")
 UNUSED_FLAGS = {  # by mode, the flags that have no effect in it
     "with --interactive": ("num_samples", "json", "logprobs", "no_cache"),
     "with --score": ("num_samples", "prompt", "prompt_file", "chat", *DECODING_FLAGS, *SAMPLING_FLAGS),
@@ -75,6 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     compile_help = "compile decoding: on a CPU with its C compiler (default, if there is one), on a GPU with torch"
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help=compile_help)
     group.add_argument("--speculate", type=int, default=0, help="draft N tokens per step by prompt lookup")
+    group.add_argument("--early-exit", type=float, metavar="P", help="skip later layers at probability P; changes text")
     group.add_argument("--draft", metavar="PATH", help="with --speculate: draft with this smaller model")
     border = group.add_mutually_exclusive_group()
     border.add_argument("--window", type=int, help="attend only to the newest N tokens (default: full context)")
@@ -152,7 +153,8 @@ def main() -> int:
     draft, draft_tokenizer = (None, tokenizer) if arguments.draft is None else load(arguments.draft, device)
     if draft_tokenizer is None or draft_tokenizer.content_hash != tokenizer.content_hash:
         raise UserError(f"--draft {arguments.draft} has a different tokenizer; use a draft with the model's tokenizer")
-    options = {name: options[name] for name in ("bits", "compile", "window", "sinks", "speculate", "cache_bits")}
+    names = "bits", "compile", "window", "sinks", "speculate", "cache_bits", "early_exit"
+    options = {name: options[name] for name in names}
     options["slide"] = not arguments.no_slide
     generator = Generator(model, tokenizer, not arguments.no_cache, dtype=DTYPES[precision], draft=draft, **options)
     setup = f"{describe_bits(arguments.bits, arguments.cache_bits, precision)} on {device.type}"
@@ -177,21 +179,21 @@ def main() -> int:
     else:
         conversation, tokens = Conversation(generator), generator.encode(prompt)
     first = generator.new_sequence(0, Completion(prompt), params, tokens)  # validates both before anything is printed
-    check_cache_fits(generator, generator.model, arguments.num_samples, len(tokens) + first.n_remaining)
-    if arguments.bits and device.type == "cuda" and not (arguments.compile and arguments.num_samples == 1):
+    n = arguments.num_samples
+    check_cache_fits(generator, generator.model, n, len(tokens) + first.n_remaining)
+    if arguments.bits and device.type == "cuda" and not (arguments.compile and n == 1):
         terminal.log("--bits is slower on a GPU without --compile or with several samples; it only saves memory there")
     terminal.log(f"seed {params.seed}, {setup}" if params.temperature > 0 else setup)
     if arguments.interactive:
         run_interactive(conversation, prompt, params)
     elif arguments.json:
-        n = arguments.num_samples
         completions = generator.generate([prompt] * n, params, [tokens] * n)
+        layers = {"mean_layers": getattr(generator.decode_model, "mean_layers", None)}
         for index, completion in enumerate(completions):
-            print(finite_json(asdict(completion) | {"seed": params.seed + index}))
+            print(finite_json(asdict(completion) | {"seed": params.seed + index} | layers))
         terminal.log(*describe_unmet(completions))
     else:
-        shown_prompt = "" if arguments.chat else prompt
-        terminal.print_samples(generator, shown_prompt, tokens, params, arguments.num_samples, show_logprobs)
+        terminal.print_samples(generator, "" if arguments.chat else prompt, tokens, params, n, show_logprobs)
     return 0
 
 

@@ -39,8 +39,9 @@ class ContinuousBatch:
 
     def __init__(self, generator: Generator, max_rows: int) -> None:
         """Allocate the cache. Raises UserError if it does not fit into memory, or for unsupported options."""
-        if generator.window is not None or generator.speculate or not generator.use_cache:
-            raise UserError("continuous batching supports no window, no speculation, and needs the KV cache")
+        has_other_steps = generator.speculate or generator.early_exit is not None
+        if generator.window is not None or has_other_steps or not generator.use_cache:
+            raise UserError("continuous batching supports no window, speculation or early exit, and needs the KV cache")
         self.generator, self.max_rows = generator, max_rows
         self.rows = PooledRows(generator, max_rows) if generator.is_batch_invariant else JoinedRows(generator, max_rows)
         self.waiting: deque[Sequence] = deque()

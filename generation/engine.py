@@ -15,6 +15,7 @@ from thinker.generation import prompts as checks
 from thinker.generation.batch_sampling import sample_next, sample_steps
 from thinker.generation.compiled_decode import CompiledThinker
 from thinker.generation.constraints import Constraint
+from thinker.generation.early_exit import EarlyExitThinker
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.native_decode import NativeThinker
 from thinker.generation.option_checks import check_options
@@ -57,13 +58,15 @@ class Generator:
         slide: bool = False,  # continue from the newest half when the context is full (generation.sliding)
         speculate: int = 0,  # tokens to draft per step, by prompt lookup or `draft`; the text is the same
         draft: Thinker | None = None,  # smaller model with the same tokenizer, for `speculate`
+        early_exit: float | None = None,  # skip later layers at this probability (generation.early_exit)
     ) -> None:
         if not isinstance(tokenizer, Tokenizer):
             raise UserError(f"tokenizer is {describe(tokenizer)}; pass the model's tokenizer, as returned by load()")
         check_types(get_type_hints(Generator.__init__), locals())
         config, dtype = model.config, choose_dtype(dtype or model.dtype)
         self.config, self.tokenizer, self.use_cache = config, tokenizer, use_cache
-        self.window, self.sinks, self.speculate, self.bits, self.cache_bits = window, sinks, speculate, bits, cache_bits
+        self.window, self.sinks, self.speculate, self.bits = window, sinks, speculate, bits
+        self.cache_bits, self.early_exit = cache_bits, early_exit
         check_options(self, bool(compile), bits, draft, model.device.type == "cpu")
         self.kernel_problem = ""  # why decoding uses no native kernels, if nobody asked for that
         self.native = self._use_native(model, dtype, compile)
@@ -76,14 +79,16 @@ class Generator:
         self.decode_model = NativeThinker(self.model) if self.native else self.model
         if compile and not self.native:
             self.decode_model = CompiledThinker(self.model)
+        if early_exit is not None:
+            self.decode_model = EarlyExitThinker(self.model, early_exit)
         self.draft = None if draft is None else prepare_for_inference(draft, dtype, bits, self.native)
         # Tokens per row to sample before the host reads them; those after the end of a text are dropped.
-        can_drop = use_cache and not speculate and window is None and self.model.device.type == "cuda"
-        self.steps_per_read = STEPS_PER_READ if can_drop else 1
+        can_drop = use_cache and not speculate and window is None and early_exit is None
+        self.steps_per_read = STEPS_PER_READ if can_drop and self.model.device.type == "cuda" else 1
 
     def _use_native(self, model: Thinker, dtype: torch.dtype, compile: bool | None) -> bool:
         """Whether to use native kernels. Raises UserError if `compile` demands them and they are not available."""
-        if model.device.type != "cpu" or compile is False:
+        if model.device.type != "cpu" or compile is False or self.early_exit is not None:
             return False
         if dtype not in FORMATS:
             problem = f"kernels in C support fp32 and bf16, not {dtype}".replace("torch.", "")

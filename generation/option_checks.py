@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from thinker.generation.early_exit import check_early_exit
 from thinker.generation.mixed_bits import Bits, check_bits
 from thinker.generation.quantized_cache import check_cache_bits
 from thinker.model import Thinker
@@ -22,7 +23,12 @@ def check_options(generator: Any, compile: bool, bits: Bits, draft: Thinker | No
     check_bits(bits, config.n_layers)
     if not 0 <= speculate <= 64:
         raise UserError(f"speculate is {speculate}; use 0 (off) to 64 drafted tokens per step")
-    for name, value in {"window": window, "speculate": speculate, "compile": compile}.items():
+    options = {"window": window, "speculate": speculate, "compile": compile}
+    if generator.early_exit is not None:
+        check_early_exit(config, generator.early_exit)
+        if used := [name for name, value in options.items() if value]:
+            raise UserError(f"early_exit cannot be combined with {used[0]}; use only one")
+    for name, value in (options | {"early_exit": generator.early_exit}).items():
         if value and not generator.use_cache:
             raise UserError(f"{name} needs the KV cache; use use_cache=True")
     compile = compile and not on_cpu  # kernels for a CPU support all models and windows

@@ -49,6 +49,8 @@ def print_samples(
     if generator.speculate:
         accepted = sum(completion.accepted for completion in completions)
         text += f"; {accepted} of {sum(completion.drafted for completion in completions)} drafted tokens accepted"
+    if generator.early_exit is not None:
+        text += f"; {generator.decode_model.mean_layers or 0:.2f} of {generator.config.n_layers} layers per token"
     log(text)
     log(*describe_context_end(generator, completions, params.max_new_tokens).values(), *describe_unmet(completions))
 

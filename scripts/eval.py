@@ -10,7 +10,7 @@ from typing import Any
 from thinker.runtime.cli import ArgumentParser, png_file
 from thinker.runtime.errors import UserError, run_command
 
-TEXT_FLAGS = ("read_data", "source", "path", "column", "max_tokens", "rope_scaling", "attention_temperature", "png")
+TEXT_FLAGS = ("read_data", "source", "path", "column", "max_tokens", "rope_scaling", "png")
 PLAIN_FLAGS = ("context", "stride", "confidence")
 LONG_FLAGS = ("factor", "windows")
 TASK_FLAGS = ("include", "shots", "limit")
@@ -40,7 +40,6 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--stride", type=int, help=f"score only the last N tokens of each window (default: {default})")
     group.add_argument("--confidence", type=float, default=0.95, metavar="P", help="confidence level of the intervals")
     group.add_argument("--rope-scaling", metavar="YAML", help='RoPE scaling, such as "{type: linear, factor: 4}"')
-    group.add_argument("--attention-temperature", type=float, metavar="T", help="temperature of attention, such as 0.9")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     group = parser.add_argument_group("long context")
     long_help = "loss by position beyond the trained length, and a needle test on tales"
@@ -173,8 +172,7 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     has_text = any(shard.loss_mask is None for shard in tokens.shards)
     answers_or_all = "all tokens, including the end of each document" if has_text else "answers"
     header["counted"] = "all tokens, without an end-of-text token" if is_one_text else answers_or_all
-    header |= {name: getattr(arguments, name) for name in ("stride", "rope_scaling", "attention_temperature")}
-    header["confidence"] = confidence
+    header |= {"stride": arguments.stride, "rope_scaling": arguments.rope_scaling, "confidence": confidence}
     values = header | {"losses": [loss.to_dict() for loss in losses]}
     header |= {"confidence": f"{confidence:.4g}, for the [intervals]", "bytes": f"{losses[0].n_bytes:,}"}
     header["stride"] = "half the context, as in generate.py --score" if halves else arguments.stride
@@ -198,8 +196,8 @@ def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, token
         needles = [needle.needle_test(model, tokenizer, 2**n) for n in range(4, max_distance.bit_length())]
     draw = partial(plot, loss, needles, arguments.png, f"{arguments.run} on {arguments.path or source}")
     header = {"checkpoint": str(folder), "trained_length": loss.trained_length, "rope_scaling": arguments.rope_scaling}
-    header |= {"attention_temperature": arguments.attention_temperature, "source": source}
-    header |= {"window_length": windows.seq_len, "windows": len(loss.nats), "tokens": int(loss.counts.sum())}
+    header |= {"source": source, "window_length": windows.seq_len, "windows": len(loss.nats)}
+    header["tokens"] = int(loss.counts.sum())
     text = format_header(header)
     if windows.seq_len < longest:
         learned = model.config.positions == "learned" and windows.seq_len == model.config.max_seq_len
@@ -232,7 +230,6 @@ def main() -> int:
     from thinker.evaluation import long_context
     from thinker.interop import load
     from thinker.interop.load import find_model
-    from thinker.model.attention_temperature import override_attention_temperature
     from thinker.runtime.device import choose_device, configure_backend
     from thinker.runtime.finite import finite_json
 
@@ -244,8 +241,6 @@ def main() -> int:
         raise UserError(f"{folder} has no tokenizer, so it cannot read text; use a model saved with one")
     if arguments.rope_scaling is not None:
         long_context.override_rope_scaling(model, arguments.rope_scaling)
-    if arguments.attention_temperature is not None:
-        override_attention_temperature(model, arguments.attention_temperature)
     if arguments.tasks is not None:
         values, text = evaluate_tasks(arguments, model, tokenizer)
     else:

@@ -49,6 +49,7 @@ SMALLER = {
     "eval.py": ["--max-tokens", "300"],
     "generate.py": ["--max-new-tokens", "3"],
     "prune.py": ["--texts", "4"],
+    "early_exit.py": ["--texts", "4"],
     "sensitivity.py": ["--texts", "4", "--budget", "7"],  # a width of 48 leaves groups of 32 half empty
 }
 NOT_HERE = {

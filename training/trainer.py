@@ -283,9 +283,8 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Measure and log the validation loss, unless that was done or a signal comes. Save the best weights."""
-        state = self.state
         self.read_losses()
-        if state.evaluated_at == state.step:
+        if self.state.evaluated_at == self.state.step:
             return
         with self.step.after_step.in_model():
             evaluation = self.evaluator(self.model, self.poll_signals)
@@ -312,8 +311,7 @@ class Trainer:
         if is_best and self.step.after_step.is_complete:
             state.best_val_loss = evaluation.loss
             values = {"step": state.step, "val_loss": evaluation.loss, "corpus": self.corpus.sha256}
-            best = checkpoint.checkpoint_files(self.model, values)
-            self.checkpoints.save("best", state.step, best)
+            self.checkpoints.save("best", state.step, checkpoint.checkpoint_files(self.model, values))
 
     def save(self) -> None:
         """Write a checkpoint, unless the newest one has this state."""

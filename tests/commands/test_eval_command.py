@@ -57,19 +57,6 @@ def test_long_json(command, tiny_run, capsys):
     assert scaled["long"]["by_position"] != plain["long"]["by_position"]
 
 
-def test_another_attention_temperature(command, tiny_run, capsys):
-    losses = {}
-    for temperature in (None, "1", "3"):
-        flags = [] if temperature is None else ["--attention-temperature", temperature]
-        assert command(tiny_run, "--device", "cpu", "--json", *flags) == 0
-        values = json.loads(capsys.readouterr().out)
-        assert values["attention_temperature"] == (temperature and float(temperature))
-        losses[temperature] = values["losses"][0]["nats_per_token"]["mean"]
-    assert losses[None] == losses["1"] != losses["3"]
-    with pytest.raises(UserError, match=r"attention_temperature is 0.0; it must be a number from 0.001 to 1000"):
-        command(tiny_run, "--device", "cpu", "--attention-temperature", "0")
-
-
 def test_trained_length_and_windows_of_a_short_text(command, tiny_run, tmp_path, capsys):
     run = shutil.copytree(tiny_run, tmp_path / "run")
     tree = yaml.safe_load((run / "config.yaml").read_text())

@@ -52,6 +52,34 @@ def test_json_has_one_object_per_sample(tiny_run):
     assert alone["token_ids"] == rows[2]["token_ids"]
 
 
+def test_early_exit_says_how_many_layers_it_used(tiny_run):
+    common = [GENERATE, tiny_run, "--prompt", "Line", "--max-new-tokens", "9", "--seed", "4", "--device", "cpu"]
+    plain = run_script(*common, "--no-compile")
+    for threshold, layers in (("0.999999999", "2.00"), ("0.000001", "1.00")):
+        done = run_script(*common, "--early-exit", threshold)
+        assert done.returncode == 0, done.stderr
+        assert f"; {layers} of 2 layers per token" in done.stderr
+        assert (done.stdout == plain.stdout) == (layers == "2.00")
+        (row,) = map(json.loads, run_script(*common, "--early-exit", threshold, "--json").stdout.splitlines())
+        assert row["mean_layers"] == float(layers)
+        assert done.stdout == f"Line{row['text']}\n"
+    assert json.loads(run_script(*common, "--json").stdout)["mean_layers"] is None
+
+
+def test_the_cost_of_early_exit(tiny_run):
+    script = ROOT / "scripts" / "early_exit.py"
+    done = run_script(script, tiny_run, "--texts", "3", "--early-exit", "0.000001,0.999999999", "--device", "cpu",
+                      "--json", "--text", ROOT / "README.md")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, last = json.loads(done.stdout)["early_exit"]
+    assert (first["mean_layers"], last["mean_layers"]) == (1, 2)
+    assert last["early_loss"] == pytest.approx(last["loss"], abs=1e-5) == pytest.approx(first["loss"], abs=1e-5)
+    assert first["kl"] > 1e-4 > abs(last["kl"])
+    done = run_script(script, tiny_run, "--early-exit", "0.5,2")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --early-exit 0.5,2 is not a list of probabilities")
+
+
 def test_several_samples_with_a_stop_string(tiny_run):
     command = [GENERATE, tiny_run, "--prompt", "Line", "--num-samples", "2", "--max-new-tokens", "40"]
     completed = run_script(*command, "--stop", "t", "--greedy")
@@ -152,6 +180,8 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
         (["--no-cache", "--speculate", "2"], "speculate needs the KV cache"),
         (["--score", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--score", "x", "--top-k", "5"], "--top-k has no effect with --score"),
+        (["--score", "x", "--early-exit", "0.5"], "--early-exit has no effect with --score"),
+        (["--early-exit", "0.5", "--no-cache"], "early_exit needs the KV cache"),
         (["--score", "x", "--greedy"], "--greedy has no effect with --score"),
         (["--score", "x", "--prompt", "y"], "--prompt has no effect with --score"),
         (["--score", "x", "--regex", "a"], "--regex has no effect with --score"),

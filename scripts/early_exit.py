@@ -1,0 +1,70 @@
+"""Measure what early exit saves and changes: python scripts/early_exit.py PATH."""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from thinker.runtime.cli import ArgumentParser
+from thinker.runtime.errors import UserError, run_command
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line. Raises UserError for values that cannot work."""
+    examples = ("runs/quickstart", "runs/quickstart --early-exit 0.9,0.99 --text story.txt")
+    description = (
+        "Predict a text with all layers and with early exit: layers per token, the loss, and how far the predictions "
+        "differ."
+    )
+    parser = ArgumentParser(description=description, examples=examples)
+    parser.add_model("path", "PATH")
+    exit_help = "probabilities at which a token leaves, as --early-exit of generate.py"
+    thresholds = {"type": parse_thresholds, "default": [0.5, 0.8, 0.9, 0.95], "metavar": "P,..."}
+    parser.add_argument("--early-exit", **thresholds, help=exit_help)
+    parser.add_argument("--text", type=Path, metavar="FILE", help="text file (default: the run's validation split)")
+    parser.add_argument("--texts", type=int, default=64, metavar="N", help="number of sequences to predict")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    arguments = parser.parse_args()
+    if arguments.texts < 1:
+        raise UserError(f"--texts is {arguments.texts}; use at least 1")
+    return arguments
+
+
+def parse_thresholds(text: str) -> list[float]:
+    """Parse "0.8,0.9". Raises UserError for anything but probabilities above 0 and below 1."""
+    try:
+        thresholds = [float(part) for part in text.split(",")]
+    except ValueError:
+        thresholds = []
+    if not thresholds or not all(0 < threshold < 1 for threshold in thresholds):
+        raise UserError(f"--early-exit {text} is not a list of probabilities above 0 and below 1, such as 0.8,0.9")
+    return thresholds
+
+
+def main() -> int:
+    """Measure and print. Returns the exit status."""
+    arguments = parse_arguments()
+
+    from thinker.evaluation.early_exit import early_exit_cost, format_table
+    from thinker.interop import load
+    from thinker.runtime.device import choose_device, configure_backend
+    from thinker.runtime.finite import finite_json
+    from thinker.training.run_data import sample_sequences
+
+    device = choose_device(arguments.device)
+    configure_backend(device)
+    model, tokenizer = load(arguments.path, device, arguments.checkpoint)
+    if tokenizer is None:
+        raise UserError(f"{arguments.path} has no tokenizer, so it cannot read text; use a model saved with one")
+    with tempfile.TemporaryDirectory() as scratch:
+        texts = sample_sequences(model, tokenizer, Path(arguments.path), arguments.text, arguments.texts, Path(scratch))
+    costs = [early_exit_cost(model, *texts, threshold) for threshold in arguments.early_exit]
+    if arguments.json:
+        print(finite_json({"model": str(arguments.path), "early_exit": [vars(cost) for cost in costs]}))
+    else:
+        print(format_table(costs))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
