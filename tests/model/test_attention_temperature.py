@@ -103,8 +103,8 @@ def test_each_kernel_equals_a_plain_softmax(kernel, qk_norm):
     "shape": [{"n_kv_heads": 4}, {"n_kv_heads": 2, "qk_norm": False}, {"n_kv_heads": 1, "attention_bias": True}],
 }), ids=str)  # fmt: skip
 def test_generated_texts_equal_those_of_divided_queries(case):
-    model = random_model(attention_temperature=0.25, max_seq_len=32, norm_mean=0.3, **BYTES, **case["shape"])
-    params = SamplingParams(40, seed=3, logit_bias=NO_BOS)
+    model = random_model(attention_temperature=0.25, max_seq_len=16, norm_mean=0.3, **BYTES, **case["shape"])
+    params = SamplingParams(18, seed=3, logit_bias=NO_BOS)
     ours, plain = (
         Generator(each, TOKENIZER, **case["how"], **case["memory"]).generate(["abcabc", "x"], params)
         for each in (model, with_divided_queries(model))
