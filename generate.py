@@ -154,8 +154,7 @@ def main() -> int:
     if draft_tokenizer is None or draft_tokenizer.content_hash != tokenizer.content_hash:
         raise UserError(f"--draft {arguments.draft} has a different tokenizer; use a draft with the model's tokenizer")
     names = "bits", "compile", "window", "sinks", "speculate", "cache_bits", "early_exit"
-    options = {name: options[name] for name in names}
-    options["slide"] = not arguments.no_slide
+    options = {name: options[name] for name in names} | {"slide": not arguments.no_slide}
     generator = Generator(model, tokenizer, not arguments.no_cache, dtype=DTYPES[precision], draft=draft, **options)
     setup = f"{describe_bits(arguments.bits, arguments.cache_bits, precision)} on {device.type}"
     if generator.kernel_problem:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from thinker.benchmarks.decode import SHAPES, make_random_model
 from thinker.benchmarks.environment import measure_bandwidth, measure_seconds
+from thinker.benchmarks.kv_cache import fill
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.sink_cache import SinkCache
 from thinker.model import Thinker
@@ -55,9 +56,7 @@ def measure(model: Thinker, window: int, repeats: int) -> dict[str, Any]:
         caches[length, "full"] = inference_model.new_cache(1, MAX_LEN)
         caches[length, "window"] = SinkCache(inference_model, 1, window, 4)
     for cache in caches.values():
-        for layer in cache.layers:
-            layer.keys.normal_()
-            layer.values.normal_()
+        fill(cache)
     seconds: dict[tuple[int, str], list[float]] = {case: [] for case in caches}
     bandwidths = []
     for _ in tqdm(range(repeats), desc="lengths", leave=False):
