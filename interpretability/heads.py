@@ -16,21 +16,9 @@ from tqdm import tqdm
 from thinker.evaluation.perplexity import estimate_ratio
 from thinker.interpretability.attribution import require_grad_from_embedding
 from thinker.model import Thinker
+from thinker.model.attention_statistics import entropy, first_token, row_entropy  # noqa: F401 - measures, too
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
-
-
-def entropy(weights: Tensor, normalised: bool = False) -> Tensor:
-    """Mean over rows of −Σ_j A_ij ln A_ij, with 0 ln 0 = 0, in nats; (..., T, T) -> (...).
-
-    A uniform row i has ln(i + 1). Normalized: mean over rows i ≥ 1 of entropy / ln(n), from 0 to 1, where n is i + 1
-    or, in a bidirectional prefix, the number of positions that the row attends to.
-    """
-    rows = torch.special.entr(weights).sum(dim=-1)  # (..., T)
-    if not normalised:
-        return rows.mean(dim=-1)
-    n = (weights > 0).sum(dim=-1).maximum(torch.arange(1, rows.shape[-1] + 1, device=rows.device))  # (..., T)
-    return (rows / n.log())[..., 1:].mean(dim=-1)
 
 
 def mean_distance(weights: Tensor) -> Tensor:
@@ -42,11 +30,6 @@ def mean_distance(weights: Tensor) -> Tensor:
 def previous_token(weights: Tensor) -> Tensor:
     """Mean over i ≥ 1 of A[i, i − 1]; (..., T, T) -> (...)."""
     return weights.diagonal(-1, -2, -1).mean(dim=-1)
-
-
-def first_token(weights: Tensor) -> Tensor:
-    """Mean over i ≥ 1 of A[i, 0], the weight of the first token; (..., T, T) -> (...)."""
-    return weights[..., 1:, 0].mean(dim=-1)
 
 
 def repeated_random_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int = 0) -> Tensor:
@@ -78,10 +61,10 @@ def pairwise_js_divergence(weights: Tensor) -> Tensor:
 
     JS(P, Q) = H((P + Q)/2) − (H(P) + H(Q))/2 in nats, 0 (equal) to ln 2 (Lin 1991, IEEE Trans. Inf. Theory 37:145).
     """
-    n_heads, entropies = weights.shape[-3], torch.special.entr(weights).sum(dim=-1)  # (..., H, T)
+    n_heads, entropies = weights.shape[-3], row_entropy(weights)  # (..., H, T)
     divergence = weights.new_zeros(*weights.shape[:-3], n_heads, n_heads)
     for head in range(n_heads):  # all pairs at once would need H times the memory
-        mixed = torch.special.entr((weights + weights[..., head : head + 1, :, :]) / 2).sum(dim=-1)
+        mixed = row_entropy((weights + weights[..., head : head + 1, :, :]) / 2)
         divergence[..., head, :] = (mixed - (entropies + entropies[..., head : head + 1, :]) / 2).mean(dim=-1)
     return divergence.clamp_min(0)
 

@@ -1,5 +1,7 @@
 """Self-attention: projections, norms, RoPE and cache, then attend(), or sums over random features."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -78,12 +80,15 @@ class Attention(nn.Module):
         """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D). Only layers that keep a state use `cache`."""
         return attend(q, k, v, mask, self.scale, self.attn_logit_softcap, self.sinks)
 
-    def weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
-        """Attention weights of the reference, in chunks: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S)."""
+    def weight_chunks(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, Tensor]]:
+        """Yield attention weights of the reference, (B, H, rows, S), for some queries at a time; see weights()."""
         mask_of = mask.reference_rows or (lambda rows: mask.slice_rows(rows, q, k))
-        chunks = chunked_attention_weights(q, k, mask_of, self.scale, self.attn_logit_softcap, self.sinks)
+        return chunked_attention_weights(q, k, mask_of, self.scale, self.attn_logit_softcap, self.sinks)
+
+    def weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
+        """Attention weights of the reference: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S)."""
         weights = None
-        for rows, part in chunks:
+        for rows, part in self.weight_chunks(q, k, mask):
             if rows == slice(0, q.shape[2]):
                 return part
             weights = part.new_empty(*q.shape[:3], k.shape[2]) if weights is None else weights

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from thinker import checkpoint
 
-TIMING_KEYS = ("elapsed_s", "tokens_per_second", "peak_memory_bytes", "data_wait")
+TIMING_KEYS = ("elapsed_s", "tokens_per_second", "flops_per_second", "peak_memory_bytes", "data_wait")
 
 
 def wait_for(condition, process=None, seconds=600):

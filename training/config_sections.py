@@ -161,6 +161,10 @@ class TrainConfig(ConfigSection):
     """Compile the blocks with torch.compile. auto: only if it saves time over the whole run."""
     log_every: Positive = 1
     """Steps between log lines of training metrics."""
+    log_attention_every: Positive | None = None
+    """Steps between measurements of each layer's attention, which are also made at evaluations. null: none."""
+    log_grad_norms: bool = False
+    """Log the gradient norm of each layer."""
     eval_every: Positive | None = 250
     """Steps between evaluations. null: only at the end."""
     eval_sequences: Positive | None = None

@@ -13,6 +13,7 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.memory import format_bytes
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training.config import Config, Settings, TrainSettings
+from thinker.training.layer_log import check_layer_log
 from thinker.training.memory_estimate import estimate_memory, free_memory, largest_micro_batch, usable_fraction
 from thinker.training.metrics import flops_per_token, peak_flops
 from thinker.training.optimizers import resolve_learning_rates
@@ -39,6 +40,7 @@ def resolve_settings(
     """
     train = config.train
     check_batch_split(config, dist)
+    check_layer_log(train, model_config)
     if train.offload_activations and device.type != "cuda":
         remedy = "set train.checkpoint_every_n_blocks=1 to save memory"
         raise UserError(f"train.offload_activations needs a CUDA GPU, but this run uses {device.type}; {remedy}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class TrainingStep:
         self.after_step = make_after_step(self.model, self.optimizers, settings, dist)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
         self.skip_nonfinite = skip_nonfinite
+        self.before_clipping: Callable[[], None] | None = None  # called with the gradients of the batch in place
         self.n_sources = len(settings.data.sources or ())
         self.n_nonfinite = torch.zeros((), dtype=torch.int64, device=self.device)
         if hasattr(self.parallel_model, "no_sync"):
@@ -94,6 +96,8 @@ class TrainingStep:
                     self.part_sums[n_parts:] += sum_by_source(sources, n_sources, losses, targets)
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
+        if self.before_clipping is not None:
+            self.before_clipping()
         grad_norm = clip_gradients(self.model, train.grad_clip)
         if self.dist.world_size > 1:
             torch.distributed.all_reduce(sums)

@@ -24,6 +24,7 @@ from thinker.runtime.files import atomic_write
 from thinker.runtime.process_group import DistContext
 from thinker.training import resume
 from thinker.training.config import Settings
+from thinker.training.layer_log import LayerLog
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.mixed_data import part_losses
 from thinker.training.nonfinite import diagnose, finite_or_none, unwrapped_copy
@@ -59,6 +60,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.model, self.device, self.loader = self.step.model, self.step.device, self.batches.loader
+        self.layers = LayerLog(self.settings.train, self.step, self.state)
         self.signal_handler = SignalHandler(together=self.dist.world_size > 1)
         self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # at the last logged line, with the seconds waited
         if self.is_finished:
@@ -148,6 +150,7 @@ class Trainer:
         is_log_step = state.step % self.settings.train.log_every == 0
         if is_log_step:
             self.read_losses()  # waits for the device
+            started += self.layers.measure(self.batch)
         try:
             self.sync_step(started)
         except UserError:  # of a stream, after which the run is saved
@@ -235,11 +238,15 @@ class Trainer:
         line = {"train_loss": state.pending_losses / state.pending_steps, "lr": self.step.optimizers.lr * multiplier}
         if state.pending_norm is not None:
             line["grad_norm"] = state.pending_norm
-        line |= part_losses(self.step.compute_loss.parts, self.corpus, state.pending_sources)
+        line |= part_losses(self.step.compute_loss.parts, self.corpus, state.pending_sources) | self.layers.values
         state.pending_steps, state.pending_losses, state.pending_norm, state.pending_sources = 0, 0.0, None, []
         if state.skipped:
             line["skipped_steps"] = state.skipped
-        self.log(line | {"data_wait": waited / seconds} | self.speed(tokens / seconds) | self.step.after_step.metrics())
+        flops = tokens / seconds * flops_per_token(self.model, self.settings.data.seq_len)  # per second, of all ranks
+        line |= {"data_wait": waited / seconds, "tokens_per_second": tokens / seconds, "flops_per_second": flops}
+        if peak := peak_flops(self.device, self.settings.train.precision):
+            line["mfu"] = flops / (peak * self.dist.world_size)
+        self.log(line | {"peak_memory_bytes": self.memory.peak()} | self.step.after_step.metrics())
         val = f", validation {self.last_evaluation.loss:.3f}" if self.last_evaluation else ""
         text = f"step {state.step}, epoch {self.epochs:.2f}, loss {line['train_loss']:.3f}{val}"
         self.bar.set_postfix_str(f"{text}, {tokens / seconds:,.0f} tokens/s", refresh=False)
@@ -268,13 +275,6 @@ class Trainer:
         """Number of epochs: how often the training split, or the source of a mixture that repeats most, was read."""
         return max(self.loader.epochs(self.state.step))
 
-    def speed(self, tokens_per_second: float) -> dict[str, float]:
-        """Metrics of speed and memory."""
-        line = {"tokens_per_second": tokens_per_second, "peak_memory_bytes": self.memory.peak()}
-        if peak := peak_flops(self.device, self.settings.train.precision):
-            line["mfu"] = tokens_per_second * flops_per_token(self.model, self.settings.data.seq_len) / peak
-        return line
-
     def log(self, line: dict[str, Any]) -> None:
         """Write one line to metrics.jsonl and to wandb."""
         line = {"step": self.state.step, "tokens": self.state.tokens, **line, "elapsed_s": self.state.elapsed_s}
@@ -297,6 +297,7 @@ class Trainer:
         if not math.isfinite(evaluation.loss):
             message = f"step {state.step}: the validation loss is {evaluation.loss}, so nothing was saved"
             raise RunError(f"{message}; lower optimizer.lr; {self.resume_hint()}")
+        self.layers.write_reference(self.run, self.corpus, self.settings.data.seq_len)
         self.last_evaluation, state.evaluated_at = evaluation, state.step
         line = {"val_loss": evaluation.loss, "val_bits_per_byte": evaluation.bits_per_byte}
         for name, part in evaluation.parts.items():
@@ -329,13 +330,10 @@ class Trainer:
     def sample(self) -> str:
         """A sample from the current model, as one line; empty except on rank 0. All ranks must call this."""
         with self.step.after_step.in_model():
-            return self._sample()
-
-    def _sample(self) -> str:
-        model = unwrapped_copy(self.model) if hasattr(self.model, "unshard") else self.model
-        if not self.dist.is_main:
-            return ""
-        generator = Generator(model, self.corpus.tokenizer)
+            model = unwrapped_copy(self.model) if hasattr(self.model, "unshard") else self.model
+            if not self.dist.is_main:
+                return ""
+            generator = Generator(model, self.corpus.tokenizer)  # which copies the weights
         prompt, seed = self.settings.train.sample_prompt, self.state.step
         try:
             completion = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=seed))
