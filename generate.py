@@ -4,11 +4,11 @@ import argparse
 import secrets
 import sys
 from dataclasses import asdict, fields
-from pathlib import Path
 
 try:
     from thinker.runtime.cli import ArgumentParser, parse_bits
     from thinker.runtime.errors import UserError, run_command
+    from thinker.runtime.reading import read_text_or_stdin
     from thinker.runtime.terminal_text import unescape
 except ModuleNotFoundError:
     print("error: run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt", file=sys.stderr)
@@ -20,8 +20,8 @@ SAMPLING_FLAGS = (
 )  # fmt: skip
 DECODING_FLAGS = ("early_exit", "speculate", "compile", "no_cache", "no_slide")
 UNUSED_FLAGS = {  # by mode, the flags that have no effect in it
-    "with --interactive": ("num_samples", "json", "logprobs", "no_cache"),
-    "with --score": ("num_samples", "prompt", "prompt_file", "chat", *DECODING_FLAGS, *SAMPLING_FLAGS),
+    "with --interactive": ("num_samples", "json", "logprobs", "no_cache", "monitor"),
+    "with --score": ("num_samples", "monitor", "prompt", "prompt_file", "chat", *DECODING_FLAGS, *SAMPLING_FLAGS),
 }
 
 
@@ -44,6 +44,8 @@ def parse_arguments() -> argparse.Namespace:
     mode.add_argument("--score", metavar="FILE", help="print the likelihood of the text in FILE (UTF-8; - for stdin)")
     group.add_argument("--logprobs", type=int, help="print the log-probability of each token and of the N most likely")
     group.add_argument("--json", action="store_true", help="print one JSON object per sample or score")
+    monitor_help = "measure attention now and then, and warn if it drifts from the values of the validation set"
+    group.add_argument("--monitor", action="store_true", help=monitor_help)
     group = parser.add_argument_group("sampling (order: penalties, logit bias, temperature, top-k, top-p, min-p)")
     group.add_argument("--max-new-tokens", type=int, default=256, help="maximum number of tokens to generate")
     group.add_argument("--repetition-penalty", type=float, default=1.0, help="values above 1 reduce repetition")
@@ -102,16 +104,6 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def read_text(name: str) -> str:
-    """Read a UTF-8 file, or standard input for "-". Raises UserError if it cannot be read or is not UTF-8."""
-    try:
-        return (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(f"cannot read {name}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not valid UTF-8 (byte {error.start}); convert it, for example with iconv") from None
-
-
 def parse_logit_bias(text: str) -> tuple[int, float]:
     """Parse "15=-inf" as (15, -inf). Raises UserError for anything else."""
     token, _, bias = text.partition("=")
@@ -124,10 +116,10 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
 def main() -> int:
     """Load the model, then sample or score. Returns the exit status."""
     arguments = parse_arguments()
-    prompt = arguments.prompt if arguments.prompt_file is None else read_text(arguments.prompt_file)
-    text_to_score = None if arguments.score is None else read_text(arguments.score)
+    prompt = arguments.prompt if arguments.prompt_file is None else read_text_or_stdin(arguments.prompt_file)
+    text_to_score = None if arguments.score is None else read_text_or_stdin(arguments.score)
     if arguments.json_schema is not None:
-        arguments.json_schema = read_text(arguments.json_schema)
+        arguments.json_schema = read_text_or_stdin(arguments.json_schema)
 
     from thinker.data.text_bytes import loses_text, warn_of_lost_text
     from thinker.generation import Completion, Generator, SamplingParams, terminal
@@ -136,8 +128,9 @@ def main() -> int:
     from thinker.generation.conversation import Conversation
     from thinker.generation.interactive import run_interactive
     from thinker.generation.mixed_bits import describe_bits
+    from thinker.generation.monitor import load_monitor
     from thinker.generation.prompts import check_cache_fits
-    from thinker.interop import load
+    from thinker.interop.load import find_model, load
     from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
     from thinker.runtime.finite import finite_json
 
@@ -155,6 +148,8 @@ def main() -> int:
         raise UserError(f"--draft {arguments.draft} has a different tokenizer; use a draft with the model's tokenizer")
     names = "bits", "compile", "window", "sinks", "speculate", "cache_bits", "early_exit"
     options = {name: options[name] for name in names} | {"slide": not arguments.no_slide}
+    if arguments.monitor:
+        options["monitor"] = load_monitor(find_model(arguments.path, arguments.checkpoint))
     generator = Generator(model, tokenizer, not arguments.no_cache, dtype=DTYPES[precision], draft=draft, **options)
     setup = f"{describe_bits(arguments.bits, arguments.cache_bits, precision)} on {device.type}"
     if generator.kernel_problem:
@@ -189,10 +184,12 @@ def main() -> int:
         completions = generator.generate([prompt] * n, params, [tokens] * n)
         layers = {"mean_layers": getattr(generator.decode_model, "mean_layers", None)}
         for index, completion in enumerate(completions):
-            print(finite_json(asdict(completion) | {"seed": params.seed + index} | layers))
+            monitored = {"monitor": generator.monitor.summary()} if arguments.monitor else {}
+            print(finite_json(asdict(completion) | {"seed": params.seed + index} | layers | monitored))
         terminal.log(*describe_unmet(completions))
     else:
         terminal.print_samples(generator, "" if arguments.chat else prompt, tokens, params, n, show_logprobs)
+        terminal.log(*generator.monitor.lines() if arguments.monitor else ())
     return 0
 
 

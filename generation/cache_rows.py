@@ -115,6 +115,10 @@ class PooledRows:
             self.texts[row.index] += new
         return sampled
 
+    def copy(self, row: Row) -> KVCache:
+        """A copy of what has been read of a sequence."""
+        return copy_row(self.cache, row.index)
+
     def close(self, row: Row, keep: bool = True) -> None:
         """Give back the row of a sequence. `keep`: whether other texts may share its keys."""
         self.free.append(row.index)
@@ -148,7 +152,7 @@ class JoinedRows:
             cache = self.kept[index][1]
             if n_shared >= max(1, self.generator.config.prefix) and cache.can_truncate([n_shared]):
                 self.kept.append(self.kept.pop(index))
-                cache = _copy_row(cache, 0)
+                cache = copy_row(cache, 0)
                 cache.truncate([n_shared])
                 return Row(sequence, -1, n_shared, cache)
         return Row(sequence, -1, 0, self.generator.new_cache(self.generator.model, 1, self.max_len))
@@ -178,13 +182,17 @@ class JoinedRows:
         """Sample one token per row."""
         return self.generator.sample([row.sequence for row in rows], self.cache, logits, 1)
 
+    def copy(self, row: Row) -> KVCache:
+        """A copy of what has been read of a sequence whose prompt was read."""
+        return copy_row(self.cache, self.joined.index(row))
+
     def close(self, row: Row, keep: bool = True) -> None:
         """Remove a sequence from the cache. `keep`: whether other texts may share its keys."""
         if row.prompt_cache is not None:
             return
         index, text = self.joined.index(row), row.sequence.tokens[: row.n_read]
         if keep:
-            self._keep(text, _copy_row(self.cache, index))
+            self._keep(text, copy_row(self.cache, index))
         else:
             self._drop_prefixes(text)
         del self.joined[index]
@@ -196,7 +204,7 @@ class JoinedRows:
 
     def _join(self, row: Row) -> None:
         if self.cache is None:
-            self.cache = _copy_row(row.prompt_cache, 0)
+            self.cache = copy_row(row.prompt_cache, 0)
         else:
             self.cache.concat_rows(row.prompt_cache)
         self._keep(list(row.sequence.tokens), row.prompt_cache)
@@ -211,7 +219,7 @@ class JoinedRows:
         self.kept = [(other, cache) for other, cache in self.kept if other != text[: len(other)]]
 
 
-def _copy_row(cache: KVCache, index: int) -> KVCache:
+def copy_row(cache: KVCache, index: int) -> KVCache:
     """A cache with a copy of one row."""
     clone = copy.copy(cache)
     clone.layers = [copy.copy(layer) for layer in cache.layers]

@@ -84,7 +84,13 @@ class ContinuousBatch:
         is_alone = not self.waiting and len(ready) == len(self.running)
         n_steps = min(sequence.n_remaining for sequence in sequences) if is_alone else 1
         sampled = self.rows.sample(ready, logits, n_steps)
-        return [progress for row, tokens in zip(ready, sampled) for progress in self._extend(row, tokens)]
+        steps = [progress for row, tokens in zip(ready, sampled) for progress in self._extend(row, tokens)]
+        if self.generator.monitor is not None:
+            growing = [row for row in ready if row in self.running]  # without those that ended, and those that slid
+            self.generator.monitor.observe(
+                self.generator.model, [row.sequence for row in growing], lambda index: self.rows.copy(growing[index])
+            )
+        return steps
 
     def _admit(self) -> None:
         """Give free rows to waiting sequences, in order. Those that wait for a prefix to be read are passed over."""

@@ -13,10 +13,12 @@ from torch import Tensor
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation import prompts as checks
 from thinker.generation.batch_sampling import sample_next, sample_steps
+from thinker.generation.cache_rows import copy_row
 from thinker.generation.compiled_decode import CompiledThinker
 from thinker.generation.constraints import Constraint
 from thinker.generation.early_exit import EarlyExitThinker
 from thinker.generation.inference_model import prepare_for_inference
+from thinker.generation.monitor import Monitor
 from thinker.generation.native_decode import NativeThinker
 from thinker.generation.option_checks import check_options
 from thinker.generation.quantized_cache import make_cache
@@ -59,12 +61,13 @@ class Generator:
         speculate: int = 0,  # tokens to draft per step, by prompt lookup or `draft`; the text is the same
         draft: Thinker | None = None,  # smaller model with the same tokenizer, for `speculate`
         early_exit: float | None = None,  # skip later layers at this probability (generation.early_exit)
+        monitor: Monitor | None = None,  # measures attention now and then; no text changes
     ) -> None:
         if not isinstance(tokenizer, Tokenizer):
             raise UserError(f"tokenizer is {describe(tokenizer)}; pass the model's tokenizer, as returned by load()")
         check_types(get_type_hints(Generator.__init__), locals())
         config, dtype = model.config, choose_dtype(dtype or model.dtype)
-        self.config, self.tokenizer, self.use_cache = config, tokenizer, use_cache
+        self.config, self.tokenizer, self.use_cache, self.monitor = config, tokenizer, use_cache, monitor
         self.window, self.sinks, self.speculate, self.bits = window, sinks, speculate, bits
         self.cache_bits, self.early_exit = cache_bits, early_exit
         check_options(self, bool(compile), bits, draft, model.device.type == "cpu")
@@ -76,6 +79,8 @@ class Generator:
         if window is not None or (config.is_unbounded and use_cache):
             self.context_len = math.inf
         self.model = prepare_for_inference(model, dtype, bits, self.native)
+        if monitor is not None:
+            monitor.calibrate(self.model)
         self.decode_model = NativeThinker(self.model) if self.native else self.model
         if compile and not self.native:
             self.decode_model = CompiledThinker(self.model)
@@ -203,6 +208,8 @@ class Generator:
                 for batch in (cache, drafter):
                     if batch is not None:
                         batch.select(unfinished)
+            if self.monitor is not None:
+                self.monitor.observe(self.model, sequences, partial(copy_row, cache))
             drafts, logits = self._decode_step(sequences, cache, drafter)
 
     def sample(

@@ -28,7 +28,7 @@ def check_options(generator: Any, compile: bool, bits: Bits, draft: Thinker | No
         check_early_exit(config, generator.early_exit)
         if used := [name for name, value in options.items() if value]:
             raise UserError(f"early_exit cannot be combined with {used[0]}; use only one")
-    for name, value in (options | {"early_exit": generator.early_exit}).items():
+    for name, value in (options | {"early_exit": generator.early_exit, "monitor": generator.monitor}).items():
         if value and not generator.use_cache:
             raise UserError(f"{name} needs the KV cache; use use_cache=True")
     compile = compile and not on_cpu  # kernels for a CPU support all models and windows

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,16 @@ def read_text(path: Path) -> str:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid UTF-8; convert it, for example with iconv") from error
+
+
+def read_text_or_stdin(name: str) -> str:
+    """Read a UTF-8 file, or standard input for "-". Raises UserError if it cannot be read or is not UTF-8."""
+    try:
+        return (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"cannot read {name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not valid UTF-8 (byte {error.start}); convert it, for example with iconv") from None
 
 
 def read_json(path: Path, error_type: type[Exception] = UserError) -> dict[str, Any]:
