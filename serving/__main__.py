@@ -33,6 +33,8 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--api-key", metavar="KEY", help="requests must send this key (default: no key)")
     cors_help = "let pages of this web site call the API, such as https://example.org, or * for all; repeatable"
     group.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help=cors_help)
+    monitor_help = "report attention per layer in /metrics, and warn if it drifts from the values of the validation set"
+    parser.add_argument("--monitor", action="store_true", help=monitor_help)
     group = parser.add_argument_group("limits")
     group.add_argument("--max-batch", type=int, default=16, help="texts that each model decodes at once")
     group.add_argument("--max-queue", type=int, default=64, help="further texts that may wait; others get status 429")
@@ -115,6 +117,7 @@ def main() -> int:
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs {error.name}; install it: pip install '.[serve]'") from None
 
+    from thinker.generation.monitor import load_monitor
     from thinker.interop.load import find_model
     from thinker.runtime.device import choose_decoding_precision, choose_device
     from thinker.serving.allocator import share_one_arena
@@ -133,16 +136,21 @@ def main() -> int:
     precision = choose_decoding_precision(arguments.precision, device)
     options: dict[str, Any] = {name: getattr(arguments, name) for name in ("bits", "cache_bits", "compile")}
     options["slide"] = not arguments.no_slide
-    metrics, models = Metrics(), {}
+    metrics, models, monitors = Metrics(), {}, {}
     for name, path in paths.items():
         checkpoint = find_model(path, arguments.checkpoint)  # which stays the same if a run trains on
-        generator, words, n_parameters = load_model(checkpoint, device, precision, options)
+        if arguments.monitor:
+            monitors[name] = load_monitor(checkpoint, lambda line, name=name: log(f"warning: {name}: {line}"))
+        generator, words, n_parameters = load_model(
+            checkpoint, device, precision, options | {"monitor": monitors.get(name)}
+        )
         engine = EngineThread(name, generator, arguments.max_batch, arguments.max_queue, metrics)
         model = ServedModel(name, checkpoint, engine, words, n_parameters, arguments.max_prompt)
         models[name] = model
         slow = f"; slower without compiled kernels: {generator.kernel_problem}" if generator.kernel_problem else ""
         log(f"{name}: {words} on {device.type}, context of {model.context_len} tokens{slow}")
     metrics.watch({name: model.engine.state for name, model in models.items()})
+    metrics.watch_attention(monitors)
     address, port = listener.getsockname()[:2]
     hosts = LOCAL | {arguments.host.lower()} if is_local(address) else None
     service = Service(models, metrics, playground_page(), arguments.api_key, arguments.max_body, hosts)
