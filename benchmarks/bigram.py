@@ -34,10 +34,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trainer = build_trainer(config)
     trainer.train()
     loss = trainer.evaluator(trainer.model).loss
-    corpus, state = trainer.corpus, trainer.state
-    baseline = bigram_loss(
-        corpus.train, trainer.evaluator.windows, corpus.tokenizer.vocab_size, config.train.eval_sequences
-    )
+    corpus, state, windows = trainer.corpus, trainer.state, trainer.evaluator.windows
+    baseline = bigram_loss(corpus.train, windows, corpus.tokenizer.vocab_size, config.train.eval_sequences)
     print(f"after {state.elapsed_s:.0f} s and {state.tokens:,} tokens, in nats per token:")
     print(f"thinker {loss:.4f}, bigram {baseline:.4f}")
     return {"seconds": state.elapsed_s, "tokens": state.tokens, "loss": loss, "bigram_loss": baseline}

@@ -22,6 +22,7 @@ BENCHMARKS = {  # by name, the arguments of two examples
     "kv_cache": ("--runs runs/quickstart", "--shape tiny --lengths 64 --rows 1 --repeats 3"),
     "linear_cross_entropy": ("", "--vocab 32000 --device cpu --precision fp32"),
     "loading": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --lengths 512"),
+    "monitoring": ("", "--shape 2m --precisions fp32 --batches 1"),
     "packing": ("", "--seq-len 256 --tokens 500000 --seeds 1"),
     "regularization": ("my.txt", "a.txt b.txt --epochs 4 16 --seeds 3 --jobs 2"),
     "scaling": ("configs/pysource.yaml --minutes 10 --jobs 2", "configs/pysource.yaml --shapes 48x2x2,64x3x2"),

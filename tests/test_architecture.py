@@ -29,6 +29,7 @@ NEW_ROOMS = {
     "benchmarks/kv_cache.py",
     "benchmarks/llama_cpp.py",
     "benchmarks/loading.py",
+    "benchmarks/monitoring.py",
     "benchmarks/packing.py",
     "benchmarks/processes.py",
     "benchmarks/regularization.py",

@@ -47,6 +47,15 @@ def test_decode_compared_with_transformers_from_any_folder(benchmark, tmp_path):
     assert {"command", "date", "processor", "torch"} <= result["environment"].keys()
 
 
+def test_monitoring(benchmark):
+    options = ("--device", "cpu", "--precisions", "fp32,int8", "--batches", "1,3", "--new", "9", "--repeats", "2")
+    shown = benchmark(BENCHMARK, "monitoring", "--shape", "tiny", *options)
+    rows = json.loads(shown.splitlines()[-1])["rows"]
+    assert [(row["precision"], row["batch"]) for row in rows] == [("fp32", 1), ("fp32", 3), ("int8", 1), ("int8", 3)]
+    for row in rows:
+        assert row["cost"] == pytest.approx(row["tokens_per_second"] / row["watched_tokens_per_second"] - 1)
+
+
 def test_structured(benchmark):
     shown = benchmark(BENCHMARK, "structured", "--shape", "tiny", "--precisions", "fp32,int8", "--new", "9")
     rows = json.loads(shown.splitlines()[-1])["rows"]
