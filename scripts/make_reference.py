@@ -44,12 +44,14 @@ PACKAGE_NAMES = (
 )
 CLASSES = {
     "thinker.generation": ("Score",),
+    "thinker.generation.monitor": ("Monitor", "Reference", "load_monitor"),
     "thinker.data.tokenizer": ("Tokenizer",),
     "thinker.interpretability.reports": ("Prompt",),
 }
 MODULES = (
     *(f"thinker.interpretability.{name}" for name in ("heads", "flow", "attribution")),
     "thinker.compression.pruning",
+    "thinker.model.attention_statistics",
 )
 EXAMPLE = """import torch
 from thinker import Thinker, ThinkerConfig
