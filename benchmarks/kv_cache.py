@@ -21,6 +21,7 @@ from thinker.interop import load
 from thinker.model import KVCache
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import DTYPES, choose_device
+from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, save_figure
 from thinker.training.run_data import sample_sequences
 
 BITS = (None, 8, 4)  # None: the dtype of the model
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=9, help="timing rounds; medians are reported")
     parser.add_argument("--runs", nargs="*", default=[], metavar="RUN", help="runs whose loss is measured")
     parser.add_argument("--texts", type=int, default=200, help="sequences of the validation split for that")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot the times of the first number of rows")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -59,6 +61,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"\n{path}: {rows[0]['loss']:.5f} nats per token")
         for row in rows[1:]:
             print(f"{row['bits']} bits  {row['change']:+.3%} ± {row['interval']:.3%}")
+    if arguments.png:
+        plot([row for row in speeds if row["rows"] == arguments.rows[0]], arguments.png)
     return {"shape": arguments.shape, "speeds": speeds, "losses": losses}
 
 
@@ -116,3 +120,19 @@ def measure_losses(path: str, n_texts: int) -> list[dict[str, Any]]:
         change = estimate_ratio(torch.tensor(nats[bits], dtype=torch.float64) - plain, plain, 0.95)
         rows.append({"bits": bits, "change": change.mean, "interval": (change.high - change.low) / 2})
     return rows
+
+
+def plot(speeds: list[dict[str, Any]], path: Path) -> None:
+    """Milliseconds per step by cached tokens, with a panel per precision."""
+    precisions = list(dict.fromkeys(row["precision"] for row in speeds))
+    figure, panels = new_figure(4 * len(precisions), 3.5, columns=len(precisions))
+    for axes, precision in zip(panels, precisions):
+        for bits, color in zip(BITS, (GREY, BLUE, ORANGE)):
+            rows = [row for row in speeds if (row["precision"], row["bits"]) == (precision, bits)]
+            label = f"cache in {f'{bits} bits' if bits else precision}"
+            milliseconds = [1000 * row["seconds"] for row in rows]
+            axes.plot([row["length"] for row in rows], milliseconds, color=color, marker="o", label=label)
+        axes.set(title=f"model in {precision}", xlabel="tokens in the cache", ylim=(0, None))
+        axes.legend(frameon=False)
+    panels[0].set_ylabel("ms per token")
+    save_figure(figure, path)

@@ -3,8 +3,9 @@
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from thinker.runtime.cli import ArgumentParser
+from thinker.runtime.cli import ArgumentParser, png_file
 from thinker.runtime.errors import UserError, run_command
 
 
@@ -23,6 +24,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, metavar="FILE", help="text file (default: the run's validation split)")
     parser.add_argument("--texts", type=int, default=64, metavar="N", help="number of sequences to predict")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--png", type=png_file, metavar="FILE", help="plot the loss by the layers that are used")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     arguments = parser.parse_args()
     if arguments.texts < 1:
@@ -59,11 +61,29 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         texts = sample_sequences(model, tokenizer, Path(arguments.path), arguments.text, arguments.texts, Path(scratch))
     costs = [early_exit_cost(model, *texts, threshold) for threshold in arguments.early_exit]
+    if arguments.png is not None:
+        plot(costs, arguments.png, len(model.blocks))
     if arguments.json:
         print(finite_json({"model": str(arguments.path), "early_exit": [vars(cost) for cost in costs]}))
     else:
         print(format_table(costs))
     return 0
+
+
+def plot(costs: list[Any], path: Path, n_layers: int) -> None:
+    """Draw the loss by the mean number of layers, with a point per probability."""
+    from thinker.runtime.plot_style import BLUE, GREY, new_figure, save_figure
+
+    figure, (axes,) = new_figure(6, 4)
+    costs = sorted(costs, key=lambda cost: cost.mean_layers)
+    axes.axhline(costs[0].loss, color=GREY, linestyle="--", label=f"all {n_layers} layers, {costs[0].loss:.3f}")
+    layers, losses = [cost.mean_layers for cost in costs], [cost.early_loss for cost in costs]
+    axes.plot(layers, losses, color=BLUE, marker="o", label="early exit")
+    for cost, x, y in zip(costs, layers, losses):
+        axes.annotate(f"{cost.threshold:g}", (x, y), textcoords="offset points", xytext=(6, 4))
+    axes.set(xlabel="layers per token", ylabel="loss (nats per token)")
+    axes.legend(frameon=False)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":
