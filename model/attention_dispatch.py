@@ -106,7 +106,7 @@ def attend(
     """
     mask = AttentionMask() if mask is None else mask
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if mask.kernel in ("flex", "varlen"):
+    if mask.kernel in ("flex", "varlen", "retrieval"):
         return mask.kernel_state(q, k, v, scale, attn_logit_softcap, sinks)
     if mask.kernel == "local":
         blocks, length = mask.kernel_state, q.shape[2]
