@@ -82,6 +82,8 @@ def parse_arguments() -> argparse.Namespace:
     border = group.add_mutually_exclusive_group()
     border.add_argument("--window", type=int, help="attend only to the newest N tokens (default: full context)")
     group.add_argument("--sinks", type=int, default=0, help="with --window: also attend to the first N tokens")
+    group.add_argument("--retrieve", type=int, default=0, help="with --window: also attend to N older blocks per query")
+    group.add_argument("--retrieve-block", type=int, default=32, help="with --retrieve: tokens per block")
     border.add_argument("--no-slide", action="store_true", help="stop at the context limit (default: drop old tokens)")
     cache_help = "bits per number in the KV cache (default: as --precision); --score reports what they cost"
     group.add_argument("--cache-bits", type=int, choices=(8, 4), help=cache_help)
@@ -146,8 +148,9 @@ def main() -> int:
     draft, draft_tokenizer = (None, tokenizer) if arguments.draft is None else load(arguments.draft, device)
     if draft_tokenizer is None or draft_tokenizer.content_hash != tokenizer.content_hash:
         raise UserError(f"--draft {arguments.draft} has a different tokenizer; use a draft with the model's tokenizer")
-    names = "bits", "compile", "window", "sinks", "speculate", "cache_bits", "early_exit"
-    options = {name: options[name] for name in names} | {"slide": not arguments.no_slide}
+    window = {name: options[name] for name in ("window", "sinks", "retrieve", "retrieve_block")}
+    names = "bits", "compile", "speculate", "cache_bits", "early_exit"
+    options = window | {name: options[name] for name in names} | {"slide": not arguments.no_slide}
     if arguments.monitor:
         options["monitor"] = load_monitor(find_model(arguments.path, arguments.checkpoint))
     generator = Generator(model, tokenizer, not arguments.no_cache, dtype=DTYPES[precision], draft=draft, **options)
@@ -157,9 +160,8 @@ def main() -> int:
     if text_to_score is not None:
         terminal.log(setup)
         warn_of_lost_text(loses_text(tokenizer, text_to_score, tokenizer.encode(text_to_score)), 1)
-        exact = None
-        if arguments.bits or arguments.cache_bits:
-            exact = Generator(model, tokenizer, window=arguments.window, sinks=arguments.sinks).score(text_to_score)
+        has_codes = arguments.bits or arguments.cache_bits
+        exact = Generator(model, tokenizer, **window).score(text_to_score) if has_codes else None
         score = generator.score(text_to_score, n_top, progress=True)
         terminal.print_score(generator, score, exact, arguments.json, show_logprobs)
         return 0

@@ -25,6 +25,7 @@ BENCHMARKS = {  # by name, the arguments of two examples
     "monitoring": ("", "--shape 2m --precisions fp32 --batches 1"),
     "packing": ("", "--seq-len 256 --tokens 500000 --seeds 1"),
     "regularization": ("my.txt", "a.txt b.txt --epochs 4 16 --seeds 3 --jobs 2"),
+    "retrieval": ("", "--shape 110m --repeats 3"),
     "scaling": ("configs/pysource.yaml --minutes 10 --jobs 2", "configs/pysource.yaml --shapes 48x2x2,64x3x2"),
     "serving": ("", "--precision bf16 --clients 8 --transformers /opt/peer/bin/transformers"),
     "short_context": ("", "--tokens 32 --minutes 1 3"),
@@ -46,9 +47,9 @@ def main() -> int:
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, examples in BENCHMARKS.items():
         module = import_module(f"thinker.benchmarks.{name.replace('-', '_')}")
-        summary = module.__doc__.strip().splitlines()[0]
-        text = summary[0].lower() + summary[1:].rstrip(".")
-        command = commands.add_parser(name, help=text, description=summary, examples=examples)
+        summary = module.__doc__.strip().splitlines()[0].rstrip(".")
+        texts = {"help": summary[0].lower() + summary[1:], "description": f"{summary}.", "examples": examples}
+        command = commands.add_parser(name, **texts)
         module.add_arguments(command)
         if name != "gpu":  # writes its own files
             command.add_argument("--out", type=output_file, metavar="FILE", help="append a line of JSON to FILE")

@@ -12,7 +12,7 @@ another (`ball`, `balloon`) are left out, because they could never be less likel
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import accumulate, islice
 from random import Random
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ VALUES = {
 HEROES_AND_PETS = {item[""]: item for name in ("girl", "boy", "pet") for item in GRAMMAR.lists[name]}
 MAX_STORIES = 100  # generated per needle
 MAX_PREFIXES_PER_BATCH = 16
+Scorer = Callable[[Thinker, list[int], list[list[int]]], Tensor]
 
 
 class Needle(NamedTuple):
@@ -131,11 +132,11 @@ def log_probs(model: Thinker, context: list[int], values: list[list[int]]) -> Te
 
 
 def needle_test(
-    model: Thinker, tokenizer: Tokenizer, distance: int, n_examples: int = 64, seed: int = 0
+    model: Thinker, tokenizer: Tokenizer, distance: int, n_examples: int = 64, seed: int = 0, scorer: Scorer = log_probs
 ) -> dict[str, Any]:
     """Measure accuracy at a distance, its standard error √(p(1 − p)/n), mean probability of the answer, and chance.
 
-    If the test is impossible (too few positions, no suitable story), "unreachable" contains the reason.
+    `scorer`: computes what log_probs() does. If the test is impossible, "unreachable" contains the reason.
     """
     needles, rows, prefix = make_needles(tokenizer, distance, n_examples, seed), [], model.config.prefix
     try:
@@ -145,7 +146,7 @@ def needle_test(
             raise UserError(f"the bidirectional prefix of {prefix} tokens contains the answer")
         for needle in needles:
             values = [tokenizer.encode(f" {value}") for value in VALUES[needle.name]]
-            nats, answer = log_probs(model, needle.tokens, values), VALUES[needle.name].index(needle.value)
+            nats, answer = scorer(model, needle.tokens, values), VALUES[needle.name].index(needle.value)
             rows.append([nats.argmax() == answer, nats.softmax(dim=0)[answer], 1 / len(nats)])
     except UserError as error:
         return {"distance": distance, "unreachable": str(error)}

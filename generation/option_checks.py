@@ -4,7 +4,11 @@ from typing import Any
 
 from thinker.generation.early_exit import check_early_exit
 from thinker.generation.mixed_bits import Bits, check_bits
+<<<<<<< HEAD
 from thinker.generation.quantized_cache import check_cache_bits
+=======
+from thinker.generation.retrieval_cache import DEFAULT_BLOCK, context_size
+>>>>>>> f0538f9 (Add retrieval to generate.py, a needle test with a window, a benchmark)
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
@@ -20,6 +24,17 @@ def check_options(generator: Any, compile: bool, bits: Bits, draft: Thinker | No
     if window is not None and not 1 <= window <= config.max_seq_len - sinks:
         limit = f"the trained context ({config.max_seq_len} tokens)"
         raise UserError(f"window is {window}, sinks is {sinks}; use window >= 1, and a sum of at most {limit}")
+    retrieve, block = generator.retrieve, generator.retrieve_block
+    if retrieve < 0 or (window is None and retrieve):
+        raise UserError(f"retrieve is {retrieve}; use at least 0, and only with a window")
+    if retrieve and (block < 1 or window % block):
+        raise UserError(f"retrieve_block is {block} and window is {window}; use a block that divides the window")
+    if not retrieve and block != DEFAULT_BLOCK:
+        raise UserError(f"retrieve_block is {block}, but retrieve is 0; set retrieve to the number of blocks per query")
+    if retrieve and context_size(window, sinks, retrieve, block) > config.max_seq_len:
+        size = f"a query would attend to up to {context_size(window, sinks, retrieve, block)} positions"
+        trained = f"the trained context has {config.max_seq_len}"
+        raise UserError(f"{size} (sinks + retrieve * retrieve_block + window + retrieve_block - 1), but {trained}")
     check_bits(bits, config.n_layers)
     if not 0 <= speculate <= 64:
         raise UserError(f"speculate is {speculate}; use 0 (off) to 64 drafted tokens per step")

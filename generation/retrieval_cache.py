@@ -18,6 +18,8 @@ from thinker.model.positions import Rotation, apply_rotary_emb
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 
+DEFAULT_BLOCK = 32
+
 
 @dataclass
 class Eviction:

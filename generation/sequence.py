@@ -28,7 +28,8 @@ class Completion:
     finish_reason: str = "length"  # "stop": end of text, a stop string, a complete constraint; "length": it was cut
     constraint_met: bool | None = None  # whether the text got to match json_schema or regex as a whole; None: no such
     prompt_tokens: int = 0  # including the BOS token
-    n_evicted: int = 0  # positions that a sink cache had evicted at the end
+    n_evicted: int = 0  # positions that had left the window at the end
+    stored_bytes: int = 0  # memory of these positions, if they can be retrieved
     n_slides: int = 0  # times that the text continued from its newest half (generation/sliding.py)
     drafted: int = 0  # speculated tokens
     accepted: int = 0  # drafted tokens that were accepted

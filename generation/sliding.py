@@ -6,9 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
+from thinker.generation.block_store import stored_bytes
+from thinker.generation.retrieval_cache import n_stored_blocks
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion, Sequence
 from thinker.model import KVCache
+from thinker.runtime.memory import format_bytes
 
 
 def decode_sliding(
@@ -23,11 +26,21 @@ def decode_sliding(
     while sequences:
         yield from generator.decode(sequences, *start(sequences))
         for sequence in sequences if generator.window is not None else ():
-            sequence.completion.n_evicted = max(0, len(sequence.tokens) - 1 - generator.sinks - generator.window)
+            _count_evicted(generator, sequence)
         sequences = [sequence for sequence in sequences if sequence.completion.finish_reason != "stop"]
         sequences = [sequence for sequence in sequences if sequence.n_after_sliding]
         for sequence in sequences:
             slide(sequence, generator.context_len)
+
+
+def _count_evicted(generator: Any, sequence: Sequence) -> None:
+    n_read, completion = len(sequence.tokens) - 1, sequence.completion
+    window, sinks, block = generator.window, generator.sinks, generator.retrieve_block
+    completion.n_evicted = max(0, n_read - sinks - window)
+    if generator.retrieve:
+        n_blocks = n_stored_blocks(n_read, window, sinks, block)
+        completion.n_evicted = n_blocks * block
+        completion.stored_bytes = stored_bytes(generator.config, n_blocks, block)
 
 
 def slide(sequence: Sequence, context_len: int) -> None:
@@ -73,4 +86,8 @@ def describe_context_end(generator: Any, completions: list[Completion], max_new_
     if end > sinks:
         evicted = f"evicted tokens {sinks + 1} to {end} of {end + window + 1}"
         lines["evicted"] = f"{evicted}; the window keeps the first {sinks} and the newest {window}"
+    if generator.retrieve and end > sinks:
+        size = format_bytes(sum(completion.stored_bytes for completion in completions))
+        used = f"each query retrieves up to {generator.retrieve} blocks of {generator.retrieve_block}"
+        lines["evicted"] = f"stored tokens {sinks + 1} to {end} in {size}; {used}"
     return lines

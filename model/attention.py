@@ -105,8 +105,7 @@ class Attention(nn.Module):
         weights = patched = None
         if "weights" in self.hooks:
             if cache is not None and not is_cached:
-                problem = "attention.weights of linear attention is not available with a cache, which stores no keys"
-                raise UserError(f"{problem}; run without a cache")
+                raise UserError("attention.weights is not available with this kind of cache; run without a cache")
             weights = self.weights(q, k, mask)  # (B, H, T, S)
             patched = self.hooks("weights", weights)
         if patched is weights:

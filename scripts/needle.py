@@ -1,0 +1,66 @@
+"""Needle test with a window and retrieval: python scripts/needle.py PATH."""
+
+import argparse
+from functools import partial
+
+from thinker.runtime.cli import ArgumentParser
+from thinker.runtime.errors import UserError, run_command
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line. Raises UserError for a value that is not possible."""
+    description = "Needle test on tales with a window, without and with retrieval of the tokens that left it."
+    examples = ("runs/quickstart --window 32 --sinks 4 --retrieve 4 --retrieve-block 16 --times 8,16",)
+    parser = ArgumentParser(description=description, examples=examples)
+    parser.add_model("run", "PATH")
+    parser.add_argument("--window", type=int, default=32, help="attend to the newest N tokens")
+    parser.add_argument("--sinks", type=int, default=4, help="also attend to the first N tokens")
+    parser.add_argument("--retrieve", type=int, default=4, metavar="N", help="blocks that each query retrieves")
+    parser.add_argument("--retrieve-block", type=int, default=16, metavar="N", help="tokens per block")
+    times_help = "distances of the facts, as multiples of the window (default: 8,16,32,64)"
+    parser.add_argument("--times", default="8,16,32,64", metavar="N,...", help=times_help)
+    parser.add_argument("--examples", type=int, default=64, help="needles per distance")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    arguments = parser.parse_args()
+    try:
+        arguments.times = [int(part) for part in arguments.times.split(",")]
+    except ValueError:
+        raise UserError(f"--times {arguments.times} is not a list of numbers, such as 8,16,32,64") from None
+    if min(arguments.times) < 1 or arguments.examples < 1 or arguments.retrieve < 1:
+        raise UserError("--times, --examples and --retrieve need numbers of at least 1")
+    return arguments
+
+
+def main() -> int:
+    """Measure needle accuracy at each distance, with the same texts for each cache. Returns the exit status."""
+    arguments = parse_arguments()
+    from thinker.evaluation import needle
+    from thinker.evaluation.windowed_needle import cached_log_probs
+    from thinker.generation import Generator
+    from thinker.interop import load
+    from thinker.runtime.device import choose_device
+    from thinker.runtime.finite import finite_json
+
+    model, tokenizer = load(arguments.run, choose_device(arguments.device), arguments.checkpoint)
+    if tokenizer is None:
+        raise UserError(f"{arguments.run} has no tokenizer, so it cannot read text; use a model saved with one")
+    options = {"window": arguments.window, "sinks": arguments.sinks}
+    retrieval = {"retrieve": arguments.retrieve, "retrieve_block": arguments.retrieve_block}
+    results = {}
+    for name, more in {"window": {}, "retrieval": retrieval}.items():
+        generator = Generator(model, tokenizer, **options, **more)  # checks the options
+        scorer = partial(cached_log_probs, partial(generator.new_cache, model, 1, 0))
+        results[name] = [
+            needle.needle_test(model, tokenizer, times * arguments.window, arguments.examples, scorer=scorer)
+            for times in arguments.times
+        ]
+        if not arguments.json:
+            print(f"{name}\n{needle.format_table(results[name])}\n", flush=True)
+    if arguments.json:
+        print(finite_json({"run": arguments.run, **options, **retrieval, **results}))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
