@@ -24,7 +24,7 @@ STEPS = 9  # per round; the first finds the processor's caches cold and is not c
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("--shape", choices=SHAPES, help="size of the model (default: 4 layers of width 192)")
-    parser.add_argument("--kv-heads", type=int, help="KV heads per layer (default: that of the shape)")
+    parser.add_argument("--kv-heads", type=int, default=2, help="KV heads per layer")
     parser.add_argument("--window", type=int, default=128, help="length of the window in tokens")
     parser.add_argument("--retrieve", type=int, default=4, help="blocks that each query retrieves")
     parser.add_argument("--block", type=int, default=64, help="tokens per block")
@@ -37,9 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time steps at each length, in turns, and print a table."""
     device, sizes = choose_device(arguments.device), (arguments.window, SINKS, arguments.retrieve, arguments.block)
-    shape = {**(SHAPES[arguments.shape] if arguments.shape else SHAPES["2m"] | {"n_layers": 4})}
-    if arguments.kv_heads is not None:
-        shape["n_kv_heads"] = arguments.kv_heads
+    shape = SHAPES[arguments.shape] if arguments.shape else SHAPES["2m"] | {"n_layers": 4}
+    shape = shape | {"n_kv_heads": arguments.kv_heads}
     with device:
         model = prepare_for_inference(Thinker(ThinkerConfig(**shape, max_seq_len=context_size(*sizes))))
     caches: dict[tuple[str, int], KVCache] = {}

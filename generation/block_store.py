@@ -8,6 +8,9 @@ from thinker.runtime.device import to_device
 
 FIRST_CAPACITY = 16  # blocks per row; doubles when it is full
 MAX_REPRESENTATIVES = 4  # keys that summarize a block, per KV head
+# Added per block, so that of equal scores the newest wins whatever the rounding. In the first layer, keys without RoPE
+# depend only on the token, so that blocks with the same token have equal scores.
+TIE_BREAK = 2.0**-15
 
 
 class BlockStore:
@@ -48,11 +51,12 @@ class BlockStore:
         chosen = distances.topk(self.summaries.shape[1], dim=-1).indices[..., None].expand(-1, -1, -1, keys.shape[-1])
         self.summaries[rows, ..., blocks] = keys.gather(2, chosen).transpose(1, 2)  # (R, representatives, K, D)
         rows, blocks, keys, values = (x.cpu() for x in (rows, blocks, keys, values))
+        scales = torch.ones(*keys.shape[:3], 2, device="cpu")  # (R, K, block, 2)
         if self.keys.dtype == torch.int8:
-            largest = torch.stack((keys, values), dim=-2).abs().amax(dim=-1)  # (R, K, block, 2)
+            largest = torch.stack((keys, values), dim=-2).abs().amax(dim=-1)
             scales = largest.clamp_min(torch.finfo(torch.float32).tiny) / 127
             keys, values = (keys / scales[..., :1]).round(), (values / scales[..., 1:]).round()
-            self.scales[rows, :, blocks] = scales
+        self.scales[rows, :, blocks] = scales
         self.keys[rows, :, blocks] = keys.to(self.keys.dtype)
         self.values[rows, :, blocks] = values.to(self.values.dtype)
 
@@ -65,9 +69,10 @@ class BlockStore:
         n, G = q.shape[2:4]
         scores = q.float().flatten(2, 3)[:, None] @ self.summaries[..., :n_stored]  # (B, representatives, K, n · G, N)
         scores = scores.amax(dim=1).unflatten(2, (n, G)).amax(dim=3)  # (B, K, n, N)
+        index = torch.arange(n_stored, device=q.device)
+        scores += TIE_BREAK * index
         if n_stored_by_row is not None:
-            is_missing = torch.arange(n_stored, device=q.device) >= n_stored_by_row
-            scores = scores.masked_fill(is_missing, -torch.inf)
+            scores = scores.masked_fill(index >= n_stored_by_row, -torch.inf)
         return scores.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
 
     def read(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,8 @@ class RetrievalCache(KVCache):
         keys, values = self._new_tensors(B, K, self.max_len + 1)
         store = BlockStore(B, K, self.block, self.head_dim, self.device, self.store_dtype)
         blocks = torch.arange(self.sinks, self.sinks + self.retrieve * self.block, device=self.device)
-        farthest = torch.tensor([self.window + self.retrieve * self.block], device=self.device)
+        farthest = min(self.window + self.retrieve * self.block, self.n_positions - 1)
+        farthest = torch.tensor([farthest], device=self.device)
         rotations = (self._rotation(positions) for positions in (blocks, farthest))
         return RetrievalLayer(keys, values, 0, self.sinks, keys.clone(), store, self.retrieve, *rotations)
 
@@ -181,8 +182,8 @@ class RetrievalCache(KVCache):
         if evicting:
             rows, blocks = (to_device(x, self.device) for x in (evicting, [before[row] for row in evicting]))
             evicted = self.sinks + blocks[:, None] * self.block + torch.arange(self.block, device=self.device)
-            new_positions = torch.where(is_sink, in_slots, in_slots - n_closer).clamp_min(0)
-            rotation = self._rotation(new_positions)
+            new_positions = torch.where(is_sink, in_slots, in_slots - n_closer)
+            rotation = self._rotation(new_positions.clamp(0, self.n_positions - 1))  # of unread slots: any
             eviction = Eviction(rows, blocks, ring.slot_mapping(evicted), rotation)
         slots, rotation = ring.slot_mapping(positions), self._rotation(positions - n_closer)
         by_row = None if is_even else n_stored[..., None, None]
