@@ -47,9 +47,8 @@ def main() -> int:
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, examples in BENCHMARKS.items():
         module = import_module(f"thinker.benchmarks.{name.replace('-', '_')}")
-        summary = module.__doc__.strip().splitlines()[0].rstrip(".")
-        texts = {"help": summary[0].lower() + summary[1:], "description": f"{summary}.", "examples": examples}
-        command = commands.add_parser(name, **texts)
+        doc = module.__doc__.strip().splitlines()[0].rstrip(".")
+        command = commands.add_parser(name, help=doc[0].lower() + doc[1:], description=f"{doc}.", examples=examples)
         module.add_arguments(command)
         if name != "gpu":  # writes its own files
             command.add_argument("--out", type=output_file, metavar="FILE", help="append a line of JSON to FILE")

@@ -56,6 +56,18 @@ def test_monitoring(benchmark):
         assert row["cost"] == pytest.approx(row["tokens_per_second"] / row["watched_tokens_per_second"] - 1)
 
 
+def test_retrieval(benchmark):
+    sizes = ("--window", "8", "--block", "4", "--retrieve", "2", "--lengths", "32", "64")
+    shown = benchmark(BENCHMARK, "retrieval", "--shape", "tiny", "--repeats", "1", "--device", "cpu", *sizes)
+    result = json.loads(shown.splitlines()[-1])
+    of = {(row["kind"], row["length"]): row for row in result["rows"]}
+    assert set(of) == {(kind, length) for kind in ("window", "retrieval", "full") for length in (32, 64)}
+    assert all(row["ms"] > 0 for row in of.values())
+    # 2 layers, 2 KV heads, 16 dimensions per head: blocks of 4 in int8 with 2 scales per position, 4 keys in fp32.
+    assert of["retrieval", 32]["bytes"] == 2 * 2 * (16 * (4 * (2 * 16 + 2 * 4) + 4 * 16 * 4) + 3 * 17 * 16 * 4)
+    assert of["full", 64]["bytes"] - of["full", 32]["bytes"] == 2 * 2 * 32 * 2 * 16 * 4
+
+
 def test_structured(benchmark):
     shown = benchmark(BENCHMARK, "structured", "--shape", "tiny", "--precisions", "fp32,int8", "--new", "9")
     rows = json.loads(shown.splitlines()[-1])["rows"]
