@@ -15,6 +15,7 @@ from thinker.generation.block_store import BlockStore, stored_bytes
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.retrieval_cache import RetrievalCache, context_size
 from thinker.generation.sink_cache import SinkCache
+from thinker.model.positions import apply_rotary_emb
 from thinker.runtime.errors import UserError
 
 TOKENIZER = make_tokenizer("byte", [])
@@ -279,3 +280,44 @@ def test_models_without_plain_rope_are_refused(shape):
     model = make_model(vocab_size=264, max_seq_len=32, **shape)
     with pytest.raises(UserError, match="window needs full attention and plain RoPE"):
         Generator(model, TOKENIZER, window=8, retrieve=1, retrieve_block=4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(("window", "sinks", "retrieve", "block"), [(4, 0, 1, 2), (6, 2, 2, 3), (2, 3, 3, 1)])
+def test_each_query_equals_a_text_without_gaps(random_model, n_kv_heads, window, sinks, retrieve, block):
+    """One layer, each position by itself: the sinks, the best blocks and the window, numbered from 0."""
+    model = random_model(n_kv_heads=n_kv_heads, n_layers=1)
+    tokens, (layer,) = draw_tokens(1, 40), model.blocks
+    found = fed(model, RetrievalCache(model, 1, window, sinks, retrieve, block, torch.float32), tokens, [7])
+    x, attention = model.embedding(tokens), layer.attention
+    unturned = torch.ones(40, 1), torch.zeros(40, 1)
+    q, k, v = attention.project(layer.attention_norm(x), unturned)  # (1, H or K, T, D)
+    G = 4 // n_kv_heads
+    distance = min(window + retrieve * block, context_size(window, sinks, retrieve, block) - 1)
+
+    def turned(heads, positions):
+        return apply_rotary_emb(heads, model.rope(positions, int(positions.max()) + 1, torch.float32))
+
+    mixed = torch.zeros_like(q)
+    for t in range(40):
+        n_stored = max(0, t + 1 - sinks - window) // block
+        for head in range(n_kv_heads):
+            own = slice(head * G, head * G + G)
+            far_q = turned(q[0, own, t], torch.full((G,), distance))
+            scores = []
+            for at in range(n_stored):
+                keys = k[0, head, sinks + at * block :][:block]
+                outliers = (keys - keys.mean(dim=0)).norm(dim=-1).topk(min(4, block)).indices
+                scores.append((far_q @ keys[outliers].T).max().item() + at * 2.0**-15)
+            best = sorted(sorted(range(n_stored), key=scores.__getitem__)[-retrieve:])
+            kept = [*range(min(sinks, t + 1))]
+            kept += [sinks + at * block + i for at in best for i in range(block)]
+            kept += range(sinks + n_stored * block, t + 1)
+            positions = torch.arange(len(kept))
+            keys, last = turned(k[0, head, kept], positions), torch.full((G,), len(kept) - 1)
+            weights = (turned(q[0, own, t], last) @ keys.T * attention.head_dim**-0.5).softmax(dim=-1)
+            mixed[0, own, t] = weights @ v[0, head, kept]
+    x = x + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+    x = x + layer.mlp(layer.mlp_norm(x))
+    assert_close(found, model.lm_head(model.norm(x)))
