@@ -44,8 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     mode.add_argument("--score", metavar="FILE", help="print the likelihood of the text in FILE (UTF-8; - for stdin)")
     group.add_argument("--logprobs", type=int, help="print the log-probability of each token and of the N most likely")
     group.add_argument("--json", action="store_true", help="print one JSON object per sample or score")
-    monitor_help = "measure attention now and then, and warn if it drifts from the values of the validation set"
-    group.add_argument("--monitor", action="store_true", help=monitor_help)
+    group.add_argument("--monitor", action="store_true", help="measure attention; warn if it drifts from validation")
     group = parser.add_argument_group("sampling (order: penalties, logit bias, temperature, top-k, top-p, min-p)")
     group.add_argument("--max-new-tokens", type=int, default=256, help="maximum number of tokens to generate")
     group.add_argument("--repetition-penalty", type=float, default=1.0, help="values above 1 reduce repetition")
@@ -85,8 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--retrieve", type=int, default=0, help="with --window: also attend to N older blocks per query")
     group.add_argument("--retrieve-block", type=int, default=32, help="with --retrieve: tokens per block")
     border.add_argument("--no-slide", action="store_true", help="stop at the context limit (default: drop old tokens)")
-    cache_help = "bits per number in the KV cache (default: as --precision); --score reports what they cost"
-    group.add_argument("--cache-bits", type=int, choices=(8, 4), help=cache_help)
+    group.add_argument("--cache-bits", type=int, choices=(8, 4), help="bits of keys and values (default: --precision)")
     group.add_argument("--no-cache", action="store_true", help="recompute all positions at every step")
     arguments = parser.parse_args()
     if arguments.interactive or arguments.score is not None:
@@ -150,9 +148,8 @@ def main() -> int:
         raise UserError(f"--draft {arguments.draft} has a different tokenizer; use a draft with the model's tokenizer")
     window = {name: options[name] for name in ("window", "sinks", "retrieve", "retrieve_block")}
     names = "bits", "compile", "speculate", "cache_bits", "early_exit"
-    options = window | {name: options[name] for name in names} | {"slide": not arguments.no_slide}
-    if arguments.monitor:
-        options["monitor"] = load_monitor(find_model(arguments.path, arguments.checkpoint))
+    monitor = load_monitor(find_model(arguments.path, arguments.checkpoint)) if arguments.monitor else None
+    options = window | {name: options[name] for name in names} | {"slide": not arguments.no_slide, "monitor": monitor}
     generator = Generator(model, tokenizer, not arguments.no_cache, dtype=DTYPES[precision], draft=draft, **options)
     setup = f"{describe_bits(arguments.bits, arguments.cache_bits, precision)} on {device.type}"
     if generator.kernel_problem:
@@ -160,8 +157,8 @@ def main() -> int:
     if text_to_score is not None:
         terminal.log(setup)
         warn_of_lost_text(loses_text(tokenizer, text_to_score, tokenizer.encode(text_to_score)), 1)
-        has_codes = arguments.bits or arguments.cache_bits
-        exact = Generator(model, tokenizer, **window).score(text_to_score) if has_codes else None
+        is_rounded = arguments.bits or arguments.cache_bits
+        exact = Generator(model, tokenizer, **window).score(text_to_score) if is_rounded else None
         score = generator.score(text_to_score, n_top, progress=True)
         terminal.print_score(generator, score, exact, arguments.json, show_logprobs)
         return 0
@@ -184,10 +181,10 @@ def main() -> int:
         run_interactive(conversation, prompt, params)
     elif arguments.json:
         completions = generator.generate([prompt] * n, params, [tokens] * n)
-        layers = {"mean_layers": getattr(generator.decode_model, "mean_layers", None)}
+        facts = {"monitor": generator.monitor.summary()} if arguments.monitor else {}
+        facts["mean_layers"] = getattr(generator.decode_model, "mean_layers", None)
         for index, completion in enumerate(completions):
-            monitored = {"monitor": generator.monitor.summary()} if arguments.monitor else {}
-            print(finite_json(asdict(completion) | {"seed": params.seed + index} | layers | monitored))
+            print(finite_json(asdict(completion) | {"seed": params.seed + index} | facts))
         terminal.log(*describe_unmet(completions))
     else:
         terminal.print_samples(generator, "" if arguments.chat else prompt, tokens, params, n, show_logprobs)

@@ -21,11 +21,8 @@ from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.monitor import Monitor
 from thinker.generation.native_decode import NativeThinker
 from thinker.generation.option_checks import check_options
-<<<<<<< HEAD
 from thinker.generation.quantized_cache import make_cache
-=======
 from thinker.generation.retrieval_cache import new_windowed_cache
->>>>>>> f0538f9 (Add retrieval to generate.py, a needle test with a window, a benchmark)
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.scoring import score_text
 from thinker.generation.sequence import Completion, SampledToken, Score, Sequence
@@ -59,12 +56,9 @@ class Generator:
         compile: bool | None = None,  # on a CPU: kernels in C (default: if they compile); on a GPU: CUDA graphs
         window: int | None = None,  # attend to the newest `window` positions, in texts of any length
         sinks: int = 0,  # with `window`, also attend to the first `sinks` positions
-<<<<<<< HEAD
-        cache_bits: int | None = None,  # 8 or 4: store keys and values in so few bits (generation.quantized_cache)
-=======
         retrieve: int = 0,  # with `window`, each query also attends to the best blocks of evicted positions
         retrieve_block: int = 32,  # positions per block
->>>>>>> f0538f9 (Add retrieval to generate.py, a needle test with a window, a benchmark)
+        cache_bits: int | None = None,  # 8 or 4: store keys and values in so few bits (generation.quantized_cache)
         slide: bool = False,  # continue from the newest half when the context is full (generation.sliding)
         speculate: int = 0,  # tokens to draft per step, by prompt lookup or `draft`; the text is the same
         draft: Thinker | None = None,  # smaller model with the same tokenizer, for `speculate`
@@ -75,15 +69,9 @@ class Generator:
             raise UserError(f"tokenizer is {describe(tokenizer)}; pass the model's tokenizer, as returned by load()")
         check_types(get_type_hints(Generator.__init__), locals())
         config, dtype = model.config, choose_dtype(dtype or model.dtype)
-<<<<<<< HEAD
         self.config, self.tokenizer, self.use_cache, self.monitor = config, tokenizer, use_cache, monitor
-        self.window, self.sinks, self.speculate, self.bits = window, sinks, speculate, bits
-        self.cache_bits, self.early_exit = cache_bits, early_exit
-=======
-        self.config, self.tokenizer, self.use_cache = config, tokenizer, use_cache
         self.window, self.sinks, self.retrieve, self.retrieve_block = window, sinks, retrieve, retrieve_block
-        self.speculate, self.bits = speculate, bits
->>>>>>> f0538f9 (Add retrieval to generate.py, a needle test with a window, a benchmark)
+        self.speculate, self.bits, self.cache_bits, self.early_exit = speculate, bits, cache_bits, early_exit
         check_options(self, bool(compile), bits, draft, model.device.type == "cpu")
         self.kernel_problem = ""  # why decoding uses no native kernels, if nobody asked for that
         self.native = self._use_native(model, dtype, compile)
@@ -180,18 +168,8 @@ class Generator:
     def new_cache(self, model: Thinker, batch_size: int, max_len: int) -> KVCache:
         """Create an empty cache, of bounded size with a window."""
         if self.window is not None:
-<<<<<<< HEAD
-            return SinkCache(model, batch_size, self.window, self.sinks)
-        return make_cache(model, batch_size, max_len, max(self.speculate, self.steps_per_read - 1), self.cache_bits)
-=======
             return new_windowed_cache(model, batch_size, self.window, self.sinks, self.retrieve, self.retrieve_block)
-        return model.new_cache(batch_size, max_len, slack=max(self.speculate, self.steps_per_read - 1))
-
-    @property
-    def chunk_len(self) -> int:
-        """Positions per prefill pass; a bidirectional prefix needs a single pass."""
-        return max(PREFILL_CHUNK, self.config.prefix)
->>>>>>> f0538f9 (Add retrieval to generate.py, a needle test with a window, a benchmark)
+        return make_cache(model, batch_size, max_len, max(self.speculate, self.steps_per_read - 1), self.cache_bits)
 
     @torch.no_grad()
     def prefill(self, model: Thinker, tokens: list[list[int]], cache: KVCache) -> Tensor:
@@ -253,13 +231,8 @@ class Generator:
         if len(unfiltered) == len(sequences):
             return step.sample(sequences, cache, logits, max_steps, rows)
         others = [row for row in range(len(sequences)) if row not in unfiltered]
-<<<<<<< HEAD
         fast = [sequences[row] for row in unfiltered]
         tokens = dict(zip(unfiltered, step.sample(fast, cache, logits[unfiltered], 1)))
-=======
-        sampled = step.sample([sequences[row] for row in unfiltered], cache, logits[unfiltered], 1)
-        tokens = dict(zip(unfiltered, sampled))
->>>>>>> f0538f9 (Add retrieval to generate.py, a needle test with a window, a benchmark)
         tokens |= zip(others, sample_steps([sequences[row] for row in others], logits[others], 1, step))
         return [tokens[row] for row in range(len(sequences))]
 

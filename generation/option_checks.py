@@ -4,11 +4,8 @@ from typing import Any
 
 from thinker.generation.early_exit import check_early_exit
 from thinker.generation.mixed_bits import Bits, check_bits
-<<<<<<< HEAD
 from thinker.generation.quantized_cache import check_cache_bits
-=======
 from thinker.generation.retrieval_cache import DEFAULT_BLOCK, context_size
->>>>>>> f0538f9 (Add retrieval to generate.py, a needle test with a window, a benchmark)
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
@@ -35,6 +32,8 @@ def check_options(generator: Any, compile: bool, bits: Bits, draft: Thinker | No
         size = f"a query would attend to up to {context_size(window, sinks, retrieve, block)} positions"
         trained = f"the trained context has {config.max_seq_len}"
         raise UserError(f"{size} (sinks + retrieve * retrieve_block + window + retrieve_block - 1), but {trained}")
+    if retrieve and generator.monitor is not None:
+        raise UserError("monitor cannot be combined with retrieve, whose attention it does not see; use only one")
     check_bits(bits, config.n_layers)
     if not 0 <= speculate <= 64:
         raise UserError(f"speculate is {speculate}; use 0 (off) to 64 drafted tokens per step")

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 
 from thinker.data.tokenizer import Tokenizer
-<<<<<<< HEAD
-from thinker.generation.quantized_cache import BLOCK, cache_bytes
-=======
 from thinker.generation.block_store import stored_bytes
+from thinker.generation.quantized_cache import BLOCK, cache_bytes
 from thinker.generation.retrieval_cache import n_stored_blocks
->>>>>>> f0538f9 (Add retrieval to generate.py, a needle test with a window, a benchmark)
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion
 from thinker.model import Thinker, ThinkerConfig
@@ -107,15 +104,11 @@ def check_cache_fits(generator: Any, model: Thinker, n_sequences: int, max_len: 
     """Raise UserError if the KV cache of several sequences exceeds the memory; one sequence allocates on demand."""
     cached = min(max_len, math.inf if generator.window is None else generator.window + generator.sinks)
     if n_sequences > 1 and generator.use_cache:
-<<<<<<< HEAD
         needed = n_sequences * cache_bytes(model, 1, cached, bits=generator.cache_bits)
-=======
-        needed = n_sequences * KVCache(model.config, 1, cached, "meta", model.dtype).nbytes
         if generator.retrieve:
             n_blocks = n_stored_blocks(max_len, generator.window, generator.sinks, generator.retrieve_block)
             stored = n_sequences * stored_bytes(model.config, n_blocks, generator.retrieve_block)
             check_memory(
                 {"stored blocks": stored}, torch.device("cpu"), "reduce the number of samples or max_new_tokens"
             )
->>>>>>> f0538f9 (Add retrieval to generate.py, a needle test with a window, a benchmark)
         check_memory({"cache": needed}, model.device, "reduce the number of samples or max_new_tokens")

@@ -46,8 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--precision", default="auto", choices=precisions, help="precision of weights and KV cache")
     bits_help = "bits per weight: 8, 4 or mixed:FILE (default: those of --precision)"
     group.add_argument("--bits", type=parse_bits, metavar="N", help=bits_help)
-    cache_help = "bits per number in the KV cache (default: those of --precision)"
-    group.add_argument("--cache-bits", type=int, choices=(8, 4), help=cache_help)
+    group.add_argument("--cache-bits", type=int, choices=(8, 4), help="bits of keys and values (default: --precision)")
     compile_help = "use kernels compiled by a C compiler on a CPU (default, if there is one)"
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help=compile_help)
     group.add_argument("--no-slide", action="store_true", help="stop at the context limit (default: drop old tokens)")
