@@ -3,6 +3,7 @@
 import argparse
 import statistics
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from thinker.generation.retrieval_cache import RetrievalCache, context_size
 from thinker.generation.sink_cache import SinkCache
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.runtime.device import choose_device
+from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, save_figure
 
 LENGTHS = (4096, 16384, 65536)
 SINKS = 4
@@ -30,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block", type=int, default=64, help="tokens per block")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="cached tokens")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot the times")
     parser.add_argument("--repeats", type=int, default=30, help="timing rounds; medians are reported")
 
 
@@ -64,8 +67,24 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     ends = min(arguments.lengths), max(arguments.lengths)
     first, last = (statistics.median(seconds["retrieval", length]) for length in ends)
     print(f"with retrieval, a token takes {last / first:.3f} times as long at {ends[1]} as at {ends[0]}")
+    if arguments.png:
+        plot(rows, arguments.png)
     config = {"shape": shape, "window": arguments.window, "sinks": SINKS, "retrieve": arguments.retrieve}
     return config | {"block": arguments.block, "ratio": last / first, "rows": rows}
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Milliseconds per token by cached tokens, with a line per kind of cache."""
+    figure, (axes,) = new_figure(6, 4)
+    for kind, color in (("full", GREY), ("retrieval", BLUE), ("window", ORANGE)):
+        points = [(row["length"], row["ms"]) for row in rows if row["kind"] == kind]
+        axes.plot(*zip(*points), color=color, marker="o", label=kind)
+    lengths = sorted({row["length"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set(xlabel="cached tokens", ylabel="ms per token", ylim=(0, None))
+    axes.legend(frameon=False)
+    save_figure(figure, path)
 
 
 def filled_cache(model: Thinker, sizes: tuple[int, int, int, int], length: int) -> RetrievalCache:

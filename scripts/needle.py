@@ -2,8 +2,10 @@
 
 import argparse
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from thinker.runtime.cli import ArgumentParser
+from thinker.runtime.cli import ArgumentParser, png_file
 from thinker.runtime.errors import UserError, run_command
 
 
@@ -22,6 +24,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--examples", type=int, default=64, help="needles per distance")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--png", type=png_file, metavar="FILE", help="plot the accuracy by distance")
     arguments = parser.parse_args()
     try:
         arguments.times = [int(part) for part in arguments.times.split(",")]
@@ -57,9 +60,27 @@ def main() -> int:
         ]
         if not arguments.json:
             print(f"{name}\n{needle.format_table(results[name])}\n", flush=True)
+    if arguments.png is not None:
+        plot(results, arguments.window, arguments.png)
     if arguments.json:
         print(finite_json({"run": arguments.run, **options, **retrieval, **results}))
     return 0
+
+
+def plot(results: dict[str, list[dict[str, Any]]], window: int, path: Path) -> None:
+    """Draw the accuracy of both caches and the chance level by distance."""
+    from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, save_figure
+
+    figure, (axes,) = new_figure(6, 4)
+    for (name, rows), color in zip(results.items(), (ORANGE, BLUE)):
+        distances = [row["distance"] for row in rows]
+        axes.plot(distances, [row["accuracy"] for row in rows], color=color, marker="o", label=name)
+    axes.plot(distances, [row["chance"] for row in rows], color=GREY, linestyle="--", label="chance")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(distances, [f"{distance}\n{distance / window:g} windows" for distance in distances])
+    axes.set(xlabel="tokens since the fact", ylabel="needle accuracy", ylim=(0, 1.03))
+    axes.legend(frameon=False)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -207,3 +207,7 @@ def test_what_a_monitor_needs():
         Generator(random_model(1, vocab_size=264), TOKENIZER, use_cache=False, monitor=Monitor())
     with pytest.raises(UserError, match="monitor is True; it must be a Monitor or None"):
         Generator(random_model(1, vocab_size=264), TOKENIZER, monitor=True)
+    with pytest.raises(UserError, match="monitor cannot be combined with retrieve"):
+        Generator(
+            random_model(1, vocab_size=264), TOKENIZER, window=32, retrieve=1, retrieve_block=8, monitor=Monitor()
+        )

@@ -243,6 +243,19 @@ def test_chats_and_drafts_give_the_same_text(bits, compile):
     assert again == fresh.text
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_early_exit_reads_the_same_cache(bits):
+    """Without an exit, the text of all layers; with one, another text in the same cache."""
+    model = random_model(1, 0.4, 0.25, vocab_size=264, d_model=64, max_seq_len=128)
+    params = SamplingParams(60, seed=1, logit_bias={TOKENIZER.bos_id: -math.inf})
+    texts = [
+        Generator(model, TOKENIZER, cache_bits=bits, compile=False, early_exit=threshold).generate("Hello", params)[0]
+        for threshold in (None, 0.999999, 0.01)
+    ]
+    assert texts[1].token_ids == texts[0].token_ids
+    assert texts[2].token_ids != texts[0].token_ids
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -267,6 +267,14 @@ def test_the_form_for_decoding_retrieves_alike(random_model):
         ),
         ({"window": 8, "retrieve": 1, "retrieve_block": 4, "speculate": 2}, "cannot be combined with speculate"),
         ({"window": 8, "retrieve": 1, "retrieve_block": 4, "use_cache": False}, "needs the KV cache"),
+        (
+            {"window": 8, "retrieve": 1, "retrieve_block": 4, "cache_bits": 8},
+            "cache_bits cannot be combined with a window",
+        ),
+        (
+            {"window": 8, "retrieve": 1, "retrieve_block": 4, "early_exit": 0.5},
+            "early_exit cannot be combined with window",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):
