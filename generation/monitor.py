@@ -108,7 +108,7 @@ class Monitor:
     """
 
     reference: Reference | None = None
-    max_cost: float = 0.018  # share of the time
+    max_cost: float = 0.01  # share of the time
     warn: Callable[[str], None] = _print_warning
     n_measured: int = field(default=0, init=False)  # positions
     figures: Values = field(default_factory=dict, init=False)  # means over the newest measured positions
