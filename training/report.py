@@ -23,13 +23,13 @@ def print_summary(
         print(f"finished: {state.step} steps; {run.metrics} does not contain the result", file=sys.stderr)
         return
     val = vals[-1]
-    results = describe_result(val, state) + describe_losses(val)
-    print("\n".join(results), flush=True)  # first, as comparing takes time and plotting may fail
+    print("\n".join(describe_result(val, state) + describe_losses(val)), flush=True)  # first, as the rest is slow
     baselines = text_baselines(corpus)
     messages = []
     plot = run.path / "loss.png"
     plot_loss(lines, plot, f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes")
-    if shares:
+    if shares:  # a loss below the best one is of other sequences, or of weights that were not pruned yet
+        lines = [line for line in lines if "val_loss" not in line or line["val_loss"] >= (state.best_val_loss or 0.0)]
         lines, state = comparable_losses(lines, shares) or lines, state.model_copy(update={"best_val_loss": None})
     if fit := assess_fit(lines, state, epochs, baselines):
         messages.append(describe_fit(fit))
