@@ -14,10 +14,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from thinker.compression.pruning import check_count, least_important
+from thinker.compression.pruning import least_important
 from thinker.data.prefetch import Batch
 from thinker.model import Thinker
 from thinker.model.layers import Linear
+from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 from thinker.training.after_step import AfterStep
 from thinker.training.prune_config import PruneConfig
@@ -66,9 +67,12 @@ class Gates(AfterStep):
         super().__init__(None)
         self.options, self.seed, self.dist = options, seed, dist
         self.sizes = [block.attention.n_kv_heads for block in model.blocks]
-        self.n_closed = round(options.heads * sum(self.sizes))
-        check_count(model, self.n_closed)
-        device, n = model.device, sum(self.sizes)
+        n, most = sum(self.sizes), sum(size - 1 for size in self.sizes)
+        self.n_closed, device = round(options.heads * n), model.device
+        if not 1 <= self.n_closed <= most:
+            closes = f"train.prune.heads={options.heads:g} closes {self.n_closed} of {n} KV heads"
+            possible = f"choose a share that closes 1 to {most}" if most else "no layer has more than one"
+            raise UserError(f"{closes}, and every layer keeps at least one; {possible}")
         self.log_alpha = torch.full((n,), OPEN_AT_FIRST, device=device)
         self.noise = torch.full((n,), NO_NOISE, device=device)  # of the gates in use
         self.gates = [torch.ones(size, device=device, requires_grad=True) for size in self.sizes]

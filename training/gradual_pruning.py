@@ -13,7 +13,8 @@ from thinker.compression.saliency import score_parts
 from thinker.compression.weight_pruning import block_matrices, score_weights, zero_share, zero_weights
 from thinker.compression.zeros import lowest, set_groups_to_zero, set_neurons_to_zero, zero_groups, zero_neurons
 from thinker.data.prefetch import Batch
-from thinker.model import Thinker, ThinkerConfig
+from thinker.model import Thinker
+from thinker.model.layers import Linear
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 from thinker.training.after_step import AfterStep
@@ -37,8 +38,7 @@ class GradualPruning(AfterStep):
         self.matrices = {f"{name}.weight": matrix.weight for name, matrix in block_matrices(model).items()}
         self.by_row = options.by == "activation"
         self._is_complete = False
-        if options.heads:
-            check_heads(model.config, options.heads)
+        check_shares(model, options)
         for optimizer in optimizers.optimizers:
             names = [name for group in optimizer.param_groups for name in group["param_names"]]
             hold_zeros(optimizer, [self.matrices[name] for name in names if name in self.matrices])
@@ -132,13 +132,19 @@ def hold_zeros(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> None:
     optimizer.register_step_post_hook(restore)
 
 
-def check_heads(config: ThinkerConfig, share: float) -> None:
-    """Raise UserError unless this share of the KV heads of every layer can be removed."""
-    counts = [config.head_counts(layer)[1] for layer in range(config.n_layers)]
-    ThinkerConfig.from_dict(config.to_dict() | {"n_kv_heads_per_layer": counts})  # rejects patterns by head and ALiBi
-    for layer, n in enumerate(counts):
-        if not 0 < round(share * n) < n:
-            removes = "all" if round(share * n) else "none"
-            raise UserError(
-                f"train.prune.heads={share:g} removes {removes} of the {n} KV heads of layer {layer}; change it"
-            )
+def check_shares(model: Thinker, options: PruneConfig) -> None:
+    """Raise UserError unless pruning removes some, and not all, of the parts of every layer."""
+    for layer, block in enumerate(model.blocks):
+        matrices = [matrix.weight for matrix in block.modules() if isinstance(matrix, Linear)]
+        n_weights = min(weight.shape[1] if options.by == "activation" else weight.numel() for weight in matrices)
+        where = "a row" if options.by == "activation" else "the smallest matrix"
+        for key, share, n, parts in (
+            ("heads", options.heads, block.attention.n_kv_heads, "KV heads"),
+            ("neurons", options.neurons, block.mlp.down_proj.in_features, "neurons"),
+            ("weights", options.weights, n_weights, f"weights in {where}"),
+        ):
+            if share and not 0 < round(share * n) < n:
+                removes = "all" if round(share * n) else "none"
+                raise UserError(
+                    f"train.prune.{key}={share:g} removes {removes} of the {n} {parts} of layer {layer}; change it"
+                )

@@ -1,6 +1,6 @@
 """Choose what follows each optimizer step: an average of the weights, pruning, gates, or nothing."""
 
-from thinker.model import Thinker
+from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 from thinker.training.after_step import AfterStep
@@ -19,6 +19,17 @@ def make_after_step(model: Thinker, optimizers: Optimizers, settings: Settings, 
         return AfterStep(average)
     if hasattr(model, "unshard"):  # FSDP2, which train.parallel=auto may choose
         raise UserError("train.prune does not work with the split matrices of FSDP2; set train.parallel=ddp")
+    if train.prune.heads:
+        check_heads(model.config)
     if train.prune.by == "gates":
         return Gates(model, train.prune, seed, dist)
     return GradualPruning(model, optimizers, average, train.prune, seed, dist)
+
+
+def check_heads(config: ThinkerConfig) -> None:
+    """Raise UserError if KV heads of this model cannot be removed once they are zero."""
+    counts = [config.head_counts(layer)[1] for layer in range(config.n_layers)]
+    try:
+        ThinkerConfig.from_dict(config.to_dict() | {"n_kv_heads_per_layer": counts})
+    except UserError:
+        raise UserError("train.prune.heads does not work with alibi or per-head patterns; remove it") from None

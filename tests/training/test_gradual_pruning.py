@@ -292,10 +292,17 @@ def test_what_contradicts_itself_is_refused(options, message):
     [
         (["train.prune.heads=0.2"], "train.prune.heads=0.2 removes none of the 2 KV heads of layer 0; change it"),
         (["train.prune.heads=0.8"], "train.prune.heads=0.8 removes all of the 2 KV heads of layer 0; change it"),
-        (["train.prune.heads=0.1", "train.prune.by=gates"], "cannot remove 0 KV heads"),
-        (["train.prune.heads=0.5", "model.positions=alibi"], "does not work with alibi"),
+        (["train.prune.neurons=0.999"], "train.prune.neurons=0.999 removes all of the 128 neurons of layer 0"),
+        (["train.prune.neurons=0.001"], "train.prune.neurons=0.001 removes none of the 128 neurons of layer 0"),
+        (["train.prune.weights=0.99", "train.prune.by=activation"],
+         "train.prune.weights=0.99 removes all of the 32 weights in a row of layer 0"),
+        (["train.prune.heads=0.1", "train.prune.by=gates"],
+         "closes 0 of 4 KV heads, and every layer keeps at least one; choose a share that closes 1 to 2"),
+        (["train.prune.heads=0.5", "model.positions=alibi"], "train.prune.heads does not work with alibi"),
+        (["train.prune.heads=0.5", "train.prune.by=gates", "model.positions=alibi"],
+         "train.prune.heads does not work with alibi"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_cannot_be_pruned_is_refused(tmp_path, folder, options, message):
     with pytest.raises(UserError) as error:
         build_trainer(load_config(BASE, overrides(folder, "refused", options)))
