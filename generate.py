@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     compile_help = "compile decoding: on a CPU with its C compiler (default, if there is one), on a GPU with torch"
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help=compile_help)
     group.add_argument("--speculate", type=int, default=0, help="draft N tokens per step by prompt lookup")
-    group.add_argument("--early-exit", type=float, metavar="P", help="skip later layers at probability P; changes text")
+    group.add_argument("--early-exit", type=float, metavar="P", help="skip later layers if a token has probability P")
     group.add_argument("--draft", metavar="PATH", help="with --speculate: draft with this smaller model")
     border = group.add_mutually_exclusive_group()
     border.add_argument("--window", type=int, help="attend only to the newest N tokens (default: full context)")

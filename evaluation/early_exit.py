@@ -1,4 +1,4 @@
-"""What leaving out layers changes: the same text, predicted by all layers and with early exit."""
+"""What skipping layers changes: the same text, predicted by all layers and with early exit."""
 
 from dataclasses import dataclass
 

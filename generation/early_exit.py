@@ -1,4 +1,4 @@
-"""Decoding steps that leave out the last layers for tokens that an earlier layer predicts with confidence."""
+"""Decoding steps that skip the last layers for tokens that an earlier layer predicts with confidence."""
 
 import torch
 from torch import Tensor
@@ -37,14 +37,14 @@ class EarlyExitThinker:
             raise UserError("activations cannot be recorded or patched with early_exit; use early_exit=None")
         context = model.make_context(tokens, tokens, None, cache)
         x = model.embedding(tokens).to(model.dtype)  # (B, 1, C)
-        used = torch.zeros(len(tokens), dtype=torch.int64, device=x.device)  # (B,); 0: the row has not left
+        used = torch.zeros(len(tokens), dtype=torch.int64, device=x.device)  # (B,); 0: the row has not exited
         layers = zip(model.blocks, context.masks, cache.layers, context.slots)
         for number, (block, mask, layer, slots) in enumerate(layers, 1):
             is_running = used == 0  # (B,)
             if not is_running.any():
                 layer.update(*block.attention.project(block.attention_norm(x), context.rope), slots)
                 continue
-            after = block(x, context.rope, mask, layer, slots)  # of rows that have left, only keys and values count
+            after = block(x, context.rope, mask, layer, slots)  # of rows that have exited, only keys and values count
             x = torch.where(is_running[:, None, None], after, x)  # (B, 1, C)
             logits = model.lm_head(model.norm(x))  # (B, 1, V)
             is_last = number == len(model.blocks)
@@ -63,7 +63,7 @@ def _max_probability(logits: Tensor) -> Tensor:
 
 
 def check_early_exit(config: ThinkerConfig, threshold: float) -> None:
-    """Raise UserError if the threshold is no probability between 0 and 1, or the model has no exits."""
+    """Raise UserError if the threshold is not a probability between 0 and 1, or the model has no exits."""
     if not 0 < threshold < 1:
         raise UserError(f"early_exit is {threshold}; use a probability above 0 and below 1, such as 0.9")
     if config.n_layers < 2:

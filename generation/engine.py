@@ -63,7 +63,7 @@ class Generator:
         speculate: int = 0,  # tokens to draft per step, by prompt lookup or `draft`; the text is the same
         draft: Thinker | None = None,  # smaller model with the same tokenizer, for `speculate`
         early_exit: float | None = None,  # skip later layers at this probability (generation.early_exit)
-        monitor: Monitor | None = None,  # measures attention now and then; no text changes
+        monitor: Monitor | None = None,  # measures attention at some positions; does not change the text
     ) -> None:
         if not isinstance(tokenizer, Tokenizer):
             raise UserError(f"tokenizer is {describe(tokenizer)}; pass the model's tokenizer, as returned by load()")

@@ -1,4 +1,4 @@
-"""Watch a model while it generates: figures of attention at some positions, compared with its validation set."""
+"""Monitor a model while it generates: figures of attention at some positions, compared with its validation set."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _print_warning(line: str) -> None:
 
 @dataclass
 class Monitor:
-    """Measures the newest position of a text now and then, on a copy of its keys and values; no text changes.
+    """Measures the newest position of a text from time to time, on a copy of its keys and values; no text changes.
 
     It measures again when measuring takes at most `max_cost` of the time that decoding has taken since the last time.
     warn(line) is called when figures begin to drift from `reference`, with the one that is farthest outside.
@@ -185,7 +185,7 @@ class Monitor:
         }
 
     def lines(self) -> list[str]:
-        """The summary for people."""
+        """The summary as lines of text."""
         if not self.n_measured:
             return [f"monitor: the text was too short to measure a position at {self.max_cost:.1%} of the time"]
         lines = [f"monitor: {self.n_measured} positions, token entropy {self.figures['token_entropy']:.3g}"]

@@ -1,8 +1,8 @@
 """What heads attend to in stories of `tales`: similar words, the first mention of a fact, the subject of a verb.
 
 The words come from the story's exact derivation (data/story_words.py). A score is the mean weight that a head puts on
-all tokens of such words. Chance is the same for the closest head that knows only distances and puts the same weight on
-the first token (interpretability/distances.py), so that a head that always attends nearby does not count.
+all tokens of such words. Chance is the same for the closest head whose weights depend only on distance, with the same
+weight on the first token (interpretability/distances.py), so a head that always attends nearby does not count.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ def local(weights: Tensor) -> Tensor:
 MEASURES = {"entropy": heads.entropy, "distance": heads.mean_distance, "first": heads.first_token, "local": local}
 # Name of a score -> from which token a head attends to what.
 RELATIONS = {
-    "class": "a word → earlier, other words of the same part of speech",
-    "list": "a word → earlier, other words of the same list",
+    "class": "a word → different earlier words of the same part of speech",
+    "list": "a word → different earlier words of the same list",
     "next fact": "the token before a fact that returns → its first mention",
     "this fact": "a fact that returns → its first mention",
     "subject": "a verb → its subject",
@@ -127,7 +127,7 @@ class ContentScores:
     measures: dict[str, Tensor]  # MEASURES, and "local": weight of the query and the LOCAL - 1 tokens before it
     strength: Tensor  # of the period
     period: Tensor
-    by_distance: Tensor  # (layers, H, T): weights of the closest head that knows only distances
+    by_distance: Tensor  # (layers, H, T): weights of the closest head that depends only on distance
     divergence: Tensor  # (layers · H, layers · H): mean Jensen–Shannon divergence, nats
 
 

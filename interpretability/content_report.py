@@ -46,7 +46,7 @@ def report_content(model: Thinker, tokenizer: Tokenizer | None, folder: Path, n:
         cells += [f"{found.score[at]:.3f} ({found.chance[at]:.3f})" for found in content.relations.values()]
         cells += [f"{cost.value[at]:+.3f}", f"{content.strength[at]:.2f}", str(content.period[at].item() or "none")]
         rows.append([f"{layer}.{head}", *cells])
-    header = {"stories": f"{n} of tales ({trained_on})", "cells": "weight (chance: a head that knows only distances)"}
+    header = {"stories": f"{n} of tales ({trained_on})", "cells": "weight (chance: of a head that ignores content)"}
     header |= RELATIONS
     header["local"] = f"weight of the token itself and the {LOCAL - 1} before it"
     header["cost"] = "loss increase on facts that return (nats per fact) when the head's output is zero"

@@ -21,7 +21,7 @@ def sum_by_distance(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fit_distances(by_distance: Tensor, by_query: Tensor) -> Tensor:
-    """Weights w(d) of the closest head that knows only distances: (..., T) each -> (..., T), with mean 1.
+    """Weights w(d) of the closest head that depends only on distance: (..., T) each -> (..., T), with mean 1.
 
     This head attends from i to 1 ≤ j ≤ i with by_query[i] · w(i − j) / Σ_{d < i} w(d). The fit has maximum likelihood
     given the sums of sum_by_distance(), and it is exact for such a head (Hunter 2004, doi:10.1214/aos/1079120141).

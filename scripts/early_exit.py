@@ -18,13 +18,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser = ArgumentParser(description=description, examples=examples)
     parser.add_model("path", "PATH")
-    exit_help = "probabilities at which a token leaves, as --early-exit of generate.py"
+    exit_help = "probabilities at which a token skips the later layers, as in generate.py --early-exit"
     thresholds = {"type": parse_thresholds, "default": [0.5, 0.8, 0.9, 0.95], "metavar": "P,..."}
     parser.add_argument("--early-exit", **thresholds, help=exit_help)
     parser.add_argument("--text", type=Path, metavar="FILE", help="text file (default: the run's validation split)")
     parser.add_argument("--texts", type=int, default=64, metavar="N", help="number of sequences to predict")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--png", type=png_file, metavar="FILE", help="plot the loss by the layers that are used")
+    parser.add_argument("--png", type=png_file, metavar="FILE", help="plot the loss against the layers per token")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     arguments = parser.parse_args()
     if arguments.texts < 1:

@@ -67,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     importance = {"choices": ("zero", "mean", "gradient"), "help": "rank heads by loss when ablated, or by gradient"}
     over.add_argument("--importance", **importance)
     content = add_command("content", "score all heads on tales: facts, subjects, word classes", [], "--png content.png")
-    content.add_argument("--stories", type=int, default=32, help="number of stories, which no run was trained on")
+    content.add_argument("--stories", type=int, default=32, help="number of new stories, on which no run was trained")
     add_command("flow", "trace attention from a position to the tokens: rollout, maximum flow", [prompt, position],
                 once, f"{once} --position 3 --png flow.png")  # fmt: skip
     add_command("attribute", "attribute a prediction to tokens, heads and MLPs", [prompt, target, position],

@@ -26,6 +26,7 @@ COMMANDS = {  # command: the module with its main()
     "scripts/tune.py": "thinker.scripts.tune",
     "scripts/eval.py": "thinker.scripts.eval",
     "scripts/early_exit.py": "thinker.scripts.early_exit",
+    "scripts/needle.py": "thinker.scripts.needle",
     "scripts/inspect_model.py": "thinker.scripts.inspect_model",
     "scripts/export_hf.py": "thinker.scripts.export_hf",
     "scripts/export_gguf.py": "thinker.scripts.export_gguf",
@@ -108,21 +109,14 @@ def sizes_markdown() -> str:
 def config_markdown() -> str:
     """A table of keys per section."""
     from thinker.training.config import Config
-    from thinker.training.distill_config import DistillConfig
-    from thinker.training.prune_config import PruneConfig
-    from thinker.training.source_config import CleanConfig, MixedSource
+    from thinker.training.config_file import NESTED
 
     parts = [
         "# Config keys\n",
         f"Every key of a config file. On the command line, write `section.key=value`. {GENERATED}",
     ]
     sections = {name: field.annotation for name, field in Config.model_fields.items()}
-    nested = {
-        "data.sources": MixedSource,
-        "data.clean": CleanConfig,
-        "train.distill": DistillConfig,
-        "train.prune": PruneConfig,
-    }
+    nested = {".".join(location): model for location, (_, model) in NESTED.items()}
     for section_name, section in (sections | nested).items():
         schema = section.model_json_schema()
         parts += [f"## {section_name}\n", f"{inspect.cleandoc(section.__doc__)}\n"]

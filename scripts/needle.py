@@ -11,7 +11,7 @@ from thinker.runtime.errors import UserError, run_command
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line. Raises UserError for a value that is not possible."""
-    description = "Needle test on tales with a window, without and with retrieval of the tokens that left it."
+    description = "Needle test on tales with a window, with and without retrieval of the tokens that left it."
     examples = ("runs/quickstart --window 32 --sinks 4 --retrieve 4 --retrieve-block 16 --times 8,16",)
     parser = ArgumentParser(description=description, examples=examples)
     parser.add_model("run", "PATH")

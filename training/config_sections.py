@@ -134,7 +134,7 @@ class TrainConfig(ConfigSection):
     distill: DistillConfig | None = None
     """Learn from a teacher, such as `{teacher: runs/large}` (docs/guides/smaller-models.md). null: from text alone."""
     prune: PruneConfig | None = None
-    """Make parts of the model zero while it learns, such as `{neurons: 0.5}` (same guide). null: prune nothing."""
+    """Prune during training, such as `{neurons: 0.5}` (docs/guides/smaller-models.md). null: prune nothing."""
     checkpoint_every_n_blocks: Positive | None = None
     """Save memory: recompute the activations of every n-th block in the backward pass. null: recompute none."""
     offload_activations: bool = False
@@ -162,7 +162,7 @@ class TrainConfig(ConfigSection):
     log_every: Positive = 1
     """Steps between log lines of training metrics."""
     log_attention_every: Positive | None = None
-    """Steps between measurements of each layer's attention, which are also made at evaluations. null: none."""
+    """Steps between measurements of each layer's attention; evaluations also store them. null: measure nothing."""
     log_grad_norms: bool = False
     """Log the gradient norm of each layer."""
     eval_every: Positive | None = 250

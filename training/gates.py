@@ -51,7 +51,7 @@ def hard_concrete(log_alpha: Tensor, noise: Tensor) -> Tensor:
 
 
 def without_noise(log_alpha: Tensor) -> Tensor:
-    """The gates of a model that does not learn."""
+    """The gates that evaluations use and checkpoints contain."""
     return (torch.sigmoid(log_alpha) * (HIGH - LOW) + LOW).clamp(0, 1)
 
 

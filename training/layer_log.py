@@ -33,7 +33,7 @@ def check_layer_log(train: TrainConfig, model: ThinkerConfig) -> None:
         problem = f"train.log_attention_every ({every}) is not a multiple of train.log_every ({train.log_every})"
         raise UserError(f"{problem}; use {multiple}")
     if all(pattern.n_features for pattern in model.patterns):
-        raise UserError("train.log_attention_every: linear attention has no logits, in no layer; remove the key")
+        raise UserError("train.log_attention_every measures logits, but linear attention has no logits; remove it")
 
 
 class LayerLog:

@@ -24,7 +24,7 @@ class PruneConfig(ConfigSection):
     start: Fraction | None = None
     """When pruning begins, as a share of the run. null: 0.5; with gates, which must learn first, 0.1."""
     end: Share | None = None
-    """When pruning is complete, as a share of the run; the rest heals. null: 0.9; with gates 0.7."""
+    """When pruning is complete, as a share of the run; what is left then trains on. null: 0.9; with gates 0.7."""
     every: Positive | None = None
     """Steps between scores. null: 20; with gates, every step."""
 
@@ -67,9 +67,9 @@ def check_pruning(train: Any, model: Any) -> None:
         return
     has_gates = prune.by == "gates"
     for name, key, is_set, reason in (
-        ("train.prune", "train.lora_rank", train.lora_rank is not None, "trains no weight of the matrices"),
+        ("train.prune", "train.lora_rank", train.lora_rank is not None, "does not train the matrices"),
         ("train.prune", "model.size=auto", model.size == "auto", "chooses the shape itself; set the shape"),
-        ("train.prune", "train.patience", train.patience is not None, "may end the run before pruning does"),
+        ("train.prune", "train.patience", train.patience is not None, "may end the run before pruning is complete"),
         ("train.prune", "train.parallel=fsdp", train.parallel == "fsdp", "splits the matrices; use ddp"),
         ("train.prune.by=gates", "train.ema_decay", has_gates and train.ema_decay, "averages weights without gates"),
         ("train.prune.by=gates", "train.precision=fp16", has_gates and train.precision == "fp16",
