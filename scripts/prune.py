@@ -89,11 +89,16 @@ def prune(model: Any, texts: Any, arguments: argparse.Namespace) -> tuple[Any, l
     if arguments.neurons:
         neurons = [scores.neurons[layer] for layer in kept]
         n_kept = max(1, len(neurons[0]) - round(arguments.neurons * len(neurons[0])))
+        if n_kept == len(neurons[0]):
+            raise UserError(f"--neurons {arguments.neurons:g} removes none of {n_kept} neurons; raise it")
         model = pruning.prune_neurons(model, [each.argsort(descending=True)[:n_kept] for each in neurons])
         words.append(f"{len(neurons[0]) - n_kept} of {len(neurons[0])} neurons in each layer")
     if arguments.weights:
+        share = weight_pruning.zero_share(model)
         by_weight = weight_pruning.score_weights(model, *texts, arguments.by, seed)
         weight_pruning.zero_weights(model, by_weight, arguments.weights, by_row=arguments.by == "activation")
+        if weight_pruning.zero_share(model) == share:
+            raise UserError(f"--weights {arguments.weights:g} sets no weight to zero ({share:.1%} are zero); raise it")
         words.append(f"{weight_pruning.zero_share(model):.1%} of the weights in the blocks, which are zero now")
     return model, words
 

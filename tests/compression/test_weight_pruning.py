@@ -135,6 +135,8 @@ def test_the_command_sets_weights_to_zero(tiny_run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--weights", 1e-6], "--weights 1e-06 sets no weight to zero (0.0% are zero); raise it"),
+        (["--neurons", 1e-6], "--neurons 1e-06 removes none of"),
         (["--weights", 1], "--weights is 1; use a fraction of at least 0 and below 1"),
         (["--zeros", "--weights", 0.5], "--zeros removes only what is zero; leave out"),
         (["--zeros", "--by", "magnitude"], "--zeros removes only what is zero; leave out"),
