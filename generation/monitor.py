@@ -72,7 +72,7 @@ class Reference:
         except (KeyError, TypeError, AttributeError):
             is_valid = False
         if not is_valid:
-            raise UserError(f"{path} is damaged; delete it, and evaluate the run again to measure the figures")
+            raise UserError(f"{path} is damaged; delete it (the next evaluation of the run writes it again)")
         return cls(step, figures)
 
     def find_drift(self, measured: list[tuple[int, Values]]) -> list[Drift]:
