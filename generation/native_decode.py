@@ -121,7 +121,7 @@ class NativeThinker:
                 positions, lengths = [cache.lengths[row] for row in rows], list(cache.lengths)
                 for row in rows:
                     lengths[row] += n_steps - 1
-                cache.lengths = lengths
+                cache.lengths, cache.high_water = lengths, list(map(max, cache.high_water, lengths))
                 self._prepare_causal(positions, max(lengths))
                 self._bind(cache)
                 self._cache_rows[:B] = rows

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.generation import Generator, SamplingParams
+from thinker.generation import Completion, Generator, SamplingParams, native_decode
 from thinker.generation.conversation import Conversation
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.native_decode import NativeThinker
@@ -241,6 +241,21 @@ def test_chats_and_drafts_give_the_same_text(bits, compile):
     again = "".join(conversation.reply(" and", params))
     (fresh,) = generator.generate([f"Hello there{text} and"], params)
     assert again == fresh.text
+
+
+@needs_compiler
+def test_tokens_that_the_kernels_sampled_at_once_count_as_read(monkeypatch):
+    """They overwrite the newest keys, also if the text is shortened in several turns."""
+    monkeypatch.setattr(native_decode, "MAX_SECONDS", 1e6)
+    generator = Generator(random_model(vocab_size=264, d_model=64, max_seq_len=128), TOKENIZER, cache_bits=4)
+    cache, prompt = generator.new_cache(generator.model, 1, 128), [1] * 50
+    logits = generator.prefill(generator.model, [prompt], cache)
+    sequence = generator.new_sequence(0, Completion(""), SamplingParams(16), prompt)
+    generator.sample([sequence], cache, logits, 16)
+    assert cache.lengths == [65]
+    cache.truncate([45])
+    assert cache.can_truncate([65 - MAX_PER_PASS])
+    assert not cache.can_truncate([65 - MAX_PER_PASS - 1])
 
 
 @pytest.mark.parametrize("bits", [8, 4])
