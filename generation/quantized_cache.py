@@ -119,7 +119,7 @@ class QuantizedCache(KVCache):
 
     def _new_layer(self, pattern: Pattern, B: int, K: int) -> LayerCache | LinearLayer:
         layer = super()._new_layer(pattern, B, K)
-        if type(layer) is not LayerCache:
+        if pattern.fits_ring_buffer or type(layer) is not LayerCache:  # in a short cache, too, for the same results
             return layer
         width, dtype = (self.head_dim, torch.int8) if self.bits == 8 else (self.head_dim // 2, torch.uint8)
         n_newest = 0 if self.bits == 8 else RING

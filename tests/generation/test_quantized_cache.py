@@ -290,7 +290,9 @@ def test_what_does_not_apply_is_refused(options, message):
         Generator(random_model(**config), TOKENIZER, **options)
 
 
-def test_only_layers_that_keep_all_keys_are_rounded():
-    cache = make_cache(make_model("window in some layers"), 1, 64, bits=8)
+@pytest.mark.parametrize("max_len", [4, 64])
+def test_only_layers_that_keep_all_keys_are_rounded(max_len):
+    """Also if the text is shorter than the window: the first tokens must not depend on how many may follow."""
+    cache = make_cache(make_model("window in some layers"), 1, max_len, bits=8)
     assert [type(layer) is QuantizedLayer for layer in cache.layers] == [True, False]
     assert type(cache) is QuantizedCache
