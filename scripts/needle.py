@@ -50,9 +50,11 @@ def main() -> int:
         raise UserError(f"{arguments.run} has no tokenizer, so it cannot read text; use a model saved with one")
     options = {"window": arguments.window, "sinks": arguments.sinks}
     retrieval = {"retrieve": arguments.retrieve, "retrieve_block": arguments.retrieve_block}
+    caches = {"window": {}, "retrieval": retrieval}
     results = {}
-    for name, more in {"window": {}, "retrieval": retrieval}.items():
-        generator = Generator(model, tokenizer, **options, **more)  # checks the options
+    # Both are created first, which checks the options.
+    generators = {name: Generator(model, tokenizer, **options, **more) for name, more in caches.items()}
+    for name, generator in generators.items():
         scorer = partial(cached_log_probs, partial(generator.new_cache, model, 1, 0))
         results[name] = [
             needle.needle_test(model, tokenizer, times * arguments.window, arguments.examples, scorer=scorer)
@@ -60,19 +62,26 @@ def main() -> int:
         ]
         if not arguments.json:
             print(f"{name}\n{needle.format_table(results[name])}\n", flush=True)
-    if arguments.png is not None:
-        plot(results, arguments.window, arguments.png)
     if arguments.json:
         print(finite_json({"run": arguments.run, **options, **retrieval, **results}))
+    if arguments.png is not None:
+        plot(results, arguments.window, arguments.png)
     return 0
 
 
 def plot(results: dict[str, list[dict[str, Any]]], window: int, path: Path) -> None:
-    """Draw the accuracy of both caches and the chance level by distance."""
+    """Draw the accuracy of both caches and the chance level by distance, where the test was possible.
+
+    Raises UserError if it was possible nowhere.
+    """
     from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, save_figure
 
+    reasons = [row["unreachable"] for row in results["window"] if "unreachable" in row]
+    if len(reasons) == len(results["window"]):
+        raise UserError(f"--png has nothing to plot: {reasons[0]}")
     figure, (axes,) = new_figure(6, 4)
     for (name, rows), color in zip(results.items(), (ORANGE, BLUE)):
+        rows = [row for row in rows if "accuracy" in row]
         distances = [row["distance"] for row in rows]
         axes.plot(distances, [row["accuracy"] for row in rows], color=color, marker="o", label=name)
     axes.plot(distances, [row["chance"] for row in rows], color=GREY, linestyle="--", label="chance")
