@@ -209,7 +209,7 @@ def test_names_that_are_none(random_model, names, changes, message):
 
 def test_a_layer_without_keys_has_no_weights_with_a_cache(random_model, tokens):
     model = random_model(attention=["full", "linear(16)"])
-    message = "not available with a cache, which stores no keys"
+    message = "attention.weights is not available with this kind of cache"
     with model.record("blocks.1.attention.weights"), pytest.raises(UserError, match=message):
         model(tokens, cache=model.new_cache(2))
 

@@ -51,8 +51,8 @@ def test_metrics_per_layer(drifting_run, start_server):
             names = {"model": "m", "layer": layer}
             text = httpx.get(f"{server.url}/metrics").text
             assert f'thinker_{name}{{layer="{layer}",model="m"}}' in text, (name, names)
-    assert server.metric("thinker_layer_cache_used", model="m", layer="1") == 1  # more than 8 tokens
-    assert 0 < server.metric("thinker_layer_cache_used", model="m", layer="0") <= 1
+    for layer in "01":
+        assert 0 < server.metric("thinker_layer_cache_used", model="m", layer=layer) <= 1
     assert 0 < server.metric("thinker_token_entropy", model="m") < 6
     assert server.metric("thinker_drifting_figures", model="m") >= 1
     (line,) = [line for line in server.log.splitlines() if line.startswith("warning: m: layer 0: attention entropy")]
