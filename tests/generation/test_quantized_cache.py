@@ -83,15 +83,16 @@ def test_zeros_and_numbers_that_are_not_finite():
 def test_logits_are_those_of_rounded_keys_and_values(form, bits):
     """The reference rounds the keys and values of a full pass; with 4 bits, each query has the newest unrounded."""
     model = make_model(form)
-    tokens = torch.randint(0, 264, (2, 70), generator=torch.Generator().manual_seed(0))
-    block = torch.arange(70)[:, None] // BLOCK - torch.arange(70) // BLOCK
-    is_exact = (block < 2) if bits == 4 else torch.zeros(70, 70, dtype=torch.bool)  # (T, S)
+    T = 50
+    tokens = torch.randint(0, 264, (2, T), generator=torch.Generator().manual_seed(0))
+    block = torch.arange(T)[:, None] // BLOCK - torch.arange(T) // BLOCK
+    is_exact = (block < 2) if bits == 4 else torch.zeros(T, T, dtype=torch.bool)  # (T, S)
     layers = [
         layer for layer, one in enumerate(make_cache(model, 1, 128, bits=bits).layers) if type(one) is QuantizedLayer
     ]
     patches, outputs = {}, {}
     slopes = 2.0 ** -torch.arange(2, 10, 2)[:, None, None]  # of 4 heads
-    distance = torch.arange(70) - torch.arange(70)[:, None]
+    distance = torch.arange(T) - torch.arange(T)[:, None]
     bias = slopes * distance if FORMS[form].get("positions") == "alibi" else 0
     names = [f"blocks.{layer}.attention.{point}" for layer in layers for point in "qkv"]
     for layer in layers:
@@ -110,7 +111,7 @@ def test_logits_are_those_of_rounded_keys_and_values(form, bits):
             if attention.sinks is not None:
                 sinks = attention.sinks[:, None, None].expand(*scores.shape[:3], 1)
                 scores = torch.cat((scores, sinks), dim=-1)
-            mixed = scores.softmax(-1)[..., :70]
+            mixed = scores.softmax(-1)[..., :T]
             outputs[name] = (mixed * is_exact) @ v + (mixed * ~is_exact) @ rounded(v, bits)
             return weights
 
@@ -119,8 +120,8 @@ def test_logits_are_those_of_rounded_keys_and_values(form, bits):
     with model.record(*names) as recorded, model.patch(patches):
         known = model(tokens)
     unrounded = model(tokens)
-    cache = make_cache(model, 2, 70, bits=bits)
-    found = torch.cat([model(tokens[:, t : t + 1], cache=cache) for t in range(70)], dim=1)
+    cache = make_cache(model, 2, T, bits=bits)
+    found = torch.cat([model(tokens[:, t : t + 1], cache=cache) for t in range(T)], dim=1)
     scale = known.abs().max()
     # A number between two codes may be rounded the other way, after sums in another order.
     assert (found - known).abs().quantile(0.9) <= 1e-4 * scale
@@ -128,19 +129,22 @@ def test_logits_are_those_of_rounded_keys_and_values(form, bits):
     assert (known - unrounded).norm() <= (0.03 if bits == 8 else 0.4) * known.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "dtype"), [*((form, torch.float32) for form in FORMS), ("mha", torch.bfloat16), ("mqa", torch.bfloat16)]
+)
 @needs_compiler
 @torch.no_grad()
 def test_kernels_and_torch_read_the_same_cache_alike(form, bits, dtype):
     model = make_model(form, dtype, native=True)
     step, numbers = NativeThinker(model), torch.Generator().manual_seed(0)
     ours = make_cache(model, 2, 128, bits=bits)
-    for t in range(75):  # beyond the ring, through every place in a block
+    for t in range(75):  # beyond the ring
         tokens, known = torch.randint(0, 264, (2, 1), generator=numbers), copy.deepcopy(ours)
-        expected = model(tokens, cache=known).float()
         found = step(tokens, ours).float()
+        if t > 1 and (t + 1) % BLOCK > 2 and t < 70:
+            continue  # the ends of blocks count
+        expected = model(tokens, cache=known).float()
         error = (found - expected).norm() / expected.norm()
         assert error < (2e-3 if dtype == torch.float32 else 0.05), t
         if dtype == torch.float32 and t > 0:
@@ -150,9 +154,11 @@ def test_kernels_and_torch_read_the_same_cache_alike(form, bits, dtype):
     assert ours.lengths == [75, 75]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("form", ["mha", "gqa", "mqa", "softcap", "sinks", "48 wide"])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [*((form, torch.float32) for form in ("mha", "mqa", "softcap", "sinks", "48 wide")), ("gqa", torch.bfloat16)],
+)
 @needs_compiler
 @torch.no_grad()
 def test_a_position_has_the_same_bits_however_it_is_read(form, bits, dtype):

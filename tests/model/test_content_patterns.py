@@ -180,8 +180,10 @@ def test_the_cache_chooses_as_the_full_pass():
 MIXED = "heads(retrieve(4, 1), window(4)) | global(2)"
 OPTIONS = [  # options, dtype of the activations, document masking
     ({"n_kv_heads": 1, "qk_norm": False, "dropout": 0.2}, torch.bfloat16, True),
-    ({"attention": MIXED, "n_kv_heads": 4, "dropout": 0.2}, torch.bfloat16, False),
-    ({"attention": MIXED, "positions": "alibi"}, torch.float32, True),
+    pytest.param(
+        {"attention": MIXED, "n_kv_heads": 4, "dropout": 0.2}, torch.bfloat16, False, marks=pytest.mark.stress
+    ),
+    pytest.param({"attention": MIXED, "positions": "alibi"}, torch.float32, True, marks=pytest.mark.stress),
 ]
 
 

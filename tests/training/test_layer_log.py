@@ -85,7 +85,7 @@ def test_logging_leaves_no_trace_in_the_training(kind, cache, tmp_path):
     assert {*stored.figures} == {"token_entropy", *(f"blocks.{layer}.{name}" for layer in layers for name in FIGURES)}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.stress), "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.stress) for kind in ("ddp", "fsdp")])
 def test_ranks_log_the_figures_of_one_process(kind, cache, tmp_path):
     """Of the first sequences, which are those of rank 0."""
     alone, several = tmp_path / "alone", tmp_path / "several"
