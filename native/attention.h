@@ -174,13 +174,15 @@ static __attribute__((noinline)) void add_newest(Vectors values, int64_t format,
 }
 
 /* Attention of a tile of n queries q[i], which attend to the first S[i] keys of cache row `row`, in ascending order.
-   mask_row: row of the mask, for a single query. scores: work space, (TILE_QUERIES, stride). */
+   query: index of the first, which is also its row of the mask. scores: work space, (TILE_QUERIES, stride). */
 INLINE void attend(int n, int64_t format, const float *q, int64_t q_stride, const Cached *keys, const Cached *values,
                    int64_t row, int64_t head, int64_t group, const int64_t *S, int64_t D, float scale, float softcap,
-                   const float *sinks, const Visible *visible, int64_t mask_row, float *scores, int64_t stride,
+                   const float *sinks, const Visible *visible, int64_t query, float *scores, int64_t stride,
                    float *y, int64_t y_stride) {
     int64_t kv_head = head / group, is_quantized = format == INT8 || format == INT4;
-    int64_t exact = first_exact(keys, S[0]), has_ring = exact < S[0], shared = exact / 4 * 4, end[TILE_QUERIES];
+    int64_t has_ring = keys->n_newest > 0, end[TILE_QUERIES];
+    /* A mask hides what follows a query, such as the end of a longer row. So S[0] does not tell its position. */
+    int64_t exact = has_ring ? first_exact(visible->slots[query]) : S[0], shared = exact / 4 * 4;
     Vectors all_keys = vectors_of(keys, row, kv_head), all_values = vectors_of(values, row, kv_head);
     float factor[TILE_QUERIES];
     dot_keys(n, all_keys, format, q, q_stride, 0, shared, D, scores, stride);
@@ -192,7 +194,7 @@ INLINE void attend(int n, int64_t format, const float *q, int64_t q_stride, cons
         if (is_quantized) multiply_scales(own, all_keys.scale, end[i]);
         if (has_ring)
             dot_newest(newest_of(keys, D, row, kv_head), keys->newest_format, q + i * q_stride, exact, S[i], D, own);
-        int64_t mask_base = mask_row * visible->row + head * visible->head;
+        int64_t mask_base = query * visible->row + head * visible->head;
         for (int64_t s = 0; s < S[i]; s++) {
             own[s] = final_score(own[s], scale, softcap, visible, mask_base, s);
             largest = own[s] > largest ? own[s] : largest;

@@ -36,10 +36,10 @@ INLINE Vectors newest_of(const Cached *c, int64_t D, int64_t row, int64_t head) 
     return (Vectors){data, D, c->n_newest - 1, NULL};
 }
 
-/* The first position that a query which attends to S positions reads from the ring, a multiple of EXACT; S: none. */
-INLINE int64_t first_exact(const Cached *c, int64_t S) {
-    int64_t block = (S - 1) / EXACT;
-    return !c->n_newest ? S : block > 0 ? (block - 1) * EXACT : 0;
+/* The first position that the query at `position` reads from the ring, a multiple of EXACT. */
+INLINE int64_t first_exact(int64_t position) {
+    int64_t block = position / EXACT;
+    return block > 0 ? (block - 1) * EXACT : 0;
 }
 
 /* Round D numbers to codes. Returns their scale. */
@@ -91,7 +91,7 @@ INLINE vec load_cached(Vectors from, int64_t format, int64_t offset, int64_t d) 
 INLINE float cached_at(Vectors from, int64_t format, int64_t offset, int64_t d) {
     if (format == FP32) return ((const float *)from.data)[offset + d];
     if (format == BF16) return bf16_to_float(((const uint16_t *)from.data)[offset + d]);
-    if (format == INT8) return from.data[offset + d];
+    if (format == INT8) return ((const int8_t *)from.data)[offset + d]; /* char has no sign on some processors */
     uint8_t pair = from.data[offset + d / 16 * 8 + d % 8];
     return (d % 16 < 8 ? pair & 15 : pair >> 4) - 8;
 }

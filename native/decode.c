@@ -140,7 +140,7 @@ INLINE int shares_keys(const Operation *op, const Step *step, int64_t start, int
     const int64_t *S = op->visible->length;
     return n < step->n_rows && !op->visible->mask && S[n] >= S[n - 1] &&
            step->cache_rows[n] == step->cache_rows[start] &&
-           (!op->keys.n_newest || first_exact(&op->keys, S[n]) == first_exact(&op->keys, S[start]));
+           (!op->keys.n_newest || first_exact(op->visible->slots[n]) == first_exact(op->visible->slots[start]));
 }
 
 /* Tiles have TILE_QUERIES rows or one. */

@@ -155,6 +155,27 @@ def test_kernels_and_torch_read_the_same_cache_alike(form, bits, dtype):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("form", ["gqa", "alibi", "masked", "window in some layers"])
+@needs_compiler
+@torch.no_grad()
+def test_rows_of_unequal_lengths_are_read_alike(form, bits):
+    """Each row has its own newest keys, also if a mask hides the end of longer rows."""
+    model = make_model(form, native=True)
+    step, numbers = NativeThinker(model), torch.Generator().manual_seed(0)
+    ours, *others = (make_cache(model, 1, 128, bits=bits) for _ in range(3))
+    for cache, length in zip((ours, *others), (50, 5, 90)):
+        for part in torch.randint(0, 264, (1, length), generator=numbers).split(BLOCK, dim=1):
+            model(part, cache=cache)
+    for other in others:
+        ours.concat_rows(other)
+    for _ in range(30):
+        tokens, known = torch.randint(0, 264, (3, 1), generator=numbers), copy.deepcopy(ours)
+        expected = model(tokens, cache=known)
+        errors = (step(tokens, ours) - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert errors.max() < 2e-3
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     ("form", "dtype"),
     [*((form, torch.float32) for form in ("mha", "mqa", "softcap", "sinks", "48 wide")), ("gqa", torch.bfloat16)],
