@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.generation.quantized_cache import QuantizedLayer
+from thinker.generation.quantized_cache import MAX_PER_PASS, QuantizedLayer
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache
 
@@ -58,7 +58,7 @@ class PooledRows:
         for layer in self.cache.layers:  # take the memory now, not when requests come
             for name in layer.tensors:
                 getattr(layer, name).fill_(0)
-        # The newest keys of a text that goes on differently would be missing: only whole texts are shared.
+        # The newest keys of a text that goes on differently would be missing: only all but its end is shared.
         self.shares_prompts = not any(
             isinstance(layer, QuantizedLayer) and layer.n_newest for layer in self.cache.layers
         )
@@ -69,6 +69,7 @@ class PooledRows:
         n_rows = len(self.cache.lengths)
         self.cache.lengths = [0] * n_rows
         self.texts: list[list[int]] = [[] for _ in range(n_rows)]  # tokens whose keys each row holds
+        self.ends = [0] * n_rows  # how far each row has been read, also by a text that it was copied from
         self.free = list(range(n_rows))  # least recently used first
 
     def open(self, sequence: Sequence) -> Row:
@@ -76,7 +77,7 @@ class PooledRows:
         tokens = sequence.tokens
         shared = [common_prefix(text, tokens[:-1]) for text in self.texts]
         if not self.shares_prompts:
-            shared = [n if n == len(text) else 0 for n, text in zip(shared, self.texts)]
+            shared = [n if end - n <= MAX_PER_PASS else 0 for n, end in zip(shared, self.ends)]
         source = max(range(len(shared)), key=lambda row: (shared[row], row in self.free))
         n_shared = shared[source]
         # A row whose whole text is a prefix of the new one is not needed any more.
@@ -90,6 +91,7 @@ class PooledRows:
                     size = tensor.shape[2] if name.startswith("newest") else n_shared
                     tensor[index, :, :size] = tensor[source, :, :size]
         self.cache.lengths[index] = n_shared
+        self.ends[index] = self.ends[source] if n_shared else 0
         self.texts[index] = sequence.tokens[:n_shared]
         return Row(sequence, index, n_shared)
 
@@ -99,8 +101,7 @@ class PooledRows:
         for row, new in reads:
             rows += [row.index] * len(new)
             tokens += new
-            row.n_read += len(new)
-            self.texts[row.index] += new
+            self._append(row, new)
             if row.n_read == len(row.sequence.tokens):
                 wanted.append(len(rows) - 1)
         return self.model.read(self.cache, rows, tokens, wanted)[:, None]
@@ -110,10 +111,14 @@ class PooledRows:
         sequences, indices = [row.sequence for row in rows], [row.index for row in rows]
         sampled = self.generator.sample(sequences, self.cache, logits, max_steps, indices)
         for row, tokens in zip(rows, sampled):
-            new = [token for token, *_ in tokens[:-1]]
-            row.n_read += len(new)
-            self.texts[row.index] += new
+            self._append(row, [token for token, *_ in tokens[:-1]])
         return sampled
+
+    def _append(self, row: Row, new: list[int]) -> None:
+        """Count tokens that the model has read."""
+        row.n_read += len(new)
+        self.texts[row.index] += new
+        self.ends[row.index] = max(self.ends[row.index], len(self.texts[row.index]))
 
     def copy(self, row: Row) -> KVCache:
         """A copy of what has been read of a sequence."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams, native_decode
+from thinker.generation.continuous_batch import ContinuousBatch
 from thinker.generation.conversation import Conversation
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.native_decode import NativeThinker
@@ -283,6 +284,39 @@ def test_tokens_that_the_kernels_sampled_at_once_count_as_read(monkeypatch):
     cache.truncate([45])
     assert cache.can_truncate([65 - MAX_PER_PASS])
     assert not cache.can_truncate([65 - MAX_PER_PASS - 1])
+
+
+@pytest.mark.parametrize("n_rows", [1, 3])
+@needs_compiler
+def test_texts_share_keys_if_the_newest_are_still_unrounded(n_rows, monkeypatch):
+    """As the next turn of a chat, although the kernels have read tokens beyond the stop string of the last one."""
+    monkeypatch.setattr(native_decode, "MAX_SECONDS", 1e6)
+    generator = Generator(
+        random_model(1, 0.4, 0.25, vocab_size=264, max_seq_len=256, head_dim=16), TOKENIZER, cache_bits=4
+    )
+    if not generator.is_batch_invariant:
+        pytest.skip("needs AVX-512")
+    batch, numbers, texts, lengths = ContinuousBatch(generator, n_rows), random.Random(0), [], []
+    for seed in range(60):
+        tokens = [numbers.randrange(256) for _ in range(numbers.choice([1, 2, 50]))]
+        n_old = 0
+        if seed % 20:
+            old = texts[-1]
+            n_cut = max(numbers.choice([0, 25]), len(old) - 130)
+            n_old = max(0, len(old) - n_cut)
+            tokens = old[:n_old] + tokens
+        params, completion = SamplingParams(numbers.choice([1, 30]), seed=seed, stop=tuple("zxypqrs")), Completion("")
+        (known,) = generator.generate([""], [params], [tokens])
+        sequence = generator.new_sequence(0, completion, params, tokens)
+        batch.add(sequence)
+        while not batch.is_idle:
+            batch.step()
+        assert (completion.token_ids, completion.logprobs) == (known.token_ids, known.logprobs)
+        if n_old > 0 and n_cut == 0:
+            assert sequence.n_shared >= n_old - 1  # the last token was sampled, but not read
+            lengths.append(len(known.token_ids))
+        texts.append(tokens + completion.token_ids)
+    assert min(lengths) < 30 == max(lengths)  # some were stopped
 
 
 @pytest.mark.parametrize("bits", [8, 4])
