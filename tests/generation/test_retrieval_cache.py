@@ -8,6 +8,7 @@ from conftest import examples
 from conftest import random_model as make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_sink_cache import fed
 
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
@@ -23,16 +24,6 @@ TOKENIZER = make_tokenizer("byte", [])
 
 def draw_tokens(rows, length, seed=0):
     return torch.randint(0, 61, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def fed(model, cache, tokens, chunks):
-    """The logits of all tokens, fed by chunks of these sizes in turn, over and over."""
-    pieces, at = [], 0
-    while at < tokens.shape[1]:
-        size = chunks[len(pieces) % len(chunks)]
-        pieces.append(model(tokens[:, at : at + size], cache=cache))
-        at += size
-    return torch.cat(pieces, dim=1)
 
 
 def assert_close(ours, known, atol=2e-5):
