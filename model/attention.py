@@ -11,7 +11,7 @@ from thinker.model.attention_dispatch import ROWS, AttentionMask, attend, chunke
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_attention import linear_attention, random_features
 from thinker.model.kv_cache import LayerCache, LinearLayer
-from thinker.model.layers import FusedKernels, Linear, RMSNorm, project_jointly, project_together
+from thinker.model.layers import FusedKernels, Linear, RMSNorm, project_jointly
 from thinker.model.masks import CacheSlots
 from thinker.model.positions import Rotation, apply_rotary_emb
 from thinker.runtime.errors import UserError
@@ -66,7 +66,7 @@ class Attention(nn.Module):
             H, K = self.n_heads, self.n_kv_heads
             q, k = apply_rotary_emb(self.qk_norm(heads[:, : H + K]), rope).split((H, K), dim=1)
             return q, k, heads[:, H + K :]
-        projected = project_together(x, self.q_proj, self.k_proj, self.v_proj)
+        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = (heads.unflatten(-1, (-1, self.head_dim)) for heads in projected)  # (B, T, H or K, D)
         if not x.is_cuda:
             q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H or K, T, D)

@@ -49,13 +49,6 @@ class Linear(nn.Linear):
         return F.linear(x, weight, bias)
 
 
-def project_together(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
-    """Apply each matrix to x. On a GPU this is one larger product, which reads x and its gradient once."""
-    if not x.is_cuda or any(type(linear) is not Linear for linear in linears):
-        return tuple(linear(x) for linear in linears)
-    return project_jointly(x, *linears).split([linear.out_features for linear in linears], dim=-1)
-
-
 def project_jointly(x: Tensor, *linears: Linear) -> Tensor:
     """Apply each matrix to x in one product, or one by one if any has LoRA. Returns all outputs, concatenated."""
     if any(type(linear) is not Linear for linear in linears):

@@ -16,7 +16,7 @@ from thinker.model.dropout import Dropout
 from thinker.model.input_checks import check_inputs, tokens_to_inspect
 from thinker.model.kernels.linear_cross_entropy import ChunkLoss, linear_cross_entropy
 from thinker.model.kv_cache import KVCache
-from thinker.model.layers import FusedKernels, Linear, RMSNorm, project_jointly, project_together
+from thinker.model.layers import FusedKernels, Linear, RMSNorm, project_jointly
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns import Pattern, TokenInfo
 from thinker.model.positions import Rope, RopeScaling, Rotation, sinusoidal_embedding
@@ -43,7 +43,7 @@ class MLP(nn.Module):
             hidden = self.kernels.swiglu(project_jointly(x, self.gate_proj, self.up_proj))
             return self.down_proj(hook(self.hooks, "hidden", hidden))
         if self.gate_up_proj is None:
-            gate, up = project_together(x, self.gate_proj, self.up_proj)  # (B, T, d_ff) each
+            gate, up = self.gate_proj(x), self.up_proj(x)  # (B, T, d_ff) each
         else:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(hook(self.hooks, "hidden", F.silu(gate) * up))
