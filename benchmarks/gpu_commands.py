@@ -23,6 +23,7 @@ from thinker.benchmarks.gpu_training import Campaign, Results
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG_TEST = "test_bf16_compiled_follows_fp32_resumes_and_samples"
+CUDA_TESTS = sorted(map(str, ROOT.glob("tests/**/test_cuda*.py")))
 OUTCOME = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] |tests/.* )(PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 MAX_CORPUS_BYTES = 100_000_000
 
@@ -31,8 +32,8 @@ def cuda_tests(campaign: Campaign, deadline: float) -> Results:
     """The tests that need a GPU, in parallel if pytest-xdist is there, and the long training test beside them."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        command = [sys.executable, "-m", "pytest", "tests/test_cuda.py", "-m", "cuda", "-vv", "-p", "no:cacheprovider"]
-        n_workers = min(6, (os.cpu_count() or 1) // 2)
+        command = [sys.executable, "-m", "pytest", *CUDA_TESTS, "-m", "cuda", "-vv", "-p", "no:cacheprovider"]
+        n_workers = min(12, (os.cpu_count() or 1) * 3 // 4)
         parallel = ["-n", str(n_workers)] if importlib.util.find_spec("xdist") and n_workers > 1 else []
         commands = {"tests": [*command, *parallel, "-k", f"not {LONG_TEST}"]}
         if importlib.util.find_spec("rustbpe") and not campaign.is_rehearsal:

@@ -16,7 +16,8 @@ pytestmark = [
 ]
 TOKENIZER = make_tokenizer("byte", [])
 FORMS = [("fp32", None), ("bf16", None), ("bf16", 8), ("bf16", 4)]
-MODES = [{}, {"window": 10}, {"speculate": 3}, {"cache_bits": 8}, {"cache_bits": 4}]
+MODES = [{}, {"window": 10}, {"window": 8, "retrieve": 2, "retrieve_block": 4}, {"speculate": 3}]
+MODES += [{"cache_bits": 8}, {"cache_bits": 4}, {"early_exit": 0.02}]
 PROMPTS = [["abcabc"], ["abcabc", "x", "abca"]]  # one, and three of unequal lengths
 
 
@@ -24,14 +25,14 @@ PROMPTS = [["abcabc"], ["abcabc", "x", "abca"]]  # one, and three of unequal len
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("dtype", "bits"), FORMS)
 def test_each_combination_is_right_or_refused(dtype, bits, compile, n_kv_heads):
-    shape = {"vocab_size": 264, "n_heads": 4, "head_dim": 16, "n_layers": 1, "max_seq_len": 64}
+    shape = {"vocab_size": 264, "n_heads": 4, "head_dim": 16, "n_layers": 2, "max_seq_len": 64}
     model = random_model(norm_mean=0.3, n_kv_heads=n_kv_heads, **shape)
     model, how = model.cuda(), {"dtype": dtype, "bits": bits}
     params = SamplingParams(20, seed=3, logit_bias={TOKENIZER.bos_id: -torch.inf})
     for mode, prompts in itertools.product(MODES, PROMPTS):
         options = {**how, **mode, "compile": compile}
-        if compile and ("window" in mode or "cache_bits" in mode):
-            with pytest.raises(UserError, match="(window|cache_bits) cannot be combined with compile"):
+        if compile and mode.keys() & {"window", "cache_bits", "early_exit"}:
+            with pytest.raises(UserError, match="(window|cache_bits|early_exit) cannot be combined with compile"):
                 Generator(model, TOKENIZER, **options)
             continue
         found = Generator(model, TOKENIZER, **options).generate(prompts, params)

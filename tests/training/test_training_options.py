@@ -76,7 +76,7 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def overrides(case, run, cache, tiny_run, n_steps=4):
+def overrides(case, run, cache, tiny_run, n_steps=4, device="cpu"):
     """What is to be overridden in BASE for this case."""
     keys = {name: value for name, value in case.items() if name not in NAMED}
     if keys["train.parallel"] == "alone":
@@ -96,7 +96,7 @@ def overrides(case, run, cache, tiny_run, n_steps=4):
         "train.eval_every=null",
         "train.eval_sequences=2",
     ]
-    fixed = ["train.batch_size=4", "train.device=cpu", f"data.cache_dir={cache}"]
+    fixed = ["train.batch_size=4", f"train.device={device}", f"data.cache_dir={cache}"]
     written = [f"{name}={value}" for name, value in keys.items()]
     choices = [*DOCUMENTS[case["documents"]], *DECAYS[case["decay"]], *SOURCES[case["sources"]], *PRUNED[case["prune"]]]
     return [*start, *shape, *lengths, *fixed, *written, *choices, f"run.dir={run}"]
@@ -112,16 +112,15 @@ def train(case, runs):
             assert fork_server.run_ranks(2, train_each, str(BASE), [run]) == [[0], [0]]
 
 
-@pytest.mark.parametrize("case", CASES + STRESS)
-def test_a_pair_of_options(case, tiny_run, cache, tmp_path):
-    whole, parts, plain, reference = (tmp_path / name for name in ("whole", "parts", "plain", "reference"))
+def check_refusals(case, tiny_run, cache, run):
+    """What is refused is refused in one line; returns the case without it, for the other pairs."""
     if (case["sources"], case["documents"]) == ("streamed", "shifted"):
         with pytest.raises(UserError, match="data.shift_windows has no effect with buffer_tokens"):
-            load_config(BASE, overrides(case, whole, cache, tiny_run))
+            load_config(BASE, overrides(case, run, cache, tiny_run))
         case |= {"documents": "cut"}
     if case["train.lora_rank"] != "null" and case["optimizer.name"] == "muon":
         with pytest.raises(UserError, match="train.lora_rank needs run.init_from and optimizer.name=adamw"):
-            load_config(BASE, overrides(case, whole, cache, tiny_run))
+            load_config(BASE, overrides(case, run, cache, tiny_run))
         case |= {"optimizer.name": "adamw"}  # the other pairs of this case
     refused = {
         "cached": case["documents"] == "shifted" or case["sources"] == "streamed",
@@ -129,7 +128,7 @@ def test_a_pair_of_options(case, tiny_run, cache, tmp_path):
     }
     if refused.get(case["teacher"]):
         with pytest.raises(UserError, match="train.distill cannot be combined with"):
-            load_config(BASE, overrides(case, whole, cache, tiny_run))
+            load_config(BASE, overrides(case, run, cache, tiny_run))
         case |= {"teacher": "logits"}
     unfit = {
         "train.lora_rank": case["train.lora_rank"] != "null",
@@ -138,12 +137,19 @@ def test_a_pair_of_options(case, tiny_run, cache, tmp_path):
     unfit["train.ema_decay"] = case["prune"] == "gates" and case["train.ema_decay"] != "null"
     if case["prune"] != "none" and any(unfit.values()):
         with pytest.raises(UserError, match="train.prune.* cannot be combined with"):
-            load_config(BASE, overrides(case, whole, cache, tiny_run))
+            load_config(BASE, overrides(case, run, cache, tiny_run))
         case |= {"prune": "none"}
     if case["decay"] == "cautious" and case["optimizer.name"] == "adamw":
         with pytest.raises(UserError, match="cautious_weight_decay has no effect without optimizer.name=muon"):
-            load_config(BASE, overrides(case, whole, cache, tiny_run))
+            load_config(BASE, overrides(case, run, cache, tiny_run))
         case |= {"decay": "plain"}
+    return case
+
+
+@pytest.mark.parametrize("case", CASES + STRESS)
+def test_a_pair_of_options(case, tiny_run, cache, tmp_path):
+    whole, parts, plain, reference = (tmp_path / name for name in ("whole", "parts", "plain", "reference"))
+    case = check_refusals(case, tiny_run, cache, whole)
     runs = [overrides(case, whole, cache, tiny_run), *(overrides(case, parts, cache, tiny_run, n) for n in (2, 4))]
     is_exact = case["train.compile"] == "false"
     if is_exact and case["train.checkpoint_every_n_blocks"] != "null":
