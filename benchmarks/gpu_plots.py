@@ -27,10 +27,10 @@ def plot_rates(stages: tuple[str, ...], rows: Rows, path: Path) -> None:
     """Tokens per second: one panel of horizontal bars per stage, ours in blue."""
     key = "tokens_per_second"
     selected = [select(rows, stage, key) for stage in stages]
-    longest = max(len(panel_rows) for panel_rows in selected)
-    figure, panels = new_figure(13, 1 + 0.35 * longest, columns=len(stages), share=False)
+    figure, panels = new_figure(15, 1 + 0.35 * max(map(len, selected)), columns=len(stages), share=False)
     for axes, stage, panel_rows in zip(panels, stages, selected):
-        axes.set(title=stage, xlabel="tokens/s")
+        scale, room = ("log", 30) if stage.startswith("decoding") else ("linear", 1.8)
+        axes.set(xscale=scale, xticks=[], xlabel=f"tokens/s ({scale} scale)", title=stage)
         if not panel_rows:
             continue
         panel_rows.sort(key=lambda row: row[key])
@@ -40,7 +40,7 @@ def plot_rates(stages: tuple[str, ...], rows: Rows, path: Path) -> None:
         labels = [f"{value:,.0f}" + (f", MFU {row['mfu']:.2f}" if "mfu" in row else "")
                   for value, row in zip(values, panel_rows)]  # fmt: skip
         axes.bar_label(bars, labels=labels, padding=4)
-        axes.set_xlim(0, 1.5 * max(values))
+        axes.set_xlim(right=room * max(values))
     figure.savefig(path)
 
 
