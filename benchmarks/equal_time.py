@@ -69,18 +69,35 @@ def mean_and_interval(values: list[float]) -> tuple[float, float]:
 
 
 def plot(runs: dict[str, list[TrainingRun]], line: str | None, path: Path) -> None:
-    """The loss of every run over minutes, in one color per variant."""
-    figure, (axes,) = new_figure(7, 4.5)
-    lowest = min(each.loss for group in runs.values() for each in group)
-    for number, (name, group) in enumerate(runs.items()):
+    """Left the loss of every run over minutes, or tokens if all have the same number; right how far each variant
+    ends from the first one, seed by seed.
+    """
+    figure, (curves, ends) = new_figure(12, max(4.0, 0.5 + 0.45 * len(runs)), columns=2, share=False)
+    base = next(iter(runs.values()))
+    lowest, highest = (choose(each.loss for group in runs.values() for each in group) for choose in (min, max))
+    is_equal = len({each.curve[-1]["tokens"] for group in runs.values() for each in group}) == 1  # limited by steps
+    unit, factor, label = ("tokens", 1e6, "million tokens") if is_equal else ("elapsed_s", 60, "minutes")
+    for number, group in enumerate(runs.values()):
+        color = f"C{number}"
         for each in group:
-            points = [(entry["elapsed_s"] / 60, entry["val_loss"]) for entry in each.curve]
-            label = f"{name}, {statistics.fmean(other.loss for other in group):.3f}" if each is group[0] else None
-            axes.plot(*zip(*points), color=f"C{number}", linewidth=1.2, label=label)
+            points = [(entry[unit] / factor, entry["val_loss"]) for entry in each.curve]
+            curves.plot(*zip(*points), color=color, linewidth=1.2)
+        differences = [each.loss - other.loss for each, other in zip(group, base)]
+        mean, interval = mean_and_interval(differences)
+        ends.errorbar(mean, number, xerr=interval, fmt="|", color=color, markersize=14, capsize=4)
+        ends.plot(differences, [number] * len(group), ".", color=color)
     if line is not None:
         name, _, loss = line.partition("=")
-        axes.axhline(float(loss), color=GREY, linestyle="--", linewidth=1, label=f"{name}, {float(loss):.3f}")
-    axes.set(xlabel="minutes", ylabel="validation loss (nats per token)", xlim=(0, None))
-    axes.set_ylim(min(lowest, float(line.partition("=")[2]) if line else lowest) * 0.98, lowest * 1.15)
-    axes.legend(frameon=False)
+        curves.axhline(float(loss), color=GREY, linestyle="--", linewidth=1, label=f"{name}, {float(loss):.3f}")
+        curves.legend(frameon=False)
+        lowest = min(lowest, float(loss))
+    margin = 0.3 * (highest - lowest) + 0.01 * lowest
+    curves.set(xlabel=label, ylabel="validation loss (nats per token)", xlim=(0, None))
+    curves.set_ylim(lowest - margin, highest + 4 * margin)
+    labels = [f"{name}\n{statistics.fmean(each.loss for each in group):.3f}" for name, group in runs.items()]
+    ends.set_yticks(range(len(runs)), labels)
+    ends.axvline(0, color=GREY, linewidth=1)
+    ends.set(xlabel=f"difference from {next(iter(runs))}, mean and 95% interval", ylim=(len(runs) - 0.5, -0.5))
+    for tick, number in zip(ends.get_yticklabels(), range(len(runs))):
+        tick.set_color(f"C{number}")
     figure.savefig(path)
