@@ -2,6 +2,7 @@
 # make test   install, run all tests
 # make prove  all tests in full: every kill, full disk, malicious file, compiled run and product of options
 # make lint   style and formatting
+# make lessons   run the lessons, and write a notebook and a page for each, in site/lessons/
 # make docs   write the reference pages and build the documentation as a site, in site/
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip install --disable-pip-version-check
@@ -21,6 +22,9 @@ lint: .venv/ready-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
+lessons: .venv/ready-dev
+	PYTHONWARNINGS=ignore .venv/bin/python -m thinker.lessons.build --out site/lessons
+
 docs: .venv/ready-dev
 	.venv/bin/python scripts/make_reference.py
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
@@ -37,4 +41,4 @@ docs: .venv/ready-dev
 	$(PIP) -r requirements-dev.txt
 	touch $@
 
-.PHONY: demo test prove lint docs
+.PHONY: demo test prove lint lessons docs

@@ -17,7 +17,7 @@ LAYERS = [  # bottom to top; packages of one layer do not import each other
     {"interpretability"},
     {"serving"},
     {"benchmarks", "generate", "train"},
-    {"scripts"},
+    {"scripts", "lessons"},
 ]
 # Files that issues asked for since the bound on all the others was set.
 NEW_ROOMS = {
@@ -237,7 +237,7 @@ def test_model_needs_torch_alone():
 
 def test_sizes():
     lengths = {path: len(path.read_text().splitlines()) for path in FILES}
-    new_rooms = {ROOT / name for name in NEW_ROOMS}
+    new_rooms = {ROOT / name for name in NEW_ROOMS} | {path for path in FILES if package(path) == "lessons"}
     of_benchmarks = sum(n for path, n in lengths.items() if package(path) == "benchmarks" and path not in new_rooms)
     of_new_rooms = sum(lengths[path] for path in new_rooms)
     assert of_benchmarks <= 3480  # they measure the toolkit, as tests do

@@ -1,0 +1,341 @@
+# %% [markdown]
+# # Attention by hand
+#
+# *What does the word "sat" look at?* This lesson computes attention with numbers that you can check
+# on paper, then with the library that trains real models. It takes about 15 minutes. You need to
+# know what a dot product is.
+#
+# You will learn
+#
+# - the four steps of attention: score, scale, softmax, weighted sum;
+# - what a causal mask hides, and why it comes before the softmax;
+# - why scores are divided by √D.
+
+# %%
+import math
+
+import torch
+
+from thinker.lessons.pictures import Heatmap, SideBySide, show
+from thinker.model.attention_dispatch import AttentionMask, attend
+
+torch.set_printoptions(precision=4, sci_mode=False)
+
+# %% [markdown]
+# ## What does "sat" look at?
+#
+# Take the sentence **The cat sat on mat**. A model that reads the word *sat* wants to know who sat.
+# It asks the other words, and each answers more or less loudly. In numbers:
+#
+# - *sat* asks with a **query**: a list of numbers, here two of them.
+# - Every word, *sat* too, has a **key** with as many numbers. It says what the word has to offer.
+# - The **score** of a word is the dot product of query and key: multiply number by number, then
+#   add.
+#
+# In a real model, queries and keys come from matrices that training has found. Here we choose them.
+
+# %%
+words = ["The", "cat", "sat", "on", "mat"]
+query = torch.tensor([0.5, 0.8])  # of "sat"
+keys = torch.tensor([[0.1, 0.2], [0.7, 0.9], [0.5, 0.8], [0.3, 0.1], [0.2, 0.4]])
+
+for word, key in zip(words, keys):
+    products = query * key
+    sums = f"{products[0]:.2f} + {products[1]:.2f} = {products.sum():.2f}"
+    print(f"{word:>4}: 0.5 · {key[0]:.1f} + 0.8 · {key[1]:.1f} = {sums}")
+
+# %% [markdown]
+# The key of *cat* points in the same direction as the query, so *cat* has the highest score: 1.07.
+#
+# **Scale.** The scores are divided by √D, where D is the length of the query. Here D = 2, so we
+# divide by 1.414. The last part of this lesson shows why.
+#
+# **Softmax.** Scores can be any numbers, but *sat* has only one whole attention to give. So every
+# score becomes a positive number (e to the power of the score), and each of these is divided by
+# their sum. The results are the **weights**: none is negative, and they sum to 1.
+
+# %%
+scores = keys @ query
+scaled = scores / math.sqrt(2)
+exponentials = scaled.exp()
+weights = exponentials / exponentials.sum()
+
+print("word   score  /√2     e^     weight")
+for row in zip(words, scores, scaled, exponentials, weights):
+    print(f"{row[0]:>4}   {row[1]:.2f}   {row[2]:.4f}  {row[3]:.4f}  {row[4]:.4f}")
+print(f"                sum {exponentials.sum():.4f}  {weights.sum():.4f}")
+
+# %% tags=["check"]
+assert torch.allclose(scores, torch.tensor([0.21, 1.07, 0.89, 0.23, 0.42]))
+assert torch.allclose(scaled, torch.tensor([0.1485, 0.7566, 0.6293, 0.1626, 0.2970]), atol=1e-4)
+assert torch.allclose(exponentials, torch.tensor([1.1601, 2.1310, 1.8763, 1.1766, 1.3458]), atol=1e-4)
+assert torch.allclose(weights, torch.tensor([0.1509, 0.2771, 0.2440, 0.1530, 0.1750]), atol=1e-4)
+
+# %% [markdown]
+# So *sat* gives 28% of its attention to *cat*, 24% to itself, and 15% to 18% to each of the others.
+#
+# ### Check other people's numbers
+#
+# These five keys are in a popular text, which prints the weights 0.08, 0.34, 0.29, 0.08 and 0.21.
+# They sum to 1, so they look right. But no softmax of these scores gives them. The ratio of two
+# weights is e to the difference of their scores (divided by whatever the scores are divided by). So
+# each pair of weights tells us the divisor:
+
+# %%
+printed = torch.tensor([0.08, 0.34, 0.29, 0.08, 0.21])
+for word, index in (("cat", 1), ("sat", 2), ("mat", 4)):
+    divisor = (scores[index] - scores[0]) / (printed[index] / printed[0]).log()
+    print(f"{word} and The: the scores would have been divided by {divisor:.2f}")
+print("without any divisor:", [round(x, 4) for x in scores.softmax(0).tolist()])
+
+# %% tags=["check"]
+divisors = [float((scores[i] - scores[0]) / (printed[i] / printed[0]).log()) for i in (1, 2, 4)]
+assert [round(x, 2) for x in divisors] == [0.59, 0.53, 0.22]
+assert torch.allclose(scores.softmax(0), torch.tensor([0.1317, 0.3113, 0.2600, 0.1344, 0.1625]), atol=1e-4)
+
+# %% [markdown]
+# Three pairs, three divisors: the printed weights were not computed from these numbers at all. When
+# you read about attention, compute at least one row yourself.
+#
+# ## The weighted sum
+#
+# Weights alone change nothing. Each word also has a **value**: what it passes on. The output for
+# *sat* is the sum of all values, each multiplied by its weight. Give *cat* a value of (1, 0), *mat*
+# (0, 1) and the others (0, 0), and the output says how much of each *sat* has received:
+
+# %%
+values = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
+output = weights @ values
+print(f"output of sat: {output[0]:.4f} of cat, {output[1]:.4f} of mat")
+
+# %% tags=["check"]
+assert torch.allclose(output, torch.tensor([0.2771, 0.1750]), atol=1e-4)
+
+# %% [markdown]
+# ## Do not look ahead
+#
+# A language model learns to guess the next word. While it reads *sat*, the words *on* and *mat*
+# have not been written yet. So a **causal mask** hides them: their scores become −∞ *before* the
+# softmax. e to the power of −∞ is 0, so hidden words get no weight, and the other weights still sum
+# to 1.
+
+# %%
+masked = scaled.clone()
+masked[3:] = -torch.inf
+causal_weights = masked.softmax(dim=0)
+
+show(
+    SideBySide(
+        Heatmap("scores / √2", scaled[None], ["sat"], words),
+        Heatmap("masked", masked[None], ["sat"], words),
+        Heatmap("weights", causal_weights[None], ["sat"], words, shade=1.0),
+    )
+)
+
+# %% tags=["check"]
+assert torch.allclose(causal_weights, torch.tensor([0.2245, 0.4124, 0.3631, 0.0, 0.0]), atol=1e-4)
+
+# %% [markdown]
+# Now *cat* has 41% of the attention of *sat*.
+#
+# **Question.** What if you set the weights of *on* and *mat* to 0 after the softmax instead?
+#
+# <details><summary>Answer</summary>
+#
+# The other weights would still be 0.15, 0.28 and 0.24. Their sum is 0.67, so the output would be a
+# third too small, and the future would still matter: a longer future would make it even smaller.
+#
+# </details>
+#
+# ## A whole sentence at once
+#
+# Every word asks at the same time, so queries, keys and values are matrices with one row per word.
+# Three tokens are enough to see it. Their queries and keys are equal: (1, 0), (0, 1) and (1, 1).
+# These scores are *not* scaled, so that you can do them in your head.
+
+# %%
+x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+v = torch.tensor([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0]])
+tokens = ["a", "b", "c"]
+
+raw = x @ x.T
+hidden = torch.ones(3, 3).triu(1).bool()
+masked = raw.masked_fill(hidden, -torch.inf)
+weights = masked.softmax(dim=-1)
+
+show(
+    SideBySide(
+        Heatmap("raw scores", raw, tokens, tokens, digits=0),
+        Heatmap("masked scores", masked, tokens, tokens, digits=0),
+        Heatmap("weights", weights, tokens, tokens, digits=4, shade=1.0),
+        Heatmap("output", weights @ v, tokens, ["1st", "2nd"], digits=4),
+    )
+)
+
+# %% tags=["check"]
+assert torch.allclose(weights[1], torch.tensor([0.2689, 0.7311, 0.0]), atol=1e-4)
+assert torch.allclose(weights[2], torch.tensor([0.2119, 0.2119, 0.5761]), atol=1e-4)
+assert torch.allclose(weights @ v, torch.tensor([[1.0, 2.0], [2.4621, 0.5379], [0.8478, 1.0]]), atol=1e-4)
+
+# %% [markdown]
+# Rows are queries, columns are keys, and each row of weights sums to 1. The first token sees only
+# itself. The second row has the scores 0 and 1, so its weights are 1 / (1 + e) = 0.2689 and e / (1
+# + e) = 0.7311. (Texts that print 0.268 and 0.731 have cut the digits off instead of rounding them,
+# and have not divided the scores by √2.)
+#
+# Divided by √2, the weights of the last row move closer together:
+
+# %%
+scaled_weights = (masked / math.sqrt(2)).softmax(dim=-1)
+print("not scaled:", weights[2])
+print("scaled:    ", scaled_weights[2])
+
+# %% tags=["check"]
+assert torch.allclose(scaled_weights[2], torch.tensor([0.2483, 0.2483, 0.5035]), atol=1e-4)
+
+# %% [markdown]
+# ## Five lines, and the library
+#
+# This is all of attention:
+
+
+# %%
+def five_lines(q, k, v):
+    scores = q @ k.T / math.sqrt(q.shape[-1])
+    hidden = torch.ones_like(scores).triu(1).bool()
+    scores = scores.masked_fill(hidden, -torch.inf)
+    weights = scores.softmax(dim=-1)
+    return weights @ v
+
+
+# %% [markdown]
+# `attend` is the function that Thinker trains with. It takes several texts (B) and heads (H) at
+# once, so it wants tensors of shape (B, H, T, D): T tokens, D numbers each.
+
+# %%
+generator = torch.Generator().manual_seed(0)
+q, k, v = torch.randn(3, 6, 8, generator=generator)
+ours = five_lines(q, k, v)
+theirs = attend(q[None, None], k[None, None], v[None, None], AttentionMask(is_causal=True))[0, 0]
+print(f"largest difference: {(ours - theirs).abs().max():.0e}")
+
+# %% tags=["check"]
+assert torch.allclose(ours, theirs, atol=1e-6)
+
+# %% [markdown]
+# ## Why √D?
+#
+# A score is a sum of D products. If the numbers in queries and keys are random with a standard
+# deviation of 1, each product has a variance of 1, and variances add up. So the sum has a variance
+# of D, and its standard deviation is √D. Measure it:
+
+# %%
+generator = torch.Generator().manual_seed(0)
+print("   D   deviation of scores   √D   largest of 16 weights: not scaled   scaled")
+spreads, sharpness = [], []
+for D in (4, 16, 64, 256, 1024):
+    q, k = torch.randn(2, 4000, 16, D, generator=generator)
+    scores = (q[:, :1] @ k.transpose(1, 2))[:, 0]  # (4000, 16): one query and 16 keys, 4,000 times
+    largest = [float((scores / divisor).softmax(-1).max(-1).values.mean()) for divisor in (1, math.sqrt(D))]
+    spreads.append(float(scores.std()) / math.sqrt(D))
+    sharpness.append(largest)
+    print(f"{D:>4}   {scores.std():>19.1f} {math.sqrt(D):>4.0f}   {largest[0]:>33.2f}   {largest[1]:>6.2f}")
+
+# %% tags=["check"]
+assert all(abs(spread - 1) < 0.02 for spread in spreads)
+assert [round(first, 2) for first, _ in sharpness] == sorted(round(first, 2) for first, _ in sharpness)
+assert sharpness[-1][0] > 0.94
+assert all(abs(second - 0.24) < 0.02 for _, second in sharpness[1:])
+
+# %% [markdown]
+# Without scaling, a head of width 1,024 gives almost all of its weight to a single key, before it
+# has learned anything. That also stops it from learning: where the softmax is saturated, its
+# gradient vanishes. The next figure shows the size of the gradient that reaches the scores.
+
+# %%
+from thinker.runtime.plot_style import BLUE, ORANGE, new_figure
+
+widths = (4, 16, 64, 256, 1024)
+sizes = {"not scaled": [], "divided by √D": []}
+generator = torch.Generator().manual_seed(0)
+for D in widths:
+    q, k = torch.randn(2, 4000, 16, D, generator=generator, dtype=torch.float64)
+    scores = (q[:, :1] @ k.transpose(1, 2))[:, 0]
+    for name, divisor in zip(sizes, (1, math.sqrt(D))):
+        logits = (scores / divisor).requires_grad_()
+        loss = -logits.log_softmax(-1).exp()[:, 0].sum()  # raise the weight of the first key
+        (gradient,) = torch.autograd.grad(loss, logits)
+        sizes[name].append(float(gradient.norm(dim=-1).median()))
+
+figure, (axes,) = new_figure(6.5, 3.6)
+for (name, values), color in zip(sizes.items(), (ORANGE, BLUE)):
+    axes.plot(widths, values, marker="o", color=color, label=name)
+axes.set(xscale="log", yscale="log", xlabel="D, width of the head", ylabel="median size of the gradient")
+axes.set_xticks(widths, [str(width) for width in widths])
+axes.minorticks_off()
+axes.legend(frameon=False)
+show(figure, "The gradient vanishes as heads get wider, unless scores are divided by the root of the width.")
+for name, values in sizes.items():
+    print(f"{name:>14}: {values[0]:.3f} at D = 4, {values[-1]:.1e} at D = 1024")
+
+# %% tags=["check"]
+assert sizes["not scaled"][-1] < 1e-9 < 0.02 < sizes["divided by √D"][-1]
+
+# %% [markdown]
+# ## Exercises
+#
+# Replace the dots, run the cell, and read what it says. Then run it again.
+#
+# **1. Build your own attention.** q, k and v have shape (T, D). Scale the scores, and hide later
+# tokens. Try it without looking at the five lines above.
+
+
+# %% tags=["exercise"]
+from thinker.lessons.checks.attention_by_hand import check_attention, check_divisor, check_row
+
+
+def my_attention(q, k, v):
+    return ...
+
+
+check_attention(my_attention)
+
+# %% [markdown]
+# **2. A row on paper.** The query is (1, 1), and the keys are (0, 0), (0, 2) and (1, 0). Scale by
+# √2. Which weights do the three keys get? Three decimals are enough.
+
+# %% tags=["exercise"]
+my_row = ...  # such as [0.2, 0.5, 0.3]
+check_row(my_row)
+
+# %% [markdown]
+# **3. Another divisor.** The entries of queries and keys have a standard deviation of 2, and D =
+# 64. By what do you divide the scores so that their standard deviation is 1?
+
+# %% tags=["exercise"]
+my_divisor = ...
+check_divisor(my_divisor)
+
+# %% [markdown]
+# ## Solutions
+
+# %% tags=["solution"]
+check_attention(five_lines)
+
+# The scores are 0, 2 and 1. Divided by √2: 0, 1.414 and 0.707. Exponentials: 1, 4.113 and 2.028, in all 7.141.
+check_row([1 / 7.141, 4.113 / 7.141, 2.028 / 7.141])
+
+# A product of two entries has a standard deviation of 2 · 2 = 4, the sum of 64 of them 4 · √64 = 32.
+check_divisor(32)
+
+# %% [markdown]
+# ## Words of this lesson
+#
+# - **query, key, value**: what a token asks, what it offers, and what it passes on.
+# - **score**: dot product of a query and a key. **Weight**: its share after the softmax.
+# - **causal mask**: hides later tokens.
+# - **head width D**: the length of a query. **T**: the number of tokens.
+#
+# Attention was described by Vaswani et al. 2017
+# ([arXiv:1706.03762](https://arxiv.org/abs/1706.03762)). Next: masks, and what a model does that
+# can look ahead.

@@ -1,0 +1,125 @@
+"""Build the lessons: run each one, and write a notebook and a page.
+
+python -m thinker.lessons.build --out site/lessons
+"""
+
+import argparse
+import html
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER / "page"
+TIMEOUT_S = 600  # of a cell
+
+
+class Lesson(NamedTuple):
+    """A lesson in percent format, with the title and the first sentence of its text."""
+
+    path: Path
+    title: str
+    question: str
+
+    @property
+    def name(self) -> str:
+        """Name of its notebook and page, without the ending."""
+        return self.path.stem
+
+
+def find_lessons(folder: Path = FOLDER) -> list[Lesson]:
+    """All lessons in order."""
+    return [read_lesson(path) for path in sorted(folder.glob("[0-9][0-9]-*.py"))]
+
+
+def read_lesson(path: Path) -> Lesson:
+    """A lesson with its heading and its question, which is the first sentence in italics."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    title = next(line for line in lines if line.startswith("# # "))
+    question = next(line for line in lines if line.startswith("# *"))
+    return Lesson(path, title.removeprefix("# # "), question.split("*")[1])
+
+
+def execute(lesson: Lesson, folder: Path) -> Any:
+    """Run the lesson in `folder`; returns the notebook with its outputs. Raises CellExecutionError."""
+    import jupytext
+    from nbclient import NotebookClient
+
+    notebook = jupytext.read(lesson.path)
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(folder)}}).execute()
+
+
+def to_page(lesson: Lesson, notebook: Any, neighbors: dict[str, str | None], colab: str | None) -> str:
+    """The page of an executed lesson; it needs no other file and no network."""
+    from nbconvert import HTMLExporter
+
+    exporter = HTMLExporter(template_name="thinker-lesson", extra_template_basedirs=[str(PAGE)])
+    facts = {"title": lesson.title, "name": lesson.name, "css": read_css(), "colab": colab, **neighbors}
+    page, _ = exporter.from_notebook_node(notebook, resources={"lesson": facts})
+    return page
+
+
+def read_css() -> str:
+    """The style of all pages."""
+    return (PAGE / "lesson.css").read_text(encoding="utf-8")
+
+
+def make_index(lessons: list[Lesson]) -> str:
+    """The page that lists the lessons."""
+    items = "".join(
+        f'<li><h2><a href="{lesson.name}.html">{number}. {html.escape(lesson.title)}</a></h2>'
+        f"<p>{html.escape(lesson.question)}</p></li>"
+        for number, lesson in enumerate(lessons, 1)
+    )
+    text = (PAGE / "index.html").read_text(encoding="utf-8")
+    return text.replace("/* css */", read_css()).replace("<!-- lessons -->", items)
+
+
+def colab_link(repository: str | None, lesson: Lesson) -> str | None:
+    """Where Colab opens the lesson's notebook in a GitHub repository."""
+    if repository is None:
+        return None
+    return f"https://colab.research.google.com/github/{repository}/blob/main/lessons/notebooks/{lesson.name}.ipynb"
+
+
+def build(lessons: list[Lesson], out: Path, repository: str | None) -> None:
+    """Run the lessons and write notebooks, pages and the index."""
+    import jupytext
+
+    out.mkdir(parents=True, exist_ok=True)
+    for index, lesson in enumerate(lessons):
+        start = time.monotonic()
+        notebook = execute(lesson, out)
+        jupytext.write(notebook, out / f"{lesson.name}.ipynb")
+        neighbors = {
+            "previous": lessons[index - 1].name if index else None,
+            "next": lessons[index + 1].name if index + 1 < len(lessons) else None,
+        }
+        page = to_page(lesson, notebook, neighbors, colab_link(repository, lesson))
+        (out / f"{lesson.name}.html").write_text(page, encoding="utf-8")
+        print(f"{lesson.name}: {time.monotonic() - start:.0f} s", flush=True)
+    (out / "index.html").write_text(make_index(lessons), encoding="utf-8")
+    print(f"open {out / 'index.html'}")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Run the lessons and write a notebook and a page for each.")
+    parser.add_argument("--out", type=Path, default=Path("site/lessons"), metavar="FOLDER", help="folder to write")
+    parser.add_argument("--only", metavar="TEXT", help="build only lessons whose names contain this text")
+    parser.add_argument("--repository", metavar="OWNER/NAME", help="GitHub repository for links to Colab")
+    parser.add_argument("--fast", action="store_true", help="train less, as in the tests")
+    arguments = parser.parse_args()
+    if arguments.fast:
+        os.environ["THINKER_LESSONS_FAST"] = "1"
+    lessons = [lesson for lesson in find_lessons() if not arguments.only or arguments.only in lesson.name]
+    if not lessons:
+        sys.exit(f"error: no lesson contains {arguments.only!r}")
+    build(lessons, arguments.out, arguments.repository)
+
+
+if __name__ == "__main__":
+    main()
