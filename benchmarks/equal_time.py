@@ -69,13 +69,14 @@ def mean_and_interval(values: list[float]) -> tuple[float, float]:
 
 
 def plot(runs: dict[str, list[TrainingRun]], line: str | None, path: Path) -> None:
-    """Left the loss of every run over minutes, or tokens if all have the same number; right how far each variant
+    """Left the loss of every run over minutes, or tokens if all have about as many; right how far each variant
     ends from the first one, seed by seed.
     """
     figure, (curves, ends) = new_figure(12, max(4.0, 0.5 + 0.45 * len(runs)), columns=2, share=False)
     base = next(iter(runs.values()))
     lowest, highest = (choose(each.loss for group in runs.values() for each in group) for choose in (min, max))
-    is_equal = len({each.curve[-1]["tokens"] for group in runs.values() for each in group}) == 1  # limited by steps
+    tokens = [each.curve[-1]["tokens"] for group in runs.values() for each in group]
+    is_equal = max(tokens) < 1.02 * min(tokens)  # limited by steps
     unit, factor, label = ("tokens", 1e6, "million tokens") if is_equal else ("elapsed_s", 60, "minutes")
     for number, group in enumerate(runs.values()):
         color = f"C{number}"
