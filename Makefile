@@ -23,7 +23,7 @@ lint: .venv/ready-dev
 	.venv/bin/ruff format --check .
 
 lessons: .venv/ready-dev
-	PYTHONWARNINGS=ignore .venv/bin/python -m thinker.lessons.build --out site/lessons
+	PYTHONWARNINGS=ignore .venv/bin/python -m thinker.lessons.build --out site/lessons --keep
 
 docs: .venv/ready-dev
 	.venv/bin/python scripts/make_reference.py

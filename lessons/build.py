@@ -49,7 +49,10 @@ def execute(lesson: Lesson, folder: Path) -> Any:
 
     notebook = jupytext.read(lesson.path)
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    return NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(folder)}}).execute()
+    client = NotebookClient(
+        notebook, timeout=TIMEOUT_S, record_timing=False, resources={"metadata": {"path": str(folder)}}
+    )
+    return client.execute()
 
 
 def to_page(lesson: Lesson, notebook: Any, neighbors: dict[str, str | None], colab: str | None) -> str:
@@ -78,6 +81,15 @@ def make_index(lessons: list[Lesson]) -> str:
     return text.replace("/* css */", read_css()).replace("<!-- lessons -->", items)
 
 
+def make_readme(lessons: list[Lesson]) -> str:
+    """The list of lessons in Markdown, with links to the notebooks."""
+    lines = [
+        f"| {number} | [{lesson.title}](notebooks/{lesson.name}.ipynb) | {lesson.question} |"
+        for number, lesson in enumerate(lessons, 1)
+    ]
+    return (PAGE / "README.md").read_text(encoding="utf-8").replace("<!-- lessons -->", "\n".join(lines))
+
+
 def colab_link(repository: str | None, lesson: Lesson) -> str | None:
     """Where Colab opens the lesson's notebook in a GitHub repository."""
     if repository is None:
@@ -85,15 +97,16 @@ def colab_link(repository: str | None, lesson: Lesson) -> str | None:
     return f"https://colab.research.google.com/github/{repository}/blob/main/lessons/notebooks/{lesson.name}.ipynb"
 
 
-def build(lessons: list[Lesson], out: Path, repository: str | None) -> None:
-    """Run the lessons and write notebooks, pages and the index."""
+def build(lessons: list[Lesson], out: Path, repository: str | None, is_kept: bool) -> None:
+    """Run the lessons and write notebooks, pages and the index; `is_kept`: also what the repository keeps."""
     import jupytext
 
     out.mkdir(parents=True, exist_ok=True)
     for index, lesson in enumerate(lessons):
         start = time.monotonic()
         notebook = execute(lesson, out)
-        jupytext.write(notebook, out / f"{lesson.name}.ipynb")
+        for folder in [out, FOLDER / "notebooks"] if is_kept else [out]:
+            jupytext.write(notebook, folder / f"{lesson.name}.ipynb")
         neighbors = {
             "previous": lessons[index - 1].name if index else None,
             "next": lessons[index + 1].name if index + 1 < len(lessons) else None,
@@ -102,6 +115,8 @@ def build(lessons: list[Lesson], out: Path, repository: str | None) -> None:
         (out / f"{lesson.name}.html").write_text(page, encoding="utf-8")
         print(f"{lesson.name}: {time.monotonic() - start:.0f} s", flush=True)
     (out / "index.html").write_text(make_index(lessons), encoding="utf-8")
+    if is_kept:
+        (FOLDER / "README.md").write_text(make_readme(lessons), encoding="utf-8")
     print(f"open {out / 'index.html'}")
 
 
@@ -112,13 +127,16 @@ def main() -> None:
     parser.add_argument("--only", metavar="TEXT", help="build only lessons whose names contain this text")
     parser.add_argument("--repository", metavar="OWNER/NAME", help="GitHub repository for links to Colab")
     parser.add_argument("--fast", action="store_true", help="train less, as in the tests")
+    parser.add_argument("--keep", action="store_true", help="also write lessons/notebooks and lessons/README.md")
     arguments = parser.parse_args()
     if arguments.fast:
         os.environ["THINKER_LESSONS_FAST"] = "1"
+    if arguments.keep and (arguments.fast or arguments.only):
+        sys.exit("error: --keep needs all lessons in full; remove --fast and --only")
     lessons = [lesson for lesson in find_lessons() if not arguments.only or arguments.only in lesson.name]
     if not lessons:
         sys.exit(f"error: no lesson contains {arguments.only!r}")
-    build(lessons, arguments.out, arguments.repository)
+    build(lessons, arguments.out, arguments.repository, arguments.keep)
 
 
 if __name__ == "__main__":

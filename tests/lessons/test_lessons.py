@@ -1,9 +1,10 @@
 """Every lesson runs as a script, checks its own numbers, and takes its solutions."""
 
+import jupytext
 import pytest
 from conftest import ROOT, run_script
 
-from thinker.lessons.build import find_lessons, make_index
+from thinker.lessons.build import FOLDER, find_lessons, make_index, make_readme
 
 LESSONS = find_lessons()
 N_EXERCISES = 3
@@ -30,3 +31,14 @@ def test_the_index_lists_every_lesson():
     page = make_index(LESSONS)
     for lesson in LESSONS:
         assert f'href="{lesson.name}.html"' in page
+
+
+def test_the_readme_lists_every_lesson():
+    assert (FOLDER / "README.md").read_text(encoding="utf-8") == make_readme(LESSONS)
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+def test_the_notebook_is_built_from_its_source(lesson):
+    notebook = jupytext.read(FOLDER / "notebooks" / f"{lesson.name}.ipynb")
+    assert [cell.source for cell in notebook.cells] == [cell.source for cell in jupytext.read(lesson.path).cells]
+    assert all(cell.outputs or cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
