@@ -179,9 +179,9 @@ assert torch.allclose(weights @ v, torch.tensor([[1.0, 2.0], [2.4621, 0.5379], [
 
 # %% [markdown]
 # Rows are queries, columns are keys, and each row of weights sums to 1. The first token sees only
-# itself. The second row has the scores 0 and 1, so its weights are 1 / (1 + e) = 0.2689 and e / (1
-# + e) = 0.7311. (Texts that print 0.268 and 0.731 have cut the digits off instead of rounding them,
-# and have not divided the scores by √2.)
+# itself. The second row has the scores 0 and 1, so its weights are 1 / (1 + e) = 0.2689 and
+# e / (1 + e) = 0.7311. (Texts that print 0.268 and 0.731 have cut the digits off instead of
+# rounding them, and have not divided the scores by √2.)
 #
 # Divided by √2, the weights of the last row move closer together:
 
@@ -291,7 +291,7 @@ assert sizes["not scaled"][-1] < 1e-9 < 0.02 < sizes["divided by √D"][-1]
 
 
 # %% tags=["exercise"]
-from thinker.lessons.checks.attention_by_hand import check_attention, check_divisor, check_row
+from thinker.lessons.checks.attention_by_hand import check_attention
 
 
 def my_attention(q, k, v):
@@ -305,14 +305,18 @@ check_attention(my_attention)
 # √2. Which weights do the three keys get? Three decimals are enough.
 
 # %% tags=["exercise"]
+from thinker.lessons.checks.attention_by_hand import check_row
+
 my_row = ...  # such as [0.2, 0.5, 0.3]
 check_row(my_row)
 
 # %% [markdown]
-# **3. Another divisor.** The entries of queries and keys have a standard deviation of 2, and D =
-# 64. By what do you divide the scores so that their standard deviation is 1?
+# **3. Another divisor.** The entries of queries and keys have a standard deviation of 2, and
+# D = 64. By what do you divide the scores so that their standard deviation is 1?
 
 # %% tags=["exercise"]
+from thinker.lessons.checks.attention_by_hand import check_divisor
+
 my_divisor = ...
 check_divisor(my_divisor)
 

@@ -9,17 +9,30 @@ import torch
 Examine = Callable[[Any], str | None]  # what is wrong with an answer, or None if it is right
 
 
-def exercise(examine: Examine) -> Callable[[Any], bool]:
+class Verdict:
+    """Whether an answer is right; a notebook shows nothing for it, because the text has been printed."""
+
+    def __init__(self, is_right: bool) -> None:
+        self.is_right = is_right
+
+    def __bool__(self) -> bool:
+        return self.is_right
+
+    def _ipython_display_(self) -> None:
+        pass
+
+
+def exercise(examine: Examine) -> Callable[[Any], Verdict]:
     """Decorator: the function prints "Right." or what is wrong with an answer, and returns whether it is right.
 
     An answer that is still `...`, or a function that returns `...`, counts as not answered.
     """
 
     @wraps(examine)
-    def check(answer: Any) -> bool:
+    def check(answer: Any) -> Verdict:
         hint = find_mistake(examine, answer)
         print("Right." if hint is None else hint)
-        return hint is None
+        return Verdict(hint is None)
 
     check.examine = examine  # type: ignore[attr-defined]
     return check
