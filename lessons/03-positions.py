@@ -1,0 +1,364 @@
+# %% [markdown]
+# # Positions
+#
+# *Who bit whom: how does a model know that "dog bites man" is not "man bites dog"?* This lesson
+# turns queries and keys like the hands of a clock, computes a penalty for distance, and then gives
+# four models texts that are longer than any they have seen. It takes about 20 minutes. You need
+# lessons 1 and 2, and you need to know sine and cosine.
+#
+# You will learn
+#
+# - how RoPE makes a score depend on the distance of two tokens alone;
+# - what ALiBi, sinusoidal and learned positions do instead;
+# - what happens beyond the length that a model was trained on.
+
+# %%
+import math
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from thinker.lessons.pictures import Heatmap, SideBySide, show
+from thinker.lessons.practice import is_fast, train_on_task
+from thinker.model import Thinker, ThinkerConfig
+from thinker.model.attention_dispatch import attention_weights
+from thinker.model.masks import MaskBuilder
+from thinker.model.patterns import CAUSAL, TokenInfo
+from thinker.model.positions import Rope, RopeScaling, alibi_slopes, apply_rotary_emb, sinusoidal_embedding
+from thinker.runtime.errors import UserError
+from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
+
+# %% [markdown]
+# ## Attention does not see the order
+#
+# A score is the dot product of a query and a key, and neither knows where its token stands. In
+# lesson 2 you saw what follows: shuffled tokens give shuffled outputs. To the last word of "dog
+# bites man", which sees the other two, their order makes no difference.
+#
+# So positions must be put in. There are two ways to do it, and Thinker has two kinds of each
+# (`ThinkerConfig(positions=...)`):
+#
+# - **Add a vector to each token** before the first layer: `learned` looks it up in a table, which
+#   is trained like all other weights; `sinusoidal` consists of sines and cosines of the position.
+#   With four numbers, these are sin p, sin p/100, cos p and cos p/100.
+# - **Change the scores** in every layer: `rope` turns queries and keys; `alibi` subtracts a penalty
+#   for the distance.
+#
+# ## RoPE: the hand of a clock
+#
+# Take two numbers of a query as a point, and draw an arrow to it from the origin. That is the hand
+# of a clock. Rotary embeddings (RoPE) turn it by a fixed angle for each position, and they turn the
+# keys in the same way. For now, the angle is 30°, and each query and key is (1, 0):
+
+
+# %%
+def turn(x, y, radians):
+    cos, sin = math.cos(radians), math.sin(radians)
+    return x * cos - y * sin, x * sin + y * cos  # counterclockwise
+
+
+hands = torch.tensor([turn(1.0, 0.0, math.radians(30 * p)) for p in range(4)])
+for p, (x, y) in enumerate(hands):
+    print(f"position {p}: turned by {30 * p:>2}° to ({x:.3f}, {y:.3f})")
+show(Heatmap("scores of hand m with hand n", hands @ hands.T, "0123", "0123", digits=3))
+
+# %% tags=["check"]
+assert torch.allclose(hands, torch.tensor([[1, 0], [0.866, 0.5], [0.5, 0.866], [0, 1]]), atol=1e-3)
+cosines = [[math.cos(math.radians(30 * (m - n))) for n in range(4)] for m in range(4)]
+assert torch.allclose(hands @ hands.T, torch.tensor(cosines), atol=1e-6)
+sines = torch.tensor([[math.sin(p), math.sin(p / 100), math.cos(p), math.cos(p / 100)] for p in range(4)])
+assert torch.allclose(sinusoidal_embedding(torch.arange(4), 4), sines)
+
+# %% [markdown]
+# Do two of them on paper. Positions 1 and 0: 0.866 · 1 + 0.5 · 0 = 0.866. Positions 2 and 1:
+# 0.5 · 0.866 + 0.866 · 0.5 = 0.866. The two hands are different each time, but the angle between
+# them is 30°, and the dot product of two arrows is the product of their lengths times the cosine of
+# the angle between them. Hence **the score depends on the distance m − n alone**. The matrix has
+# the same number along each diagonal; such a matrix is called a *Toeplitz* matrix.
+#
+# The same is true if the hands did not start together. Here the key starts 50° ahead of the query,
+# and the query comes two positions later:
+
+# %%
+figure, panels = new_figure(7.2, 2.7, columns=3, share=False)
+circle, angles = torch.linspace(0, 2 * math.pi, 100), []
+for axes, (m, n) in zip(panels, ((2, 0), (5, 3), (9, 7))):
+    axes.plot(circle.cos(), circle.sin(), color=GREY, alpha=0.5)
+    query = turn(1.0, 0.0, math.radians(30 * m))
+    key = turn(1.0, 0.0, math.radians(50 + 30 * n))
+    for (x, y), color, name in ((query, BLUE, f"query at {m}"), (key, ORANGE, f"key at {n}")):
+        axes.plot([0, x], [0, y], color=color, lw=2.5, label=name, marker="o", markevery=[1])
+    angles.append(math.degrees(math.acos(query[0] * key[0] + query[1] * key[1])))
+    axes.set(aspect="equal", title=f"{angles[-1]:.0f}° between them")
+    axes.axis("off")
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.02))
+show(figure, "Three clocks: the hands of query and key turn, and 10 degrees stay between them.")
+
+# %% [markdown]
+# ### Many hands
+#
+# A head has more than two numbers, so RoPE takes them in pairs, and each pair is a hand of its own.
+# In Thinker, as in LLaMA, number i is paired with number i + D/2 (*rotate-half*). With D = 4 the
+# pairs are (0, 2) and (1, 3). This is what one position does to the first number of each pair:
+
+# %%
+rope = Rope(head_dim=4, theta=10_000.0)
+rotation = rope(torch.arange(4), end=4, dtype=torch.float32)  # of positions 0 to 3
+for number in (0, 1):
+    x = torch.eye(4)[number].expand(4, 4)  # 1 at this place, 0 elsewhere
+    x = apply_rotary_emb(x, rotation)[1]
+    print(f"number {number}:", [round(value, 3) for value in x.tolist()])
+
+# %% tags=["check"]
+assert all(abs(angle - 10) < 1e-6 for angle in angles)
+assert [round(value, 3) for value in x.tolist()] == [0.0, 1.0, 0.0, 0.01]
+x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+for p, (row, turned) in enumerate(zip(x, apply_rotary_emb(x, rotation))):
+    (a, c), (b, d) = turn(row[0], row[2], p), turn(row[1], row[3], 0.01 * p)
+    assert torch.allclose(turned, torch.stack([a, b, c, d]), atol=1e-6)
+speeds = Rope(head_dim=8, theta=10_000.0).frequencies()
+assert torch.allclose(speeds, torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64))
+assert [round(float(2 * math.pi / speed), 1) for speed in speeds] == [6.3, 62.8, 628.3, 6283.2]
+
+# %% [markdown]
+# The first pair turned by 1 radian, the second by 0.01. The speeds of the pairs i = 0, 1, ... are
+# theta to the power of −2i/D, and theta is 10,000 unless you set `rope_theta`. With D = 8 they are
+# 1, 0.1, 0.01 and 0.001 (`Rope.frequencies()`), so a full round takes 6.3, 63, 628 or 6,283
+# positions. These are hands for seconds, minutes and hours: fast ones tell neighbors apart, slow
+# ones near from far.
+#
+# ## Distance alone, or not
+#
+# Give six tokens the same query and the same key, so that only positions can make a difference, and
+# look along the diagonals. For RoPE they are constant. If a position vector p is added to tokens
+# instead, a score is (q + p of m) · (k + p of n), which has four parts. Two of them, q · (p of n)
+# and (p of m) · k, contain only one of the positions, so the distance is not enough. (For
+# sinusoidal vectors, (p of m) · (p of n) is constant along diagonals. It is the clock again.)
+
+# %%
+generator = torch.Generator().manual_seed(2)
+q, k = torch.randn(2, 1, 8, generator=generator).expand(2, 6, 8)  # the same at six positions
+table = torch.randn(6, 8, generator=generator)  # stands for a learned table
+p = sinusoidal_embedding(torch.arange(6), 8)
+rotation = Rope(8, 10_000.0)(torch.arange(6), 6, torch.float32)
+scores = {
+    "RoPE": apply_rotary_emb(q, rotation) @ apply_rotary_emb(k, rotation).T,
+    "sinusoidal": (q + p) @ (k + p).T,
+    "learned": (q + table) @ (k + table).T,
+}
+show(SideBySide(*(Heatmap(name, x, "012345", "012345", digits=1) for name, x in scores.items())))
+
+# %% tags=["check"]
+steps = [float((x[1:, 1:] - x[:-1, :-1]).abs().max()) for x in (*scores.values(), p @ p.T)]  # along diagonals
+assert max(steps[0], steps[3]) < 1e-5 < 0.5 < min(steps[1:3])
+
+# %% [markdown]
+# ## ALiBi: distance has a price
+#
+# ALiBi turns nothing. It subtracts a **slope** times the distance from each score. Each head has a
+# slope of its own: with eight heads they are 1/2, 1/4, 1/8 and so on to 1/256. They are fixed, not
+# trained. A steep slope makes a head look at the nearest tokens.
+#
+# One row by hand: the query at position 3, all scores 0, and the slope 1/2. The distances to keys 0
+# to 3 are 3, 2, 1 and 0. In Thinker, the penalties are part of the mask:
+
+# %%
+penalized = torch.tensor([0 - 3 / 2, 0 - 2 / 2, 0 - 1 / 2, 0 - 0 / 2])
+by_hand = penalized.exp() / penalized.exp().sum()
+
+tokens, zeros = TokenInfo(torch.arange(4)), torch.zeros(1, 8, 4, 2)
+builder = MaskBuilder(n_heads=8, alibi_slopes=alibi_slopes(8))
+weights = attention_weights(zeros, zeros, builder.build(CAUSAL, tokens, tokens, aligned=True))[0]
+rows = torch.stack([penalized, penalized.exp(), by_hand, weights[0, 3]])
+names = ["score", "e^score", "weight", "Thinker's weight"]
+show(Heatmap("first head, query at 3", rows, names, "0123", digits=4, shade=1.5))
+
+# %% tags=["check"]
+assert alibi_slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
+assert torch.allclose(by_hand, torch.tensor([0.1015, 0.1674, 0.2760, 0.4551]), atol=1e-4)
+assert torch.allclose(weights[0, 3], by_hand, atol=1e-6)
+
+# %% [markdown]
+# ## Beyond the trained length
+#
+# Now train four models that differ only in `positions`. The task is to name the latest letter in a
+# text like **b · · · d · ·** (the answer is d): three of four tokens are blanks. The models have
+# one layer and see texts of 32 tokens. Then they get texts of 128. Before you run the cell, guess
+# which of them can do it.
+
+# %%
+V, TRAINED, LONG = 16, 32, 128  # token 0 is the blank, and 1 to 15 are letters
+
+
+def latest_letter(generator, T=TRAINED, B=64):
+    """Texts (B, T), and at each blank the latest letter."""
+    tokens = torch.randint(1, V, (B, T), generator=generator)
+    tokens[torch.rand(B, T, generator=generator) < 0.75] = 0
+    places = torch.where(tokens > 0, torch.arange(T), -1).cummax(dim=1).values  # of the latest letter
+    return tokens, torch.where((tokens == 0) & (places >= 0), tokens.gather(1, places.clamp(min=0)), -1)
+
+
+def train(kind, make_batch):
+    config = ThinkerConfig(V, d_model=32, n_layers=1, n_heads=4, max_seq_len=LONG, positions=kind)
+    return train_on_task(config, make_batch, n_steps=300, lr=1e-2)[0]
+
+
+@torch.no_grad()
+def accuracy(model, make_batch):
+    """Share of right answers at each position of long texts."""
+    tokens, targets = make_batch(torch.Generator().manual_seed(99), LONG, 256)
+    is_right = model(tokens).argmax(-1) == targets  # never where the target is -1
+    return is_right.sum(0) / (targets >= 0).sum(0)
+
+
+kinds = ("alibi", "rope", "sinusoidal", "learned")
+models = {kind: train(kind, latest_letter) for kind in kinds}
+curves = {kind: accuracy(model, latest_letter) for kind, model in models.items()}
+
+figure, (axes,) = new_figure(7, 3.5)
+axes.axvspan(1, TRAINED - 1, color=GREY, alpha=0.15, lw=0)
+for kind, color, line in zip(kinds, (BLUE, ORANGE, GREY, GREY), ("-", "-", "-", ":")):
+    axes.plot(range(4, LONG), curves[kind][4:], color=color, ls=line, label=kind)
+axes.set(xlabel="position (grey: trained)", ylabel="right answers", ylim=(0, 1.03))
+axes.legend(frameon=False)
+show(figure, "Beyond position 31, only ALiBi keeps naming the latest letter; the others guess.")
+for kind, curve in curves.items():
+    near, far = curve[16:32].mean(), curve[64:].mean()
+    print(f"{kind:>10}: {near:.0%} right at positions 16 to 31, {far:.0%} from 64 on")
+
+# %% tags=["check"]
+assert round(math.exp(-8), 4) == 0.0003
+with suppress(UserError):
+    Thinker(replace(models["learned"].config, max_seq_len=TRAINED))(torch.zeros(1, LONG, dtype=torch.int64))
+    raise AssertionError("the text was not refused")
+window = Thinker(replace(models["rope"].config, attention="window(32)"))
+window.load_state_dict(models["rope"].state_dict())
+if not is_fast():
+    for kind, curve in curves.items():
+        assert curve[16:32].mean() > 0.9
+        assert curve[64:].mean() > 0.85 if kind == "alibi" else curve[64:].mean() < 0.15
+    assert accuracy(window, latest_letter)[64:].mean() > 0.9
+
+# %% [markdown]
+# Within the trained length, all four solve the task. Beyond it only ALiBi does; from position 64
+# on, the others are not much better than guessing, which is right once in 15 times.
+#
+# - **learned**: the rows from 32 on were never trained. (With a table of only 32 rows, Thinker
+#   refuses the text.) **sinusoidal**: the vectors from 32 on are new to the model, too.
+# - **rope**: the score of the *right* key is as before, since it depends on the distance alone. But
+#   at position 127 there are 96 keys that are 32 or more tokens back, and no training step has ever
+#   told the model to give those a low score: between the slow hands are angles that it has never
+#   seen.
+# - **alibi**: in the first of four heads, with a slope of 1/4, a key 32 tokens back pays 8, and e
+#   to the power of −8 is 0.0003. The penalty works at any distance.
+#
+# **Question.** How could you test whether the far keys are what confuses the RoPE model?
+#
+# <details><summary>Answer</summary>
+#
+# Hide them. Give its weights to a model with `attention="window(32)"`, in which each token sees
+# only the latest 32. From position 64 on, more than 90% of the answers are now right, without any
+# training. So it was not the positions that were too large, but the distances.
+#
+# </details>
+#
+# **Question.** Is ALiBi better, then? Change the task: name the token *three places back*, whatever
+# it is. Guess before you run the cell.
+
+
+# %%
+def three_back(generator, T=TRAINED, B=64):
+    tokens = torch.randint(V, (B, T), generator=generator)
+    return tokens, torch.cat([torch.full((B, 3), -1), tokens[:, :-3]], dim=1)
+
+
+backs = {kind: accuracy(train(kind, three_back), three_back) for kind in ("rope", "alibi")}
+for kind, curve in backs.items():
+    print(f"{kind:>5}: {curve[16:32].mean():.0%} right at positions 16 to 31")
+
+# %% tags=["check"]
+if not is_fast():
+    assert float(backs["rope"][16:32].mean()) > 0.8 > 0.5 > float(backs["alibi"][16:32].mean())
+slow = Rope(8, 10_000.0, RopeScaling("linear", factor=4)).frequencies()
+assert torch.allclose(4 * slow, speeds)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# No. A hand can point exactly three places back, but a penalty can only prefer nearer tokens. So in
+# a single layer, ALiBi can hardly single out the third. Each encoding makes some things easy.
+#
+# </details>
+#
+# Most large models use RoPE, and are prepared for long texts by **RoPE scaling** and some more
+# training: `rope_scaling={"type": "linear", "factor": 4}` slows all hands down to a quarter of
+# their speed, so that 128 positions cover the angles of 32.
+#
+# ## Exercises
+#
+# **1. Turn a head.** Write `rotate(x, position)` for a head of width 4: x has shape (4,), and the
+# speeds are 1 and 0.01 radians per position. Pair the numbers as Thinker does. You may use `turn`.
+
+
+# %% tags=["exercise"]
+from thinker.lessons.checks.positions import check_encodings, check_rotate, check_score, mystery_scores
+
+
+def rotate(x, position):
+    return ...  # a tensor of shape (4,)
+
+
+check_rotate(rotate)
+
+# %% [markdown]
+# **2. A score on paper.** One pair turns counterclockwise by 30° per position. The query (2, 0)
+# stands at position 1002, the key (0, 1) at position 1000; both are given before they are turned.
+# What is their score, without scaling?
+
+# %% tags=["exercise"]
+my_score = ...
+check_score(my_score)
+
+# %% [markdown]
+# **3. Which encoding was it?** All five tokens have the same query and the same key. Each of these
+# matrices comes from one of "rope", "alibi", "learned" and "none". Which is which?
+
+# %% tags=["exercise"]
+show(SideBySide(*(Heatmap(name, x, "01234", "01234") for name, x in mystery_scores().items())))
+
+my_guess = {"A": ..., "B": ..., "C": ..., "D": ...}
+check_encodings(my_guess)
+
+# %% [markdown]
+# ## Solutions
+
+
+# %% tags=["solution"]
+def my_rotation(x, position):
+    a, c = turn(x[0], x[2], position)  # the fast pair
+    b, d = turn(x[1], x[3], 0.01 * position)  # the slow pair
+    return torch.stack([a, b, c, d])
+
+
+check_rotate(my_rotation)
+
+# Both have turned 1000 times; that changes nothing. The query has turned two more times, so by 60°.
+# The key started at 90°. Between them are 90° − 60° = 30°, and 2 · 1 · cos 30° = 1.732.
+check_score(2 * math.cos(math.radians(30)))
+
+# A: along the diagonals, the numbers differ. B: each step to the left costs 0.25.
+# C: all the same. D: constant diagonals, but a key four places back scores higher than one three places back.
+check_encodings({"A": "learned", "B": "alibi", "C": "none", "D": "rope"})
+
+# %% [markdown]
+# ## Words of this lesson
+#
+# - **RoPE**: turns pairs of numbers in queries and keys by an angle that grows with the position.
+# - **ALiBi**: subtracts slope times distance from each score.
+# - **Toeplitz**: constant along each diagonal.
+#
+# Sources: sinusoidal positions ([arXiv:1706.03762](https://arxiv.org/abs/1706.03762)), RoPE
+# ([arXiv:2104.09864](https://arxiv.org/abs/2104.09864)), ALiBi
+# ([arXiv:2108.12409](https://arxiv.org/abs/2108.12409)), linear RoPE scaling
+# ([arXiv:2306.15595](https://arxiv.org/abs/2306.15595)). Next: several heads at once.
