@@ -47,6 +47,7 @@ def execute(lesson: Lesson, folder: Path) -> Any:
     import jupytext
     from nbclient import NotebookClient
 
+    os.environ["TQDM_DISABLE"] = "1"  # a page would keep every state of a progress bar
     notebook = jupytext.read(lesson.path)
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     client = NotebookClient(
