@@ -12,6 +12,8 @@
 # - why the loss falls along a text, and where the rest of it lies.
 
 # %%
+import contextlib
+import io
 import json
 import math
 import re
@@ -40,7 +42,7 @@ from thinker.training.run import train
 
 # %%
 story = tales.generate_story(seed=0, index=3636)
-print(story.text, "\n")
+print(story.text.replace(". ", ".\n"), "\n")
 hero = story.choices[1]
 print(f"{hero.value} is one of {math.exp(-hero.log_prob):.0f} girls and costs {-hero.log_prob:.2f} nats.")
 mean = sum(-tales.generate_story(seed=1, index=i).log_prob for i in range(2000)) / 2000
@@ -72,7 +74,8 @@ config = {
     "run": {"dir": folder.name + "/run"}, "model": {"d_model": 128, "n_layers": 2, "n_heads": 4},
     "train": {"device": "cpu", "max_steps": 12 if is_fast() else 700, "batch_size": 14, "eval_every": 100},
 }  # fmt: skip
-train(validate_config(config))
+with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar; one to three minutes
+    train(validate_config(config))
 
 lines = [json.loads(line) for line in Path(folder.name, "run/metrics.jsonl").read_text().splitlines()]
 steps = [line for line in lines if "train_loss" in line]
@@ -99,8 +102,8 @@ if not is_fast():
 #
 # ## What a loss means
 #
-# It is the mean surprise per token: −ln of the probability that the model gave to the token that
-# came.
+# The loss is the mean surprise per token: −ln of the probability that the model gave to the token
+# that came.
 #
 # - **Perplexity** is e to the power of the loss. At 5, the model chooses as if among five tokens.
 # - **Bits per byte**: divide by ln 2 = 0.693, because that many nats are a bit, and by the mean
@@ -208,7 +211,7 @@ for T in (0.0, 0.5, 1.0, 1.5):
     scores = [generator.score(text) for text in written[T]]
     surprise[T] = sum(score.nats for score in scores) / sum(len(score.logprobs) for score in scores)
     print(f"T = {T}: {len(set(written[T]))} different stories, {surprise[T]:.2f} nats per token, such as")
-    print("   ", written[T][0][len(opening) : 200].replace("\n\n", " / "), "...")
+    print(written[T][0][len(opening) : 220].replace("\n\n", " ").replace(". ", ".\n "), "...\n")
 
 # %% tags=["check"]
 if not is_fast():

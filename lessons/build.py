@@ -51,7 +51,11 @@ def execute(lesson: Lesson, folder: Path) -> Any:
     notebook = jupytext.read(lesson.path)
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     client = NotebookClient(
-        notebook, timeout=TIMEOUT_S, record_timing=False, resources={"metadata": {"path": str(folder)}}
+        notebook,
+        timeout=TIMEOUT_S,
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
     )
     return client.execute()
 
