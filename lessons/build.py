@@ -6,10 +6,11 @@ python -m thinker.lessons.build --out site/lessons
 import argparse
 import html
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from thinker.runtime.errors import UserError, run_command
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER / "page"
@@ -125,8 +126,8 @@ def build(lessons: list[Lesson], out: Path, repository: str | None, is_kept: boo
     print(f"open {out / 'index.html'}")
 
 
-def main() -> None:
-    """The command."""
+def main() -> int:
+    """Parse the command line and build. Returns the exit status."""
     parser = argparse.ArgumentParser(description="Run the lessons and write a notebook and a page for each.")
     parser.add_argument("--out", type=Path, default=Path("site/lessons"), metavar="FOLDER", help="folder to write")
     parser.add_argument("--only", metavar="TEXT", help="build only lessons whose names contain this text")
@@ -137,12 +138,17 @@ def main() -> None:
     if arguments.fast:
         os.environ["THINKER_LESSONS_FAST"] = "1"
     if arguments.keep and (arguments.fast or arguments.only):
-        sys.exit("error: --keep needs all lessons in full; remove --fast and --only")
+        raise UserError("--keep needs all lessons in full; remove --fast and --only")
     lessons = [lesson for lesson in find_lessons() if not arguments.only or arguments.only in lesson.name]
     if not lessons:
-        sys.exit(f"error: no lesson contains {arguments.only!r}")
-    build(lessons, arguments.out, arguments.repository, arguments.keep)
+        names = ", ".join(lesson.name for lesson in find_lessons())
+        raise UserError(f"no lesson contains {arguments.only!r}; they are: {names}")
+    try:
+        build(lessons, arguments.out, arguments.repository, arguments.keep)
+    except ModuleNotFoundError as error:
+        raise UserError(f"building lessons needs {error.name}; install it: pip install '.[lessons]'") from error
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

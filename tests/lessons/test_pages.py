@@ -1,22 +1,29 @@
 """Built pages open from disk, say nothing on the console, ask nothing of the network, and fit narrow screens."""
 
 import chromium
+import jupytext
 import pytest
 from conftest import ROOT, run_script
 
-from thinker.lessons.build import find_lessons
+from thinker.lessons.build import FOLDER, find_lessons, make_index, to_page
 
 browser = chromium.browser
-FIRST = find_lessons()[0].name
+LESSONS = find_lessons()
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory, request):
-    """The first lesson and the index; with --stress all lessons, in fast form."""
+    """The index, and a page of each notebook in the repository; with --stress built anew, in fast form."""
     out = tmp_path_factory.mktemp("pages")
-    only = [] if request.config.getoption("--stress") else ["--only", FIRST]
-    done = run_script("-m", "thinker.lessons.build", "--fast", "--out", out, *only, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    if request.config.getoption("--stress"):
+        done = run_script("-m", "thinker.lessons.build", "--fast", "--out", out, cwd=ROOT, timeout=1200)
+        assert done.returncode == 0, done.stderr
+    else:
+        for lesson in LESSONS:
+            notebook = jupytext.read(FOLDER / "notebooks" / f"{lesson.name}.ipynb")
+            page = to_page(lesson, notebook, {"previous": None, "next": None}, None)
+            (out / f"{lesson.name}.html").write_text(page, encoding="utf-8")
+        (out / "index.html").write_text(make_index(LESSONS), encoding="utf-8")
     return sorted(out.glob("*.html"))
 
 
@@ -32,5 +39,15 @@ def test_pages_are_quiet_and_fit(pages, browser, scheme):
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360
         assert tab.locator("h1").count() == 1
         assert tab.locator(".exercise").count() == (0 if page.name == "index.html" else 3)
+        assert "assert " not in tab.locator("main").inner_text()  # the cells that check numbers are not shown
     tab.close()
     assert said == []
+    assert len(pages) == len(LESSONS) + 1
+
+
+def test_the_command_builds_a_lesson_and_refuses_others(tmp_path):
+    done = run_script("-m", "thinker.lessons.build", "--only", "nothing", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no lesson contains 'nothing'; they are: 01-attention-by-hand, ")
+    done = run_script("-m", "thinker.lessons.build", "--keep", "--fast", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "error: --keep needs all lessons in full; remove --fast and --only\n")
