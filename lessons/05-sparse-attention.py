@@ -1,0 +1,349 @@
+# %% [markdown]
+# # Who needs to look at everything?
+#
+# *What does a model lose if each token looks at no more than 24?* This lesson counts what attention
+# costs, draws cheaper patterns, and measures what they no longer find. It takes about 20 minutes.
+# You need to know scores, weights and the causal mask.
+#
+# You will learn
+#
+# - why twice the text costs four times as many scores;
+# - how to write a pattern as a condition on two positions, and how far a stack of windows reaches;
+# - what linear attention reorders, and what it gives up.
+
+# %%
+from functools import partial
+from timeit import repeat
+
+import torch
+
+from thinker.interpretability import pattern_plots
+from thinker.lessons.pictures import Heatmap, SideBySide, show
+from thinker.lessons.practice import is_fast, train_on_task
+from thinker.model import Thinker, ThinkerConfig
+from thinker.model.attention_dispatch import AttentionMask, attend
+from thinker.model.kernels.linear_attention import linear_attention, random_features
+from thinker.model.pattern_parser import parse_pattern
+from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
+
+# %% [markdown]
+# ## The bill
+#
+# With a causal mask, the first token scores one key, the second two, and the last of T tokens T:
+# together T · (T + 1) / 2 scores per head and layer. If each token looks at no more than the newest
+# 64 keys, almost every token adds the same 64 scores, however long the text is.
+
+# %%
+bill = {T: (T * (T + 1) // 2, 64 * T - 64 * 63 // 2) for T in (1_000, 2_000, 100_000)}
+for T, (everything, newest) in bill.items():
+    print(f"{T:>7,} tokens: {everything:>13,} scores, or {newest:>9,} in a window of 64")
+
+# %% tags=["check"]
+for T, counts in bill.items():
+    assert counts == (sum(range(T + 1)), sum(min(q + 1, 64) for q in range(T)))
+assert 2 < bill[2_000][1] / bill[1_000][1] < 2.04 < 3.99 < bill[2_000][0] / bill[1_000][0] < 4
+assert 780 < bill[100_000][0] / bill[100_000][1] < 790
+
+# %% [markdown]
+# Twice the text costs four times as many scores on the left, twice as many on the right. At 100,000
+# tokens, the left is almost 800 times the right. A table of all T × T scores, 4 bytes each, would
+# fill 40 GB for one head. (Good kernels never store it, but still compute half of it.)
+#
+# ## A pattern is a condition
+#
+# A **pattern** says which keys a query may see, by a condition on two positions: that of the query,
+# q, and that of the key, k, both counted from 0. "The newest four keys, including my own" is one
+# line. Thinker calls it `window(4)`:
+
+# %%
+T = 16
+q, k = torch.arange(T)[:, None], torch.arange(T)  # a column of queries, a row of keys
+by_hand = (k <= q) & (q - k < 4)
+
+
+def visible(text, T):
+    return pattern_plots.example_mask(parse_pattern(text), T, n_heads=1)[0]  # (T, T)
+
+
+print("the same as window(4):", torch.equal(by_hand, visible("window(4)", T)))
+
+# %% tags=["check"]
+assert torch.equal(by_hand, visible("window(4)", T))
+assert torch.equal((k <= q) & ((q - k < 4) | ((q - k) % 4 == 0)), visible("strided(4)", T))
+
+# %% [markdown]
+# Patterns can be combined: `|` means at least one of two, `&` means both. These are the usual ones,
+# drawn with a row for each query, a column for each key, and seen keys in blue:
+#
+# - `window(w)`: the newest w keys.
+# - `global(g)`: the first g tokens of the text, mostly as `window(w) | global(g)`.
+# - `dilated(w, d)`: every d-th of the newest w keys.
+# - `strided(s)`: the newest s keys, and every s-th key before them.
+# - `bigbird(w, g, b, r)`: a window, the first g tokens, and r random earlier blocks of b tokens.
+# - `retrieve(b, n)`: the own block of b tokens, and the n earlier ones that fit the query best.
+
+# %%
+patterns = ["full", "window(4)", "global(2)", "window(4) | global(2)"]
+patterns += ["dilated(8, 2)", "strided(4)", "bigbird(2, 1, 2, 1)", "retrieve(4, 1)"]
+for part in (patterns[:4], patterns[4:]):
+    figure, panels = new_figure(8, 2.3, columns=4, share=False)
+    for axes, text in zip(panels, part):
+        plot = pattern_plots.make_pattern_plot(text, T, n_heads=1)
+        pattern_plots.plot_pattern(axes, plot)
+        axes.axis("off")
+    show(figure, f"{' and '.join(part)}: a row for each query, a column for each key.")
+print("pattern                keys of the last query   all 16 queries")
+for text in patterns:
+    n_keys = visible(text, T).sum(dim=1)
+    print(f"{text:<22} {n_keys[-1]:>22} {n_keys.sum():>16}")
+
+# %% tags=["check"]
+n_keys = {text: visible(text, 64).sum(dim=1) for text in patterns}
+assert n_keys["strided(4)"].tolist() == [min(q + 1, 4) + q // 4 for q in range(64)]
+assert [text for text in patterns if n_keys[text][-1] > n_keys[text][:32].max()] == ["full", "strided(4)"]
+assert [int(visible(text, 16).sum()) for text in patterns] == [136, 58, 31, 81, 52, 82, 67, 88]
+assert [int(visible(text, 16)[-1].sum()) for text in patterns] == [16, 4, 2, 6, 4, 7, 5, 8]
+
+# %% [markdown]
+# Query q of `strided(4)` sees min(q + 1, 4) keys nearby and ⌊q / 4⌋ further back: 4 + 3 for q = 15.
+# Only in `full` and `strided` does the number grow with the text.
+#
+# ## How far does a window reach?
+#
+# One layer of `window(3)` reads up to 2 tokens back. But these have read 2 tokens further back in
+# the layer below. So L layers of `window(w)` should reach L · (w − 1) tokens back. Gradients show
+# it: how much does the output of the last token change if an earlier input changes? The table shows
+# powers of ten. "Hidden" means a gradient of exactly 0: nothing gets through.
+
+# %%
+sizes = []
+for L in (1, 2, 3, 4):
+    torch.manual_seed(0)
+    config = ThinkerConfig(10, 32, L, n_heads=2, attention="window(3)", init="normal")
+    inputs = torch.randn(1, 10, 32, dtype=torch.float64).requires_grad_()
+    output = Thinker(config).double()(embeddings=inputs)[0, -1]  # of the last token
+    gradient = torch.autograd.grad(output.square().sum(), inputs)[0]  # (1, 10, 32)
+    sizes.append(gradient[0].norm(dim=-1).flip(0))  # by distance
+sizes, rows = torch.stack(sizes), [f"L = {L}" for L in (1, 2, 3, 4)]
+show(Heatmap("tokens back", sizes.log10(), rows, list("0123456789"), digits=0, shade=40))
+
+# %% tags=["check"]
+assert [row.nonzero().flatten().tolist() for row in sizes] == [list(range(2 * L + 1)) for L in (1, 2, 3, 4)]
+assert all(10 * sizes[3, d + 1 : d + 3].max() < sizes[3, max(1, d - 1) : d + 1].min() for d in (2, 4, 6))
+two_layers = {text: visible(text, 64).float() @ visible(text, 64).float() > 0 for text in patterns}
+assert two_layers["window(4) | global(2)"][63].nonzero().flatten().tolist() == [0, 1, *range(57, 64)]
+assert torch.equal(two_layers["strided(4)"], visible("full", 64))
+
+# %% [markdown]
+# Each row ends where the formula says: 2, 4, 6 and 8 tokens back. The powers fall in steps, because
+# a far token has to pass through more layers.
+#
+# **Question.** In `window(4) | global(2)`, every token sees the first two. Can the last of 64
+# tokens learn through them, in two layers, what stands in the middle?
+#
+# <details><summary>Answer</summary>
+#
+# No. The mask is causal: the first two tokens do not see later ones, so they cannot pass them on.
+# `strided(4)` connects all tokens in two layers: steps of 4, then the window.
+#
+# </details>
+#
+# ## Linear attention: the same sum in another order
+#
+# Patterns drop keys. **Linear attention** keeps all of them, but never computes the scores. Leave
+# out the softmax for a moment: the weight of a key is q · k, divided by the sum of these. Take the
+# query (1, 2), the keys (1, 0), (0, 1), (1, 1) and the values (6, 0), (0, 6), (6, 6).
+#
+# - **Scores first.** The scores are 1, 2 and 3. The weighted values 1 · (6, 0) + 2 · (0,
+#   6) + 3 · (6, 6) = (24, 30), divided by 1 + 2 + 3, are (4, 5).
+# - **Keys and values first.** Multiply each key with its value, number by number, into a 2 × 2
+#   table, and add the tables. The query meets only their sum.
+
+# %%
+query, keys = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+values = torch.tensor([[6.0, 0.0], [0.0, 6.0], [6.0, 6.0]])
+tables = [key[:, None] * value for key, value in zip(keys, values)]
+scores, total = query @ keys.T, sum(tables)
+titles, names = ("1st key · value", "2nd key · value", "3rd key · value"), ("1st", "2nd")
+tables = [Heatmap(*pair, names, names, digits=0, shade=14) for pair in zip(titles, tables)]
+show(SideBySide(*tables, Heatmap("sum", total, names, names, digits=0, shade=14)))
+print("scores first:         ", (scores @ values / scores.sum()).tolist())
+print("keys and values first:", (query @ total / (query @ keys.sum(0))).tolist())
+
+# %% tags=["check"]
+assert (scores.tolist(), (scores @ values).tolist()) == ([1, 2, 3], [24, 30])
+assert (query @ total / (query @ keys.sum(0))).tolist() == [4, 5]
+
+# %% [markdown]
+# The second way needs no list of keys. Each new token adds its table to a sum that stays 2 × 2,
+# however long the text is.
+#
+# With the softmax, the weight is e to the power of q · k, which does not split into a part of q and
+# a part of k. But it is the *mean* of such products: draw m random vectors ω and turn x into the m
+# numbers exp(ω · x − |x|² / 2) / √m. The dot product of these **random features** of q and k is on
+# average e to the power of q · k. This is Thinker's `linear(m)`. How large is the error?
+
+# %%
+generator = torch.Generator().manual_seed(0)
+errors = {0.4: [], 1.0: []}
+print("features   error, small entries   error, large entries   numbers kept")
+for m in (4, 16, 64, 256, 1024):
+    for std, found in errors.items():
+        q, k, v = torch.randn(3, 10, 4, 64, 16, generator=generator)  # (B, H, T, D) each
+        exact = attend(std * q, std * k, v, AttentionMask(is_causal=True))
+        estimate, state = linear_attention(std * q, std * k, v, random_features(m, 16, m))
+        found.append(float((estimate - exact).square().mean().sqrt()))
+    small, large, n_kept = errors[0.4][-1], errors[1.0][-1], state.sums[0, 0].numel()
+    print(f"{m:>8}   {small:>20.3f}   {large:>20.3f} {n_kept:>14,}")
+
+# %% tags=["check"]
+assert all(1.6 < first / second < 2.4 for first, second in zip(errors[0.4], errors[0.4][1:]))
+assert all(1 < first / second < 1.4 for first, second in zip(errors[1.0], errors[1.0][1:]))
+assert abs(float(exact.square().mean().sqrt()) - 0.36) < 0.02 < 0.2 < errors[1.0][-1]
+assert [round(errors[std][0], 2) for std in errors] == [0.11, 0.39]
+assert state.sums[0, 0].numel() == 1024 * (16 + 1)
+
+# %% [markdown]
+# With small entries of queries and keys (standard deviation 0.4), four times as many features give
+# about half the error: it falls as 1 / √m. With large ones (1.0), the weights are sharper, and the
+# error hardly falls: at 1,024 features, it is still above 0.2, for outputs of a size of about 0.36.
+# Linear attention is good at averages, and bad at looking at exactly one token.
+#
+# ## What it saves
+#
+# Fewer scores save time only if the program skips the others, as Thinker does for windows and
+# linear attention. This is the forward pass of a small model on this machine:
+
+# %%
+lengths = (256, 512, 1024) if is_fast() else (1024, 2048, 4096, 8192)
+figure, (axes,) = new_figure(6.5, 3.4)
+for text, color in (("full", ORANGE), ("window(64)", BLUE), ("linear(16)", GREY)):
+    model = Thinker(ThinkerConfig(64, 32, 1, n_heads=2, max_seq_len=8192, attention=text))
+    inputs = [torch.zeros(1, T, dtype=torch.long) for T in lengths]
+    times = [1000 * min(repeat(partial(model, x), number=1, repeat=4)) for x in inputs]
+    print(f"{text:>10}:", *[f" T = {T}: {ms:.1f} ms" for T, ms in zip(lengths, times)])
+    axes.plot(lengths, times, marker="o", color=color, label=text)
+axes.set(xlabel="T, tokens", ylabel="time in ms", xticks=lengths)
+axes.legend(frameon=False)
+show(figure, "With the length, the time of full attention grows faster than the others.")
+
+# %% [markdown]
+# Your numbers will differ, but not the growth: in long texts, twice the tokens take about four
+# times as long with full attention, and about twice as long with the others. In short texts, there
+# is little to save.
+#
+# ## What it loses
+#
+# Now a task that needs exact recall. A text has four parts of 24 tokens. Each shows four pairs of a
+# letter and a number, then eight blanks, and then asks for the four letters in another order. After
+# each, the model has to name the number that stood after it.
+
+# %%
+from thinker.lessons.checks.sparse_attention import NAMES, make_recall_batch
+
+tokens, _ = make_recall_batch(torch.Generator().manual_seed(1))
+print("first part:", " ".join(NAMES[token] for token in tokens[0, :24]))
+
+# %% [markdown]
+# A number stands 9 to 21 tokens before the letter that asks for it. With 16 numbers, guessing is
+# right in 6% of cases. We train one layer with each pattern. (`token_shift` tells each token the
+# token before it, so that one layer can find the number after a letter.)
+
+# %%
+accuracy = {}
+for text in ("full", "window(8)", "window(16)", "window(24)", "linear(8)"):
+    config = ThinkerConfig(33, 64, 1, n_heads=4, d_ff=64, attention=text, token_shift=True)
+    model, _ = train_on_task(config, make_recall_batch, n_steps=300, lr=1e-2)
+    tokens, targets = make_recall_batch(torch.Generator().manual_seed(99), B=256)
+    with torch.no_grad():
+        is_right = (model(tokens).argmax(-1) == targets)[targets >= 0]
+    accuracy[text] = float(is_right.float().mean())
+    keys = f"{visible(text, 96).sum() / 96:.1f} keys" if text != "linear(8)" else "sums"
+    print(f"{text:>10}: {accuracy[text]:>4.0%} right, {keys}")
+
+# %% tags=["check"]
+distances = [16 + 2 * j - (2 * i + 1) for i in range(4) for j in range(4)]
+assert [min(distances), max(distances), sum(d < 16 for d in distances), 8 * 17] == [9, 21, 10, 136]
+assert [round(int(visible(text, 96).sum()) / 96, 1) for text in ("full", "window(24)")] == [48.5, 21.1]
+if not is_fast():
+    assert accuracy["window(8)"] < 0.09 < 0.98 < min(accuracy["full"], accuracy["window(24)"])
+    assert abs(accuracy["window(16)"] - (10 / 16 + 6 / 16 / 16)) < 0.03
+    assert 0.12 < accuracy["linear(8)"] < 0.5
+
+# %% [markdown]
+# `window(24)` finds everything with 21.1 keys per query on average, where `full` reads 48.5.
+# `window(8)` is too short and can only guess. `linear(8)` sees every token and gets less than half
+# of the answers right: it is bad at looking at one token, and each of its heads keeps only
+# 8 · 17 = 136 numbers, where the keys and values of 96 tokens are 3,072.
+#
+# **Question.** `window(16)` is right about 65% of the time. Where does this number come from?
+#
+# <details><summary>Answer</summary>
+#
+# It sees 15 tokens back. Pair i and question j (0 to 3) are 15 + 2 · (j − i) apart, so it sees the
+# pair if j ≤ i: in 10 of 16 cases. In the other 6, it guesses. 10/16 + 6/16 · 1/16 = 0.648.
+#
+# </details>
+#
+# So the cheapest good pattern fits the distances in your data. If these are unknown, some layers
+# have to look at everything: Gemma 2 alternates windows and full attention.
+#
+# ## Exercises
+#
+# Replace the dots, run the cell, and read what it says. Then run it again.
+#
+# **1. Write a pattern.** The newest 9 keys, but only every third: at the distances 0, 3 and 6. q is
+# a column of positions and k is a row, as above. Return a table of True and False.
+
+
+# %% tags=["exercise"]
+from thinker.lessons.checks.sparse_attention import check_cheapest, check_count, check_pattern
+
+
+def my_pattern(q, k):
+    return ...
+
+
+check_pattern(my_pattern)
+
+# %% [markdown]
+# **2. Count on paper.** `block(4, 2)` divides the text into blocks of 4 tokens. A query sees its
+# own block, up to itself, and the block before. How many keys does query 13 see (counted from 0),
+# and how many do all queries of 16 tokens see together?
+
+# %% tags=["exercise"]
+my_counts = ...  # such as [3, 40]
+check_count(my_counts)
+
+# %% [markdown]
+# **3. Choose the cheapest.** In a model with one layer, each of 512 tokens needs itself, the 50
+# before it, and the first 8 (unless they come later). Which pattern takes the fewest keys for that?
+
+# %% tags=["exercise"]
+my_choice = ...  # such as "full"
+check_cheapest(my_choice)
+
+# %% [markdown]
+# ## Solutions
+
+# %% tags=["solution"]
+# Not later, not more than 8 back, and a distance of 0, 3 or 6. & needs the parentheses.
+check_pattern(lambda q, k: (k <= q) & (q - k < 9) & ((q - k) % 3 == 0))
+# Query 13 is the second in its block: 2 keys there, 4 in the block before. The queries of a block see
+# 1 + 2 + 3 + 4 = 10 keys in it. In three of the four blocks, each also sees 4 earlier keys: 10 + 3 · (10 + 16).
+check_count([6, 88])
+# 50 tokens before and the token itself are 51 keys. Keys of either kind are needed, so the patterns are joined with |.
+check_cheapest("window(51) | global(8)")
+
+# %% [markdown]
+# ## Words of this lesson
+#
+# - **pattern**: the condition that says which keys a query sees. **Full**: all earlier ones.
+# - **window**: the newest w keys. **Global tokens**: keys that every later query sees.
+# - **linear attention**: sums up keys and values first; its cost grows with T, not T². **Random
+#   features**: numbers whose dot products estimate the weights of the softmax.
+#
+# Sources: windows and global tokens (arXiv:2004.05150), strides (arXiv:1904.10509), BigBird
+# (arXiv:2007.14062), random features (arXiv:2009.14794), retrieval of blocks (arXiv:2502.13189),
+# Gemma 2 (arXiv:2408.00118). Next: the cache, and why a model does not read its own text again for
+# each new token.
