@@ -1,0 +1,341 @@
+# %% [markdown]
+# # Look inside it
+#
+# *How does a model continue a text that it has never seen?* This lesson trains a tiny model, finds
+# the two heads that do the work, and tests whether they really do. It takes about 20 minutes. You
+# need to know attention and how a model is trained.
+#
+# You will learn
+#
+# - what an induction head is, and why it needs a second head;
+# - how to describe a head by numbers: entropy, distance, previous-token and induction score;
+# - how to test whether a head matters: ablation and patching;
+# - what an attention map does not tell.
+
+# %%
+import torch
+
+from thinker.interpretability import attribution, flow, heads
+from thinker.lessons.pictures import Heatmap, show
+from thinker.lessons.practice import is_fast, train_on_task
+from thinker.model import ThinkerConfig
+
+# %% [markdown]
+# ## A text that repeats
+#
+# Each text is a few different letters in random order, then the same letters again: `qmaxdtqmaxdt`.
+# Nobody can guess the first half. The second half is easy if you look back: find where the current
+# letter stood before, and say what came after it. Only the second half counts for the loss.
+
+
+# %%
+def make_batch(generator, n=None, texts=16):
+    n = n or int(torch.randint(6, 21, (), generator=generator))  # 6 to 20
+    once = torch.rand(texts, 26, generator=generator).argsort(dim=1)[:, :n]
+    tokens = once.repeat(1, 2)
+    targets = torch.full_like(tokens, -1)  # -1 is not counted
+    targets[:, n:-1] = tokens[:, n + 1 :]
+    return tokens, targets
+
+
+size = {"vocab_size": 26, "d_model": 64, "n_layers": 2, "d_ff": 1, "head_init_std": 0.1}
+model, losses = train_on_task(ThinkerConfig(n_heads=1, **size), make_batch, 400, lr=5e-3)
+tenths = torch.tensor(losses).reshape(10, -1).mean(dim=1)
+print("mean loss of each tenth:", [round(x, 2) for x in tenths.tolist()])
+
+# %% tags=["check"]
+assert is_fast() or tenths[1] > 2.5 > 0.05 > tenths[-1]
+
+# %% [markdown]
+# The model has two layers with one head each. (Its MLPs are one number wide, so attention has to do
+# the work.) A blind guess among 26 letters costs ln 26 = 3.26 nats, and at first the model hardly
+# does better. Then the loss falls to below 0.05. Every batch is new, so it has not memorized texts.
+# What has it found?
+#
+# ## Look at the weights
+#
+# `attention_weights` returns the weights of all layers and heads. Rows are queries.
+
+# %%
+text = "qmaxdt" * 2
+letters = torch.tensor([list(text.encode())]) - 97  # a is 0, b is 1, ...
+first, second = model.attention_weights(letters)[:, 0, 0]  # layers, texts, heads
+show(Heatmap("layer 0", first, list(text), list(text), digits=1, shade=1.0))
+show(Heatmap("layer 1", second, list(text), list(text), digits=1, shade=1.0))
+
+# %% tags=["check"]
+assert is_fast() or torch.equal(first.argmax(dim=1)[1:], torch.arange(11))
+assert is_fast() or torch.equal(second.argmax(dim=1)[6:-1], torch.arange(1, 6))
+
+# %% [markdown]
+# **Layer 0**: each letter looks at the letter before it. This is a **previous-token head**.
+#
+# **Layer 1**: the second *q* looks at *m*, the second *m* at *a*: each letter looks at what
+# *followed* its first copy. This is an **induction head**. (Its weights in the first half mean
+# nothing: there is no earlier copy, and no loss.)
+#
+# Together they continue the text. In layer 0, the first *m* notes "*q* came before me". In layer 1,
+# the second *q* asks "who comes after a *q*?", and the key of *m* answers. The head copies *m*.
+#
+# **Question.** Could a single layer do this?
+#
+# <details><summary>Answer</summary>
+#
+# No. In the first layer, a key knows only its own letter and position. The second *q* could find
+# the first *q*, but the value there says *q*. Nothing in the key of *m* says that it follows a *q*.
+#
+# </details>
+#
+# ## Put numbers on a head
+#
+# A few numbers sum up each map. Take the weights of three tokens from the first lesson:
+#
+# - **Entropy** of a row: −Σ weight · ln weight. 0 if one key has it all, ln n if n keys share it.
+# - **Mean distance** of a row: Σ weight · distance. The token itself has distance 0.
+# - **Previous-token score**: the mean weight of the token before, over all rows but the first.
+#
+# The distance of the last row is 0.2119 · 2 + 0.2119 · 1 = 0.6358 (before rounding). Rows 2 and 3
+# give 0.2689 and 0.2119 to the token before: the mean, 0.2404, is the previous-token score.
+
+# %%
+hidden = -torch.inf
+A = torch.tensor([[1, hidden, hidden], [0, 1, hidden], [1, 1, 2]]).softmax(dim=-1)
+place = torch.arange(3)
+entropy = -(A * A.clamp_min(1e-12).log()).sum(dim=1) + 0.0  # 0 · ln 0 counts as 0
+distance = (A * (place[:, None] - place)).sum(dim=1)
+previous = A.diagonal(-1).mean()
+rows = torch.cat([A, entropy[:, None], distance[:, None]], dim=1)
+show(Heatmap("weights", rows, "abc", [*"abc", "entropy", "distance"], digits=4, shade=1.0))
+print(f"previous-token score: {previous:.4f}")
+
+# %% tags=["check"]
+answers = [[1, 0, 0, 0, 0], [0.2689, 0.7311, 0, 0.5822, 0.2689], [0.2119, 0.2119, 0.5761, 0.9753, 0.6358]]
+assert torch.allclose(rows, torch.tensor(answers), atol=1e-4)
+assert abs(previous - 0.2404) < 1e-4
+ours = torch.stack([entropy.mean(), distance.mean(), previous])
+assert torch.allclose(ours, torch.stack([heads.entropy(A), heads.mean_distance(A), heads.previous_token(A)]))
+
+# %% [markdown]
+# The **induction score** needs n letters and their repetition. In row i of the second half, the
+# first copy is at i − n, and what followed it at i − n + 1. The score is the mean of these weights.
+# The module `heads` has all four scores. Here they are for 64 new texts of 13 letters:
+
+# %%
+probes, targets = make_batch(torch.Generator().manual_seed(1), n=13, texts=64)
+MEASURES = (heads.entropy, heads.mean_distance, heads.previous_token, heads.induction)
+
+
+def score(model):  # (layers, heads, measures)
+    maps = model.attention_weights(probes)
+    return torch.stack([measure(maps).mean(dim=1) for measure in MEASURES], dim=-1)
+
+
+def loss_with(model, patches):  # of the second halves, for the next part
+    with torch.no_grad(), model.patch(patches):
+        total, count = model(probes, targets=targets)
+    return float(total / count)
+
+
+scores = score(model)[:, 0]
+names = ["entropy", "distance", "previous", "induction"]
+show(Heatmap("means of 64 texts", scores, ["layer 0", "layer 1"], names, shade=10.0))
+
+# %% tags=["check"]
+by_hand = [model.attention_weights(probes)[1, :, 0, i, i - 13 + 1] for i in range(13, 26)]
+assert torch.allclose(torch.stack(by_hand).mean(), scores[1, 3])
+assert is_fast() or all((scores[0, 2] > 0.6, scores[0, 3] < 0.1, scores[1, 2] < 0.2, scores[1, 3] > 0.85))
+
+# %% [markdown]
+# ## Take it out
+#
+# So far we have only watched. To know whether a head *matters*, change it. **Ablation** sets the
+# output of a head to zero and measures the loss again.
+
+# %%
+LOWER, UPPER = "blocks.0.attention.heads.0", "blocks.1.attention.heads.0"
+clean, no_lower, no_upper = [loss_with(model, x) for x in ({}, {LOWER: "zero"}, {UPPER: "zero"})]
+print(f"loss {clean:.2f}; without layer 0 {no_lower:.2f}; without layer 1 {no_upper:.2f}")
+with torch.no_grad(), model.patch({LOWER: "zero"}):
+    lonely = score(model)[1, 0, 3]
+print(f"induction score without layer 0: {lonely:.2f}")
+
+# %% tags=["check"]
+assert is_fast() or all((clean < 0.05, 3.26 < no_upper < 4.5, no_lower > 4.5, lonely < 0.2))
+
+# %% [markdown]
+# Without either head, the model is no better than a blind guess. And they form a chain: without
+# layer 0, no key says what came before it, and the induction score falls below 0.2.
+#
+# **Question.** Without layer 0, the loss is above 4.5 nats. Why is that worse than a blind guess?
+#
+# <details><summary>Answer</summary>
+#
+# It still copies a letter from wherever it looks. To be sure and wrong costs more than to guess.
+#
+# </details>
+#
+# ## Put something else in
+#
+# Ablation says *that* a head matters. **Patching** shows *what* it carries: take two texts that
+# differ in one letter, and move one activation from one run into the other.
+
+# %%
+ours, other = torch.tensor([list(b"qmaxdtqmax"), list(b"qmaxktqmax")]) - 97
+with model.record(UPPER) as cache:
+    says = [model(tokens[None])[0, -1].argmax() for tokens in (ours, other)]
+from_other = cache[UPPER]  # (1, 10, 64): the last run, at its 10 positions
+with model.patch({UPPER: lambda z: torch.cat([z[:, :-1], from_other[:, -1:]], 1)}):
+    says.append(model(ours[None])[0, -1].argmax())
+print("ours → {}; other → {}; ours, patched → {}".format(*(chr(97 + i) for i in says)))
+
+# %% tags=["check"]
+assert is_fast() or bytes(97 + i for i in says) == b"dkk"
+
+# %% [markdown]
+# The model reads *d* and yet says *k*: the output of one head at one position decides.
+#
+#
+# ## Two shortcuts
+#
+# **Rollout** multiplies the weights of all layers to see where information can come from. A layer
+# adds its output to its input, so rollout takes half of each: Ã = (A + I) / 2. If both layers have
+# our 3 × 3 weights, the last row of Ã is (0.1060, 0.1060, 0.7881). The result is Ã · Ã:
+
+# %%
+mixed = (A + torch.eye(3)) / 2
+print("by hand:", (mixed @ mixed)[2])
+print("library:", flow.rollout(A.expand(2, 1, 3, 3))[-1, 2])  # 2 layers, 1 head
+
+# %% tags=["check"]
+assert torch.allclose(mixed[2], torch.tensor([0.1060, 0.1060, 0.7881]), atol=1e-4)
+assert torch.allclose((mixed @ mixed)[2], torch.tensor([0.2037, 0.1752, 0.6210]), atol=1e-4)
+assert torch.allclose(flow.rollout(A.expand(2, 1, 3, 3))[-1], mixed @ mixed)
+
+# %% [markdown]
+# **Gradient × attention** asks how the logit of *d* would change if a weight grew a little, and
+# multiplies this gradient by the weight. Here are both for the second *x* of `qmaxdtqmax`:
+
+# %%
+D = ord("d") - 97
+maps = model.attention_weights(ours[None])[:, 0]  # (layers, heads, rows, columns)
+pushes = attribution.gradient_times_attention(model, ours, D)[:, 0]
+rows = torch.stack([maps[1, 0, -1], flow.rollout(maps)[-1, -1], pushes[1, -1]])
+rows = rows.round(decimals=2) + 0.0  # no -0.00
+labels = ["weight, layer 1", "rollout", "gradient × attention"]
+show(Heatmap("what reaches the second x", rows, labels, list("qmaxdtqmax"), shade=1.0))
+logits = [model(ours[None])[0, -1, D]]
+with model.patch({LOWER: lambda z: z.index_fill(1, torch.tensor([4]), 0.0)}):  # at d
+    logits.append(model(ours[None])[0, -1, D])
+change = (logits[1] - logits[0]).item()
+print(f"layer 0, d to x: weight {maps[0, 0, 4, 3]:.2f}, gradient × weight {pushes[0, 4, 3]:.2f}")
+print(f"logit of d without layer 0's note at d: {change:+.1f}")
+
+# %% tags=["check"]
+assert is_fast() or all((rows[0, 4] > 0.8, 0.2 < rows[1, 4] < 0.35, rows[2, 4] > 0.5))
+assert is_fast() or all((maps[0, 0, 4, 3] > 0.6, pushes[0, 4, 3] < 0.2, change < -1))
+
+# %% [markdown]
+# Both miss something. Rollout gives *d* only about a quarter, because it assumes half and half. The
+# gradient finds *d* in layer 1, but no support for it in layer 0 (at most 0.2). Yet without that
+# note the logit falls by more than 1. A gradient knows only small changes, and the weight in layer
+# 1 is near 1 already: a bit more or less of the note hardly matters, but none at all does.
+#
+# ## What a map does not tell
+#
+# Now with four heads per layer. Cost: the rise of the loss if the head is set to zero.
+
+# %%
+four_heads = ThinkerConfig(n_heads=4, head_dim=32, **size)
+crowd, _ = train_on_task(four_heads, make_batch, n_steps=400, lr=1e-2)
+grid = [[f"blocks.{i}.attention.heads.{head}" for head in range(4)] for i in (0, 1)]
+clean = loss_with(crowd, {})
+losses = [[loss_with(crowd, {name: "zero"}) for name in layer] for layer in grid]
+cost = torch.tensor(losses) - clean
+table = torch.cat([score(crowd)[..., 2:], cost[..., None]], -1).flatten(0, 1)
+labels = [f"layer {layer}, head {head}" for layer in (0, 1) for head in range(4)]
+show(Heatmap("four heads", table, labels, ["previous", "induction", "cost"], shade=1.0))
+for n in range(1, 5):
+    patches = dict.fromkeys(grid[1][:n], "zero")
+    print(f"{n} of 4 heads of layer 1 off: loss {loss_with(crowd, patches):.2f}")
+
+# %% tags=["check"]
+assert torch.allclose(heads.importance_by_ablation(crowd, probes, "zero", targets).value, cost, atol=1e-4)
+assert is_fast() or all((clean < 0.05, table[4:, 1].min() > 0.75, cost[1].max() < 0.4, cost[1].min() < 0.1))
+assert is_fast() or all((loss_with(crowd, patches) > 3.26, ((table[:4, 0] > 0.3) & (cost[0] < 0.1)).any()))
+
+# %% [markdown]
+# All four heads of layer 1 are induction heads, with scores above 0.75. Yet each costs less than
+# 0.4 nats, the cheapest less than 0.1, because the others do the same work. Without all four, the
+# model is worse than a blind guess. In layer 0, too, one head looks at the token before (above 0.3)
+# and costs less than 0.1.
+#
+# - A map tells **where a head reads**, but not **what it passes on**, nor whether anyone uses it.
+# - Ablation tells whether a head **is missed**. If others can replace it, take them out together.
+#
+# In tales, the grammar tells which words belong together. `scripts/inspect_model.py content` scores
+# how much weight each head gives to words of the same class, to earlier mentions of a fact and to
+# the subject of a verb, next to what chance gives and what ablation costs.
+#
+# ## Exercises
+#
+# Replace the dots, run the cell, and read what it says.
+#
+# **1. Another score.** A duplicate-token head looks at the earlier copy of the same letter. Write
+# its score: the mean over the second half. weights has shape (2n, 2n), for n letters and their
+# repetition.
+
+
+# %% tags=["exercise"]
+from thinker.lessons.checks.look_inside import check_heads, check_row, check_score
+
+
+def my_score(weights):
+    return ...
+
+
+check_score(my_score)
+
+# %% [markdown]
+# **2. A row on paper.** The fifth token has the weights 0.5, 0, 0.25, 0 and 0.25. Which entropy (in
+# nats) and which mean distance does this row have?
+
+# %% tags=["exercise"]
+my_row = ...  # such as [0.9, 1.2]
+check_row(my_row)
+
+# %% [markdown]
+# **3. Who did it?** Which head does induction for this model, and which only looks like it?
+#
+# | head | previous | induction | cost |
+# |---|---|---|---|
+# | 0.0 | 0.88 | 0.02 | 3.90 |
+# | 0.1 | 0.41 | 0.03 | 0.00 |
+# | 1.0 | 0.06 | 0.91 | 0.01 |
+# | 1.1 | 0.08 | 0.84 | 2.70 |
+
+# %% tags=["exercise"]
+my_heads = ...  # such as ["0.0", "0.1"]: who does it, who only looks like it
+check_heads(my_heads)
+
+# %% [markdown]
+# ## Solutions
+
+# %% tags=["solution"]
+# Rows are queries. The earlier copy is n columns to the left, so these weights form the diagonal -n.
+check_score(lambda weights: weights.diagonal(-(len(weights) // 2)).mean())
+
+# Entropy: 0.5 · ln 2 + 2 · 0.25 · ln 4 = 0.347 + 0.693. Distance: 0.5 · 4 + 0.25 · 2 + 0.25 · 0.
+check_row([1.040, 2.5])
+
+# 0.0 costs more, but it looks at the token before. 1.0 has the highest score, but nobody misses it.
+check_heads(["1.1", "1.0"])
+
+# %% [markdown]
+# ## Words of this lesson
+#
+# - **previous-token head**: looks at the token before. **Induction head**: after an earlier copy.
+# - **ablation**: take an activation out. **Patching**: put in the one of another run.
+#
+# Induction heads: Olsson et al. 2022 ([arXiv:2209.11895](https://arxiv.org/abs/2209.11895)).
+# Rollout: arXiv:2005.00928. Gradients: arXiv:2004.11207. Patching: arXiv:2202.05262. Next: make a
+# model small.
