@@ -12,8 +12,6 @@
 # - what sharing costs in quality, on a small task.
 
 # %%
-import contextlib
-import io
 
 import torch
 
@@ -248,9 +246,8 @@ def train(K, seed, n_steps=300):
 
 
 seeds = (0,) if is_fast() else (0, 1, 2)
-with contextlib.redirect_stderr(io.StringIO()):  # no progress bars; one to three minutes
-    shares = {K: [train(K, seed) for seed in seeds] for K in (8, 2, 1)}
-    longer = train(1, 0, n_steps=600)
+shares = {K: [train(K, seed) for seed in seeds] for K in (8, 2, 1)}  # one to three minutes
+longer = train(1, 0, n_steps=600)
 for K, found in shares.items():
     print(f"K = {K}, 300 steps: {' '.join(f'{share:5.0%}' for share in found)} right")
 print(f"K = 1, 600 steps: {longer:5.0%} right")

@@ -74,7 +74,7 @@ config = {
     "run": {"dir": folder.name + "/run"}, "model": {"d_model": 128, "n_layers": 2, "n_heads": 4},
     "train": {"device": "cpu", "max_steps": 12 if is_fast() else 700, "batch_size": 14, "eval_every": 100},
 }  # fmt: skip
-with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar; one to three minutes
+with contextlib.redirect_stdout(io.StringIO()):  # hides the summary; one to three minutes
     train(validate_config(config))
 
 lines = [json.loads(line) for line in Path(folder.name, "run/metrics.jsonl").read_text().splitlines()]

@@ -48,17 +48,14 @@ def execute(lesson: Lesson, folder: Path) -> Any:
     import jupytext
     from nbclient import NotebookClient
 
-    os.environ["TQDM_DISABLE"] = "1"  # a page would keep every state of a progress bar
     notebook = jupytext.read(lesson.path)
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    client = NotebookClient(
-        notebook,
-        timeout=TIMEOUT_S,
-        record_timing=False,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(folder)}},
-    )
-    return client.execute()
+    options = {"timeout": TIMEOUT_S, "record_timing": False, "coalesce_streams": True}
+    NotebookClient(notebook, **options, resources={"metadata": {"path": str(folder)}}).execute()
+    for cell in notebook.cells:  # no progress bars, and no messages about files of this machine
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    return notebook
 
 
 def to_page(lesson: Lesson, notebook: Any, neighbors: dict[str, str | None], colab: str | None) -> str:
