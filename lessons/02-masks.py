@@ -25,21 +25,18 @@ from thinker.model.attention_dispatch import AttentionMask, attention_weights
 # %% [markdown]
 # ## The same numbers, twice
 #
-# These are the three tokens of lesson 1, again not scaled: their queries and keys are (1, 0), (0,
-# 1) and (1, 1). **Full attention** hides nothing; **causal attention** hides later tokens.
+# These are the three tokens of lesson 1, again not scaled. Queries and keys are equal. **Full
+# attention** hides nothing; **causal attention** hides later tokens.
 
 # %%
 x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])[None, None]
 v = torch.tensor([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0]])
-names = ["a", "b", "c"]
 
 full = attention_weights(x, x, AttentionMask(), scale=1.0)[0, 0]
 causal = attention_weights(x, x, AttentionMask(is_causal=True), scale=1.0)[0, 0]
-pictures = []
-for title, weights in (("full", full), ("causal", causal)):
-    pictures.append(Heatmap(f"{title}: weights", weights, names, names, digits=4, shade=1.0))
-    pictures.append(Heatmap(f"{title}: output", weights @ v, names, ["1st", "2nd"], digits=4))
-show(SideBySide(*pictures))
+both = (("full", full), ("causal", causal))
+show(SideBySide(*(Heatmap(f"{name}: weights", A, "abc", "abc", 4, 1) for name, A in both)))
+show(SideBySide(*(Heatmap(f"{name}: output", A @ v, "abc", "12", 4) for name, A in both)))
 
 # %% tags=["check"]
 assert torch.allclose(full[:2, 2], torch.tensor([0.4223, 0.4223]), atol=1e-4)
@@ -63,7 +60,8 @@ assert torch.equal(full[2], causal[2])
 # %%
 def random_model(attention, n_layers=1, positions="none"):
     torch.manual_seed(0)
-    model = Thinker(ThinkerConfig(8, 32, n_layers, n_heads=2, attention=attention, positions=positions))
+    config = ThinkerConfig(8, 32, n_layers, 2, attention=attention, positions=positions)
+    model = Thinker(config)
     for parameter in model.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
@@ -76,12 +74,12 @@ def outputs(model, *tokens):
 
 ANN, CALLED, BOB = 0, 1, 2
 changes = []
-for name, attention, n_layers in (("full", "prefix(3)", 1), ("causal", "full", 1), ("causal", "full", 2)):
+for attention, n_layers in (("prefix(3)", 1), ("full", 1), ("full", 2)):
     model = random_model(attention, n_layers)
     shuffled = outputs(model, BOB, CALLED, ANN) - outputs(model, ANN, CALLED, BOB).flip(0)
     last = outputs(model, BOB, ANN, CALLED)[2] - outputs(model, ANN, BOB, CALLED)[2]
     changes.append([float(x.abs().max()) for x in (shuffled, last)])
-    print(f"{name:>6}, layers: {n_layers}   shuffled: {changes[-1][0]:.0e}   last: {changes[-1][1]:.0e}")
+    print(f"{attention:>9}, layers: {n_layers}", " shuffled {:.0e}, last {:.0e}".format(*changes[-1]))
 
 # %% tags=["check"]
 assert [[x > 0.1 for x in row] for row in changes] == [[False, False], [True, False], [True, True]]
@@ -89,30 +87,29 @@ assert all(x < 1e-4 or x > 0.1 for row in changes for x in row)
 
 # %% [markdown]
 # *Shuffled* compares the outputs of *Bob called Ann* with the reversed outputs of *Ann called Bob*.
-# With full attention they agree up to rounding. With the causal mask they do not: **the mask alone
-# brings in some order**, because *called* sees only the name before it. *Last* is the change of the
-# last output if *Ann Bob called* becomes *Bob Ann called*. One layer sees no order in what comes
-# before a token. Two layers do, because the keys of the second depend on what each token has seen.
-# So causal models can work without positions. Most get them anyway; lesson 3 shows how.
+# With full attention (`prefix(3)`) they agree up to rounding. With the causal mask they do not:
+# **the mask alone brings in some order**, because *called* sees only the name before it.
+#
+# *Last* is the change of the last output if *Ann Bob called* becomes *Bob Ann called*. One layer
+# sees no order in what comes before a token. Two layers do, because the keys of the second depend
+# on what each token has seen. Lesson 3 adds positions.
 #
 # ## A model that cheats
 #
 # Now train two models to predict the next token, one with the causal mask and one without a mask,
-# on texts that we know all about: eight tokens, 0 to 7, are in a circle. A fair coin decides
+# on texts that we know all about: eight tokens, 0 to 7, stand in a circle, and a fair coin decides
 # whether the next token is one or two steps further.
 
+
 # %%
-T = 8
-
-
-def coin_walk(n, generator):
+def coin_walk(n, generator, T=8):
     steps = torch.randint(1, 3, (n, T), generator=generator)  # 1 or 2
-    steps[:, 0] = torch.randint(8, (n,), generator=generator)  # the first token can be any
+    steps[:, 0] = torch.randint(8, (n,), generator=generator)  # any token
     return steps.cumsum(dim=1) % 8
 
 
 texts = coin_walk(100, torch.Generator().manual_seed(0))
-print("  ".join(str(text) for text in texts[:3].tolist()))
+print(*("".join(map(str, text)) for text in texts[:4].tolist()))
 counts = {}
 for name in ("full", "prefix(4)", "prefix(8)"):
     _, counts[name] = random_model(name)(texts[:, :-1], targets=texts[:, 1:])
@@ -128,8 +125,7 @@ assert [round(math.log(n), 3) for n in (2, 6, 8, 64)] == [0.693, 1.792, 2.079, 4
 # text, no honest model has a lower loss on average. If you give all eight tokens the same
 # probability, the loss is ln 8 = 2.079.
 #
-# **Question.** Thinker does not count targets that a prefix can see. `prefix(4)` has four tokens.
-# Why are only three targets left out?
+# **Question.** Thinker leaves out targets that a prefix can see. Why only three for `prefix(4)`?
 #
 # <details><summary>Answer</summary>
 #
@@ -148,7 +144,7 @@ def next_token_loss(model, texts):
 
 def train(attention):
     torch.manual_seed(0)
-    model = Thinker(ThinkerConfig(8, d_model=32, n_layers=1, n_heads=2, attention=attention))
+    model = Thinker(ThinkerConfig(8, 32, 1, n_heads=2, attention=attention))
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for step in range(n_steps := 30 if is_fast() else 300):
@@ -160,8 +156,8 @@ def train(attention):
 
 
 models = {"causal": train("full"), "no mask": train("prefix(8)")}
-new_texts = coin_walk(2000, torch.Generator().manual_seed(1))
-losses = {name: float(next_token_loss(model, new_texts)) for name, model in models.items()}
+new = coin_walk(2000, torch.Generator().manual_seed(1))
+losses = {name: float(next_token_loss(model, new)) for name, model in models.items()}
 for name, loss in losses.items():
     print(f"{name:>7}: {loss:.3f} nats per token on new texts")
 
@@ -173,7 +169,8 @@ if not is_fast():
 # %% [markdown]
 # The causal model ends within 0.01 of the entropy, the other below 0.01. It has predicted coins,
 # and that is impossible without seeing the result: **on new text, a loss below the entropy proves a
-# leak**. Without knowing the entropy, new text reveals nothing: the answers are visible there too.
+# leak**. If you do not know the entropy, new text reveals nothing: the answers are visible there
+# too.
 #
 # When a model writes, there is no next token to look at. So show both only the text so far, take
 # the loss of the next token, and let them write.
@@ -181,16 +178,16 @@ if not is_fast():
 # %%
 blind, followed = {}, {}
 for name, model in models.items():
-    each = [F.cross_entropy(model(new_texts[:, :t])[:, -1], new_texts[:, t]) for t in range(1, T)]
+    each = [F.cross_entropy(model(new[:, :t])[:, -1], new[:, t]) for t in range(1, 8)]
     blind[name] = float(sum(each)) / len(each)
-    written, generator = new_texts[:, :1], torch.Generator().manual_seed(2)
-    while written.shape[1] < T:
-        probabilities = model(written)[:, -1].softmax(dim=-1)
-        written = torch.cat([written, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
+    written, generator = new[:, :1], torch.Generator().manual_seed(2)
+    while written.shape[1] < 8:
+        p = model(written)[:, -1].softmax(dim=-1)
+        written = torch.cat([written, torch.multinomial(p, 1, generator=generator)], dim=1)
     steps = written.diff(dim=1) % 8
     followed[name] = float(((steps == 1) | (steps == 2)).float().mean())
-    print(f"{name:>7}: loss {blind[name]:.2f}; {followed[name]:.0%} of its own steps follow the rule; it writes")
-    print("        ", *written[:3].tolist())
+    print(f"{name:>7}: loss {blind[name]:.2f}; {followed[name]:.0%} correct steps")
+    print("  it writes", *("".join(map(str, text)) for text in written[:4].tolist()))
 
 # %% tags=["check"]
 assert abs(blind["causal"] - losses["causal"]) < 1e-4
@@ -208,8 +205,8 @@ if not is_fast():
 #
 # <details><summary>Answer</summary>
 #
-# It does not predict the next token. Some tokens of its input are replaced, and it predicts what
-# stood there. The answers are not in the input. So a mask has to fit the task.
+# It does not predict the next token, but tokens in the middle, and most of these have been replaced
+# in its input by a special one. So it cannot look them up. A mask has to fit the task.
 #
 # </details>
 #
@@ -222,29 +219,27 @@ if not is_fast():
 
 # %%
 def influence(model, tokens, ids=None):
-    """(T, T): how much the output of each token (row) changes if a token (column) is replaced."""
+    """(T, T): how much each output (row) changes if a token (column) is replaced."""
     position = torch.arange(len(tokens))
     texts = tokens.repeat(len(tokens) + 1, 1)
-    texts[position, position] = (tokens + 1) % 8  # text i has another token i; the last text is unchanged
+    texts[position, position] = (tokens + 1) % 8  # row i replaces token i; the last stays
     logits = model(texts, document_ids=None if ids is None else ids.expand(len(texts), -1))
-    return (logits[:-1] - logits[-1]).abs().amax(dim=-1).T
+    return (logits[:-1] - logits[-1]).abs().amax(dim=-1).T.detach()
 
 
-models["no mask, new"] = Thinker(ThinkerConfig(8, 32, 1, 2, attention="prefix(8)")).requires_grad_(False)
-tests = {name: influence(model, new_texts[0]) for name, model in models.items()}
-places = [str(position) for position in range(T)]
-show(SideBySide(*(Heatmap(name, test, places, places, digits=1) for name, test in tests.items())))
+tests = {name: influence(model, new[0, :6]) for name, model in models.items()}
+show(SideBySide(*(Heatmap(name, A, "012345", "012345", 1) for name, A in tests.items())))
+untrained = Thinker(ThinkerConfig(8, 32, 1, n_heads=2, attention="prefix(8)"))
+print(f"no mask, untrained: largest change {influence(untrained, new[0]).max()}")
 
 # %% tags=["check"]
 assert tests["causal"].triu(1).max() < 1e-5 < 0.1 < tests["causal"].diagonal().min()
-assert tests["no mask, new"].max() == 0 < 0.1 < tests["no mask"].triu(1).max()
+assert influence(untrained, new[0]).max() == 0 < 0.1 < tests["no mask"].triu(1).max()
 
 # %% [markdown]
-# The causal model has only zeros above the diagonal. The second has large numbers there: it leaks.
-#
-# The third has no mask either, and passes. Its weights are new: Thinker starts with matrices at 0,
-# so nothing gets through. **A test for leaks must also check that something arrives**: the diagonal
-# must not be 0.
+# The causal model has only zeros above the diagonal. The other has large numbers there: it leaks.
+# But an untrained model without a mask passes: Thinker starts with matrices at 0, so nothing gets
+# through. **A test for leaks must also check that something arrives**: the diagonal must not be 0.
 #
 # ## Several texts in one sequence
 #
@@ -253,29 +248,29 @@ assert tests["no mask, new"].max() == 0 < 0.1 < tests["no mask"].triu(1).max()
 
 # %%
 model = random_model("full", n_layers=2, positions="rope")
-joined, ids = torch.tensor([1, 2, 4, 7, 0, 2, 3]), torch.tensor([[1, 1, 1, 2, 2, 2, 2]])
-labels = ["A0", "A1", "A2", "B0", "B1", "B2", "B3"]
+joined, ids = torch.tensor([1, 2, 4, 7, 0, 2]), torch.tensor([[1, 1, 1, 2, 2, 2]])
+labels = ["A0", "A1", "A2", "B0", "B1", "B2"]
 leaky, clean = influence(model, joined), influence(model, joined, ids)
-pictures = (("causal", leaky), ("causal, document_ids", clean))
-show(SideBySide(*(Heatmap(title, values, labels, labels, digits=1) for title, values in pictures)))
-apart = torch.cat([outputs(model, 1, 2, 4), outputs(model, 7, 0, 2, 3)])
+pictures = (("causal", leaky), ("causal, with document_ids", clean))
+show(SideBySide(*(Heatmap(name, A, labels, labels, digits=1) for name, A in pictures)))
+apart = torch.cat([outputs(model, 1, 2, 4), outputs(model, 7, 0, 2)])
 difference = (model(joined[None], document_ids=ids)[0] - apart).abs().max()
 print(f"joined texts and separate texts differ by {difference:.0e}")
 
-short = outputs(model, 5, 6, 0)
-after, before = outputs(model, 5, 6, 0, 7, 7)[:3], outputs(model, 7, 7, 5, 6, 0)[2:]
-masked = model(torch.tensor([[7, 7, 5, 6, 0]]), document_ids=torch.tensor([[1, 1, 2, 2, 2]]))[0, 2:]
-padding = [float((found - short).abs().max()) for found in (after, before, masked)]
-print("change by padding after {:.0e}, before {:.0e}, before and masked {:.0e}".format(*padding))
+after, before = outputs(model, 1, 2, 4, 7, 7)[:3], outputs(model, 7, 7, 1, 2, 4)[2:]
+masked = model(torch.tensor([[7, 7, 1, 2, 4]]), document_ids=ids[:, 1:])[0, 2:]
+padding = [float((found - apart[:3]).abs().max()) for found in (after, before, masked)]
+print("padding: after {:.0e}, before {:.0e}, before and masked {:.0e}".format(*padding))
 
 # %% tags=["check"]
 assert max(clean[3:, :3].max(), difference) < 1e-4 < 0.1 < leaky[3:, :3].min()
 assert max(padding[0], padding[2]) < 1e-4 < 0.1 < padding[1]
 
 # %% [markdown]
-# The last line is about **padding**: texts of different lengths in one batch are filled up with
-# some token. *After* a text, the causal mask hides it; only its targets must not count (in Thinker,
-# make them −1). *Before* a text, it must be masked: here it got a document of its own.
+# The last line shows how **padding** changes the outputs of text A. Padding fills up texts of
+# different lengths in one batch. *After* a text, the causal mask hides it; only its targets must
+# not count (in Thinker, make them −1). *Before* a text, it must be masked: here it got a document
+# of its own.
 #
 # ## Exercises
 #
@@ -294,17 +289,17 @@ def my_mask(T, w):
 check_window(my_mask)
 
 # %% [markdown]
-# **2. A row on paper.** Six tokens, 0 to 5, are two joined texts: tokens 0 and 1, and tokens 2 to
-# 5. The mask is causal and keeps the texts apart. The scaled scores of token 4 are 3, 3, 0, 1, 1,
-# 2. Which weights do the six keys get?
+# **2. A row on paper.** Tokens 0 and 1 are one text, tokens 2 to 5 another. The mask is causal and
+# keeps the texts apart. Token 4 has the scaled scores 3, 3, 0, 1, 1, 2. Which weights do the six
+# keys get?
 
 # %% tags=["exercise"]
 my_weights = ...  # six numbers, three decimals each
 check_weights(my_weights)
 
 # %% [markdown]
-# **3. Who has cheated?** Each model was trained on another source. These are losses on a great many
-# new tokens, in nats per token. Which model has seen what it should predict?
+# **3. Who has cheated?** Each model was trained on another source. Losses are in nats per token, on
+# a great many new tokens. Which model has seen what it should predict?
 #
 # - A: the coin walk of this lesson. Loss 0.70.
 # - B: throws of a fair die. Loss 1.80.
@@ -321,7 +316,7 @@ check_cheat(my_cheat)
 
 # %% tags=["solution"]
 def window_mask(T, w):
-    distance = torch.arange(T)[:, None] - torch.arange(T)  # query minus key: negative for later keys
+    distance = torch.arange(T)[:, None] - torch.arange(T)  # query minus key; later keys: < 0
     return (distance >= 0) & (distance < w)
 
 
@@ -340,8 +335,8 @@ check_cheat("C")
 # - **leak**: a way from the answer to the prediction. **Entropy**: the lowest honest loss.
 # - **permutation equivariant**: shuffled inputs give shuffled outputs. **Padding**: filling tokens.
 #
-# Sources: causal mask [arXiv:1706.03762](https://arxiv.org/abs/1706.03762), prefix
-# [1801.10198](https://arxiv.org/abs/1801.10198), BERT
-# [1810.04805](https://arxiv.org/abs/1810.04805), models without positions
-# [2203.16634](https://arxiv.org/abs/2203.16634). Next: positions, and how a model learns where its
+# Sources: [arXiv:1706.03762](https://arxiv.org/abs/1706.03762) (causal mask),
+# [1801.10198](https://arxiv.org/abs/1801.10198) (prefix),
+# [1810.04805](https://arxiv.org/abs/1810.04805) (BERT),
+# [2203.16634](https://arxiv.org/abs/2203.16634) (no positions). Next: how a model learns where its
 # tokens stand.

@@ -71,7 +71,7 @@ def check_weights(answer: Any) -> str | None:
     if is_near(answer, exponentials):
         return f"Not yet: these are the exponentials. Divide each by their sum, {exponentials.sum():.3f}."
     hidden_as_0 = SCORES.masked_fill(~(causal & document), 0.0)
-    if is_near(answer, hidden_as_0.softmax(dim=0)) or is_near(answer, hidden_as_0.exp() * right.gt(0) / 9.437):
+    if any(is_near(answer, x) for x in (hidden_as_0.softmax(dim=0), exponentials / (exponentials.sum() + 3))):
         return "Not yet: hidden keys still count as e to the power of 0 = 1 in the sum. Leave them out."
     total = float(torch.as_tensor(answer, dtype=torch.float64).sum())
     if abs(total - 1) > 0.01:

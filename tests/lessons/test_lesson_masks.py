@@ -46,6 +46,7 @@ WRONG = [
     (check_weights, [0, 0, 0.269, 0.731, 0, 0], "Count from 0"),
     (check_weights, [0, 0, 1, 2.718, 2.718, 0], "their sum, 6.437"),
     (check_weights, [0.106, 0.106, 0.106, 0.288, 0.288, 0.106], "Leave them out"),
+    (check_weights, [0, 0, 0.106, 0.288, 0.288, 0], "Leave them out"),
     (check_weights, [0, 0, 0.018, 0.050, 0.050, 0], "sum to 0.118"),
     (check_weights, [0.155, 0.422, 0.422], "shape"),
     (check_weights, [0, 0, 0.2, 0.4, 0.4, 0], "neither later"),
