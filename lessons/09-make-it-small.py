@@ -343,4 +343,4 @@ check_choice("C")
 #
 # Sources: Hinton et al. 2015 ([arXiv:1503.02531](https://arxiv.org/abs/1503.02531)) on
 # distillation, Molchanov et al. 2019 ([arXiv:1906.10771](https://arxiv.org/abs/1906.10771)) on
-# pruning. Next: attention in the memory of a real machine.
+# pruning. This was the last lesson.
