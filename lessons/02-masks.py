@@ -78,8 +78,8 @@ for attention, n_layers in (("prefix(3)", 1), ("full", 1), ("full", 2)):
     model = random_model(attention, n_layers)
     shuffled = outputs(model, BOB, CALLED, ANN) - outputs(model, ANN, CALLED, BOB).flip(0)
     last = outputs(model, BOB, ANN, CALLED)[2] - outputs(model, ANN, BOB, CALLED)[2]
-    changes.append([float(x.abs().max()) for x in (shuffled, last)])
-    print(f"{attention:>9}, layers: {n_layers}", " shuffled {:.0e}, last {:.0e}".format(*changes[-1]))
+    changes.append(pair := [float(x.abs().max()) for x in (shuffled, last)])
+    print(f"{attention:>9}, layers: {n_layers}", " shuffled {:.0e}, last {:.0e}".format(*pair))
 
 # %% tags=["check"]
 assert [[x > 0.1 for x in row] for row in changes] == [[False, False], [True, False], [True, True]]
@@ -243,8 +243,8 @@ assert influence(untrained, new[0]).max() == 0 < 0.1 < tests["no mask"].triu(1).
 #
 # ## Several texts in one sequence
 #
-# Short texts are often joined to one sequence to save time. With the causal mask alone, the second
-# text sees the first. With `document_ids`, one number per token, each token sees only its own text.
+# Short texts are often joined to save time. With the causal mask alone, the second text sees the
+# first. With `document_ids`, one number per token, each token sees only its own text.
 
 # %%
 model = random_model("full", n_layers=2, positions="rope")
@@ -335,8 +335,6 @@ check_cheat("C")
 # - **leak**: a way from the answer to the prediction. **Entropy**: the lowest honest loss.
 # - **permutation equivariant**: shuffled inputs give shuffled outputs. **Padding**: filling tokens.
 #
-# Sources: [arXiv:1706.03762](https://arxiv.org/abs/1706.03762) (causal mask),
+# Sources: arXiv [1706.03762](https://arxiv.org/abs/1706.03762) (causal mask),
 # [1801.10198](https://arxiv.org/abs/1801.10198) (prefix),
-# [1810.04805](https://arxiv.org/abs/1810.04805) (BERT),
-# [2203.16634](https://arxiv.org/abs/2203.16634) (no positions). Next: how a model learns where its
-# tokens stand.
+# [1810.04805](https://arxiv.org/abs/1810.04805) (BERT). Next: how a model gets positions.
