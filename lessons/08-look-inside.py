@@ -100,9 +100,8 @@ assert is_fast() or torch.equal(second.argmax(dim=1)[6:-1], torch.arange(1, 6))
 # %%
 hidden = -torch.inf
 A = torch.tensor([[1, hidden, hidden], [0, 1, hidden], [1, 1, 2]]).softmax(dim=-1)
-place = torch.arange(3)
 entropy = -(A * A.clamp_min(1e-12).log()).sum(dim=1) + 0.0  # 0 · ln 0 counts as 0
-distance = (A * (place[:, None] - place)).sum(dim=1)
+distance = (A * torch.tensor([[0, 0, 0], [1, 0, 0], [2, 1, 0]])).sum(dim=1)
 previous = A.diagonal(-1).mean()
 rows = torch.cat([A, entropy[:, None], distance[:, None]], dim=1)
 show(Heatmap("weights", rows, "abc", [*"abc", "entropy", "distance"], digits=4, shade=1.0))
@@ -153,7 +152,8 @@ assert is_fast() or all((scores[0, 2] > 0.6, scores[0, 3] < 0.1, scores[1, 2] < 
 
 # %%
 LOWER, UPPER = "blocks.0.attention.heads.0", "blocks.1.attention.heads.0"
-clean, no_lower, no_upper = [loss_with(model, x) for x in ({}, {LOWER: "zero"}, {UPPER: "zero"})]
+cases = {}, {LOWER: "zero"}, {UPPER: "zero"}
+clean, no_lower, no_upper = [loss_with(model, patches) for patches in cases]
 print(f"loss {clean:.2f}; without layer 0 {no_lower:.2f}; without layer 1 {no_upper:.2f}")
 with torch.no_grad(), model.patch({LOWER: "zero"}):
     lonely = score(model)[1, 0, 3]
@@ -336,6 +336,5 @@ check_heads(["1.1", "1.0"])
 # - **previous-token head**: looks at the token before. **Induction head**: after an earlier copy.
 # - **ablation**: take an activation out. **Patching**: put in the one of another run.
 #
-# Induction heads: Olsson et al. 2022 ([arXiv:2209.11895](https://arxiv.org/abs/2209.11895)).
-# Rollout: arXiv:2005.00928. Gradients: arXiv:2004.11207. Patching: arXiv:2202.05262. Next: make a
-# model small.
+# Induction: Olsson et al. 2022 ([arXiv:2209.11895](https://arxiv.org/abs/2209.11895)). Rollout:
+# arXiv:2005.00928. Gradients: arXiv:2004.11207. Patching: arXiv:2202.05262. Next: a smaller model.
