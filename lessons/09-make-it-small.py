@@ -12,9 +12,9 @@
 # - what a teacher tells a student, and how to compare small models fairly.
 
 # %%
-import contextlib
 import io
 import tempfile
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -49,20 +49,20 @@ for bits, highest in ((8, 127), (4, 7)):
     scale = weights.abs().max() / highest
     codes = (weights / scale).round()
     errors[bits] = (codes * scale - weights).abs()
-    print(f"{bits} bits: the scale is 1.27 / {highest} = {scale:.4f}, half of it {scale / 2:.4f}")
+    print(f"{bits} bits: scale 1.27 / {highest} = {scale:.4f}, half of it {scale / 2:.4f}")
     print("        codes" + "".join(f"{code:9.0f}" for code in codes))
     print("code · scale " + "".join(f"{x:9.4f}" for x in codes * scale))
     print("       error " + "".join(f"{x:9.4f}" for x in errors[bits]))
     assert torch.equal(codes * scale, round_vectors(weights, bits))  # as Thinker does it
 
 # %% tags=["check"]
-right = torch.tensor([[0.004, 0.002, 0.003, 0.0], [0.0697, 0.0109, 0.0744, 0.0]])
-assert torch.allclose(torch.stack([errors[8], errors[4]]), right, atol=5e-5)
-assert all(errors[bits].max() <= 1.27 / highest / 2 for bits, highest in ((8, 127), (4, 7)))
+for bits, right in ((8, [0.004, 0.002, 0.003, 0.0]), (4, [0.0697, 0.0109, 0.0744, 0.0])):
+    assert torch.allclose(errors[bits], torch.tensor(right), atol=5e-5)
+    assert max(right) <= 1.27 / {8: 127, 4: 7}[bits] / 2
 assert round_vectors(torch.tensor([0.614, -0.352, 0.107, -12.7]), 4)[:3].abs().max() == 0
 
 # %% [markdown]
-# Rounding moves a number by half a step at most. A step of 4 bits is 127 / 7 = 18 times as large.
+# Rounding moves a number by half a step at most. With 4 bits, a step is 18 times as large.
 #
 # **Question.** The last weight becomes −12.7. What happens to the other three in 4 bits?
 #
@@ -73,8 +73,6 @@ assert round_vectors(torch.tensor([0.614, -0.352, 0.107, -12.7]), 4)[:3].abs().m
 #
 # </details>
 #
-# In Thinker, 32 weights share a scale of 16 bits. So a weight takes 8 + 16 / 32 = 8.5 bits, or 4.5.
-#
 # ## A model to shrink
 #
 # We train a model with two layers of eight heads on Thinker's tales, which takes a minute or two.
@@ -82,15 +80,15 @@ assert round_vectors(torch.tensor([0.614, -0.352, 0.107, -12.7]), 4)[:3].abs().m
 
 
 # %%
-def train_run(name, n_steps, run=None, **sections):
-    """Train on tales, from a model or from random weights; returns the model and its tokenizer."""
+def fit(name, n_steps, run=None, **sections):
+    """Train on tales, from scratch or from a model; returns model and tokenizer."""
     n_docs, n_steps, n_val = (120, 2, 2) if is_fast() else (6000, n_steps, 48)
-    data = {"source": "tales", "max_documents": n_docs, "seq_len": 256, "cache_dir": folder.name}
-    data |= {} if run else {"tokenizer": "bpe:1024"}  # a model that training starts from has one
-    steps = {"device": "cpu", "precision": "fp32", "batch_size": 8, "max_steps": n_steps, "eval_sequences": n_val}
-    sections["train"] = steps | sections.get("train", {})
+    data = {"source": "tales", "max_documents": n_docs, "seq_len": 256}
+    data |= {"cache_dir": folder.name} | ({} if run else {"tokenizer": "bpe:1024"})
+    steps = {"device": "cpu", "precision": "fp32", "batch_size": 8, "max_steps": n_steps}
+    sections["train"] = steps | {"eval_sequences": n_val} | sections.get("train", {})
     run = {"dir": f"{folder.name}/{name}"} | (run or {})
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+    with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
         train(validate_config({"run": run, "data": data} | sections))
     return load(run["dir"])
 
@@ -110,22 +108,23 @@ def model_bytes(model, bits=None):
     return sum(stored_bytes(linears, bits) for linears in matrices) + 4 * n_others
 
 
-model, tokenizer = train_run("base", 400, model={"d_model": 128, "n_layers": 2, "n_heads": 8})
-stories = [tales.generate_story(seed=7, index=i).text for i in range(2 if is_fast() else 60)]
+model, tokenizer = fit("base", 400, model={"d_model": 128, "n_layers": 2, "n_heads": 8})
+stories = [tales.generate_story(7, i).text for i in range(2 if is_fast() else 60)]
 
 # %% [markdown]
 # ## The whole model in 8 and 4 bits
 #
-# `Generator(model, tokenizer, bits=8)` rounds all matrices like this, without training. The
-# embedding stays in fp32, because reading a token takes only one of its rows.
+# `Generator(model, tokenizer, bits=8)` rounds all matrices like this, without training. A scale of
+# 16 bits for 32 weights makes 8 + 16 / 32 = 8.5 bits per weight, or 4.5. The embedding stays in
+# fp32, because reading a token takes only one of its rows.
 
 # %%
 fp32, losses = loss_of(model), {bits: loss_of(model, bits=bits) for bits in (None, 8, 4)}
 sizes = {bits: model_bytes(model, bits) for bits in losses}
 print("         bytes   of fp32   nats per token   change")
 for bits, size in sizes.items():
-    loss = losses[bits]
-    print(f"{bits or 32:>2} bits {size:9,} {size / sizes[None]:7.0%} {loss:14.4f} {loss - fp32:+13.4f}")
+    loss, share = losses[bits], size / sizes[None]
+    print(f"{bits or 32:>2} bits {size:9,} {share:7.0%} {loss:14.4f} {loss - fp32:+13.4f}")
 
 # %% tags=["check"]
 assert list(sizes.values()) == [2_755_328, 1_118_976, 840_448]
@@ -173,26 +172,28 @@ assert is_fast() or max(abs(loss - fp32) for loss in cache_losses.values()) < 0.
 # eight heads, half of the neurons, or both: those with the lowest scores, or three random choices.
 
 # %%
-ids = [i for n in range(200) for i in [tokenizer.bos_id, *tokenizer.encode(tales.generate_story(8, n).text)]]
+texts = [tales.generate_story(8, i).text for i in range(200)]
+ids = [i for text in texts for i in [tokenizer.bos_id, *tokenizer.encode(text)]]
 rows = torch.tensor(ids[: (2 if is_fast() else 64) * 257]).view(-1, 257)
 
 
 def cut(method, heads, neurons, seed=0):
     """A copy without so many heads and neurons per layer: those with the lowest scores."""
     scores = score_parts(model, rows[:, :-1], rows[:, 1:], method, seed)
-    removed = [(i, int(head)) for i, layer in enumerate(scores.groups) for head in layer.argsort()[:heads]]
-    return pruning.prune_neurons(pruning.prune(model, removed), [x.argsort()[neurons:] for x in scores.neurons])
+    gone = [(i, int(j)) for i, x in enumerate(scores.groups) for j in x.argsort()[:heads]]
+    kept = [x.argsort()[neurons:] for x in scores.neurons]
+    return pruning.prune_neurons(pruning.prune(model, gone), kept)
 
 
 print(f"nats per token, {fp32:.3f} before   least needed   random")
-damage = {}
-for name, parts in {"2 of 8 heads": (2, 0), "192 of 384 neurons": (0, 192), "both": (2, 192)}.items():
-    damage[name] = loss_of(cut("gradient", *parts)), [loss_of(cut("random", *parts, seed)) for seed in (0, 1, 2)]
-    print(f"{name:>34} {damage[name][0]:11.3f}      " + "  ".join(f"{loss:.3f}" for loss in damage[name][1]))
-models = {"least needed": cut("gradient", 2, 192), "random": cut("random", 2, 192, 1), "original": model}
+damage, cuts = {}, {"2 of 8 heads": (2, 0), "half the neurons": (0, 192), "both": (2, 192)}
+for name, parts in cuts.items():
+    others = [loss_of(cut("random", *parts, seed)) for seed in (0, 1, 2)]
+    damage[name] = loss_of(cut("gradient", *parts)), others
+    print(f"{name:>34} {damage[name][0]:11.3f}     ", *(f"{loss:.3f} " for loss in others))
 
 # %% tags=["check"]
-assert [sum(p.numel() for p in each.parameters()) for each in models.values()] == [508_608, 508_608, 688_832]
+assert [sum(p.numel() for p in each.parameters()) for each in (cut("random", 2, 192), model)] == [508_608, 688_832]
 assert is_fast() or all(fp32 + 2 * (losses[4] - fp32) < x < min(others) for x, others in damage.values())
 
 # %% [markdown]
@@ -200,16 +201,17 @@ assert is_fast() or all(fp32 + 2 * (losses[4] - fp32) < x < min(others) for x, o
 #
 # ## Healing
 #
-# The remaining parts have never worked without the others. So train on, for 60 steps. The second
-# random choice gets the same steps, and so does the original.
+# The remaining parts have never worked without the others. So train on, for 60 steps. For
+# comparison, do the same with the second random choice, and with the original.
 
 # %%
-healed = {}
+models = {"least needed": cut("gradient", 2, 192), "random": cut("random", 2, 192, 1)}
+models, healed = models | {"original": model}, {}
 for name, start in models.items():
     checkpoint.save(Path(folder.name, name), start, {"step": 0})
     tokenizer.save(Path(folder.name, name))
     options = {"run": {"init_from": f"{folder.name}/{name}"}, "optimizer": {"lr": 0.0026}}
-    healed[name], _ = train_run(f"healed {name}", 60, **options)
+    healed[name], _ = fit(f"healed {name}", 60, **options)
     print(f"{name:>12}: {loss_of(start):.3f} before, {loss_of(healed[name]):.3f} after")
 
 # %% tags=["check"]
@@ -235,7 +237,8 @@ teacher, soft = logits.softmax(0), (logits / 2).softmax(0)
 terms = teacher * (teacher / student).log()
 table = torch.stack([torch.tensor([1.0, 0.0, 0.0]), teacher, soft, student, terms])
 names = ["text", "teacher p", "p at temperature 2", "student s", "p · ln(p / s)"]
-show(Heatmap(f"three tokens; KL = {terms.sum():.4f}", table, names, ["1st", "2nd", "3rd"], digits=4, shade=1.0))
+title = f"three tokens; KL = {terms.sum():.4f}"
+show(Heatmap(title, table, names, ["1st", "2nd", "3rd"], digits=4, shade=1.0))
 
 # %% tags=["check"]
 assert torch.allclose(table[1:3], torch.tensor([[36 / 49, 9 / 49, 4 / 49], [6 / 11, 3 / 11, 2 / 11]]))
@@ -246,24 +249,25 @@ assert round(float(terms.sum()), 4) == 0.1195
 # ## What each technique saves and costs
 #
 # Now train three students of half the width: one alone, one on the teacher's probabilities instead
-# of the text (`train.distill`), and one alone for twice as many steps. Why? The teacher costs 2
-# operations per weight of its own and token, and training 6 per weight of the student: twice as
-# much per step.
+# of the text (`train.distill`), and one alone for twice as many steps. That costs about as much: a
+# teacher takes 2 operations per token and weight, training 6 per weight of the student.
 
 # %%
 shape, students = {"d_model": 64, "n_layers": 2, "n_heads": 4}, {}
 distill = {"distill": {"teacher": f"{folder.name}/base"}}
-for name, n_steps, options in (("alone", 200, {}), ("taught", 200, distill), ("alone, longer", 400, {})):
-    student, _ = train_run(name, n_steps, model=shape, train=options)
+plans = {"alone": (200, {}), "taught": (200, distill), "alone, longer": (400, {})}
+for name, (n_steps, options) in plans.items():
+    student, _ = fit(name, n_steps, model=shape, train=options)
     students[f"student {name}"] = model_bytes(student), loss_of(student), n_steps
 
 small, n_bytes = healed["least needed"], model_bytes(healed["least needed"])
-table = {f"{bits} bits": (sizes[bits], losses[bits], 0) for bits in (8, 4)}
-table |= {"pruned": (n_bytes, damage["both"][0], 0), "pruned, healed": (n_bytes, loss_of(small), 60)}
-table |= {"... and in 4 bits": (model_bytes(small, 4), loss_of(small, bits=4), 60)}
-print(f"{'original':>22} {sizes[None]:9,} bytes, {fp32:.3f} nats; change and steps of training:")
+table = {f"{bits or 32} bits": (sizes[bits], losses[bits], 0) for bits in sizes}
+table["pruned"] = n_bytes, damage["both"][0], 0
+table["pruned, healed"] = n_bytes, loss_of(small), 60
+table["... and in 4 bits"] = model_bytes(small, 4), loss_of(small, bits=4), 60
+print("                           bytes  share  change  steps")
 for name, (size, loss, steps) in (table | students).items():
-    print(f"{name:>22} {size:9,} {size / sizes[None]:5.0%} {loss - fp32:+8.3f} {steps:5}")
+    print(f"{name:>22} {size:9,} {size / sizes[None]:6.0%} {loss - fp32:+7.3f} {steps:6}")
 
 # %% tags=["check"]
 n_teacher, n_student = (sum(p.numel() for p in x.parameters()) - x.embedding.weight.numel() for x in (model, student))
@@ -273,8 +277,7 @@ assert [table["... and in 4 bits"][0], students["student alone"][0]] == [739_072
 assert is_fast() or (longer + 0.1 < taught < alone - 0.03 and losses[4] < longer)
 
 # %% [markdown]
-# - 8 bits are the best bargain here. Techniques add up: pruned, healed and in 4 bits, the model
-#   takes less than 28% of its bytes.
+# - 8 bits are the best bargain. Pruned, healed and in 4 bits, the model takes 27% of its bytes.
 # - With 4 bits, the large model takes fewer bytes than the students, and is better than all three.
 # - With as many steps, the taught student beats the one alone. But twice as many steps alone cost
 #   as much, and help far more. Without the last line, the teacher would look better than it is.
@@ -327,7 +330,7 @@ def round_row(row, bits):
 
 check_round(round_row)
 
-# A weight takes 4 + 16 / 32 = 4.5 bits: 562,500 bytes for the matrices. The embedding takes 4 · 200,000.
+# 4 + 16 / 32 = 4.5 bits per weight: 562,500 bytes. The embedding takes 4 · 200,000.
 check_bytes(562_500 + 800_000)
 
 # A is too large. B may know its stories by heart, so nobody knows its loss on new ones.
@@ -341,6 +344,5 @@ check_choice("C")
 # - **distillation**: training a student on **soft targets**, the probabilities of a teacher.
 # - **KL divergence**: how far one distribution is from another, in nats.
 #
-# Sources: Hinton et al. 2015 ([arXiv:1503.02531](https://arxiv.org/abs/1503.02531)) on
-# distillation, Molchanov et al. 2019 ([arXiv:1906.10771](https://arxiv.org/abs/1906.10771)) on
-# pruning. This was the last lesson.
+# Distillation: [arXiv:1503.02531](https://arxiv.org/abs/1503.02531). Scores for pruning:
+# [arXiv:1906.10771](https://arxiv.org/abs/1906.10771). This was the last lesson.
