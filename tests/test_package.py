@@ -29,9 +29,12 @@ def test_a_wheel_holds_the_files_that_packages_read():
         for package, patterns in of_data
         for pattern in re.findall(r'"(.*?)"', patterns)
         for path in ROOT.joinpath(*package.split(".")[1:]).glob(pattern)
+        if path.is_file()
     }
     folders = [path.parent for path in ROOT.rglob("__init__.py") if not {*path.parts} & {".venv", *ONLY_IN_A_CHECKOUT}]
     files = {path for folder in folders if folder != ROOT for path in folder.iterdir() if path.is_file()}
+    files |= {path for path in (ROOT / "lessons" / "page").rglob("*") if path.is_file()}
+    files -= {ROOT / "lessons" / "README.md"}  # for readers of the repository
     assert {path for path in files if path.suffix not in (".py", ".pyc")} == included
 
 
