@@ -34,7 +34,6 @@ def exercise(examine: Examine) -> Callable[[Any], Verdict]:
         print("Right." if hint is None else hint)
         return Verdict(hint is None)
 
-    check.examine = examine  # type: ignore[attr-defined]
     return check
 
 
