@@ -75,7 +75,7 @@ assert torch.allclose(sinusoidal_embedding(torch.arange(4), 4), sines)
 # The same is true if the hands did not start together. Here the key starts 50° ahead of the query,
 # and the query comes two positions later:
 
-# %%
+# %% tags=["folded"]
 figure, panels = new_figure(7.2, 2.7, columns=3, share=False)
 circle, angles = torch.linspace(0, 2 * math.pi, 100), []
 for axes, (m, n) in zip(panels, ((2, 0), (5, 3), (9, 7))):

@@ -49,6 +49,10 @@ def execute(lesson: Lesson, folder: Path) -> Any:
     from nbclient import NotebookClient
 
     notebook = jupytext.read(lesson.path)
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number}"  # not random, so that a new build changes no more than the lesson
+        if "folded" in cell.metadata.get("tags", []):  # code that few want to read
+            cell.metadata["jupyter"] = {"source_hidden": True}
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     options = {"timeout": TIMEOUT_S, "record_timing": False, "coalesce_streams": True}
     NotebookClient(notebook, **options, resources={"metadata": {"path": str(folder)}}).execute()

@@ -105,7 +105,7 @@ def show(picture: Any, alt: str = "") -> None:
 
 
 def figure_html(figure: Any, alt: str) -> str:
-    """A matplotlib figure as an image with a description, on white paper in both themes."""
+    """A matplotlib figure as an image with a description, on white paper; dark pages invert it."""
     import base64
 
     buffer = io.BytesIO()
