@@ -3,10 +3,11 @@
 #
 # *A model predicts almost without error, and then it writes nonsense. What happened?* This lesson
 # removes the mask from attention, trains a model that cheats, and tests for the cheat. It takes
-# about 20 minutes. You need lesson 1, and you should know what a loss is.
+# about 20 minutes. You need lesson 1.
 #
 # You will learn
 #
+# - what a language model is made of, and what its loss is;
 # - what the causal mask changes, and what order has to do with it;
 # - how a loss can prove that a model has seen what it should predict;
 # - a test for leaks that you can run on every model, and how to keep texts apart.
@@ -17,88 +18,139 @@ import math
 import torch
 import torch.nn.functional as F
 
-from thinker.lessons.pictures import Heatmap, SideBySide, show
+from thinker.lessons.pictures import Heatmap, SideBySide, model_diagram, show
 from thinker.lessons.practice import is_fast
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask, attention_weights
 
 # %% [markdown]
+# ## What a model is made of
+#
+# Attention is one part of a language model. This is the way of a text through all of it:
+#
+# 1. **Token ids.** Each token has a number, from 0 to V − 1. V is the size of the vocabulary.
+# 2. **Embedding.** A table turns each number into a vector.
+# 3. **Layers.** Each layer adds two things to every vector: first the output of attention, which
+#    comes from other tokens, then the output of an **MLP**, which sees one token at a time. (An MLP
+#    is two or three matrices with a nonlinear function between them. *Norms* rescale the vectors
+#    before each step.)
+# 4. **Logits.** A last matrix turns each vector into V numbers, one **logit** for each token that
+#    could come next. Softmax makes probabilities of them.
+
+# %% tags=["folded"]
+show(model_diagram(), "Token ids, embedding, layers with attention and an MLP, logits, probabilities.")
+
+# %% [markdown]
+# Training compares these probabilities with the token that did come next. The **loss** of a token is
+# −ln of the probability that the model gave to it. Its unit is called **nat**. The loss of a text is
+# the mean over its tokens. Here are three possible next tokens with the logits 2, 1 and 0:
+
+# %%
+logits = torch.tensor([2.0, 1.0, 0.0])
+p = logits.softmax(dim=-1)
+rows = torch.stack([logits, logits.exp(), p, -p.log()])
+names = ["logit", "e^logit", "probability", "loss if it comes"]
+show(Heatmap("three possible next tokens", rows, names, ["1st", "2nd", "3rd"], digits=3, shade=10))
+
+# %% tags=["check"]
+assert torch.allclose(p, torch.tensor([0.665, 0.245, 0.090]), atol=1e-3)
+assert torch.allclose(-p.log(), torch.tensor([0.408, 1.408, 2.408]), atol=1e-3)
+
+# %% [markdown]
+# If the likeliest token comes, the loss is 0.408 nats. The less likely the token, the higher its
+# loss. A model that is certain and right has a loss of 0.
+#
 # ## The same numbers, twice
 #
-# These are the three tokens of lesson 1, again not scaled. Queries and keys are equal. **Full
-# attention** hides nothing; **causal attention** hides later tokens.
+# Back to attention. These are the three tokens of lesson 1, again not scaled. Queries and keys are
+# equal. On the left, there is **no mask**: all tokens see all. On the right, the mask is **causal**:
+# it hides later tokens.
 
 # %%
 x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])[None, None]
 v = torch.tensor([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0]])
 
-full = attention_weights(x, x, AttentionMask(), scale=1.0)[0, 0]
+no_mask = attention_weights(x, x, AttentionMask(), scale=1.0)[0, 0]
 causal = attention_weights(x, x, AttentionMask(is_causal=True), scale=1.0)[0, 0]
-both = (("full", full), ("causal", causal))
+both = (("no mask", no_mask), ("causal", causal))
 show(SideBySide(*(Heatmap(f"{name}: weights", A, "abc", "abc", 4, 1) for name, A in both)))
 show(SideBySide(*(Heatmap(f"{name}: output", A @ v, "abc", "12", 4) for name, A in both)))
 
 # %% tags=["check"]
-assert torch.allclose(full[:2, 2], torch.tensor([0.4223, 0.4223]), atol=1e-4)
-assert torch.equal(full[2], causal[2])
+assert torch.allclose(no_mask[:2, 2], torch.tensor([0.4223, 0.4223]), atol=1e-4)
+assert torch.equal(no_mask[2], causal[2])
 
 # %% [markdown]
-# The last row is the same in both, because nothing comes after *c*. But with full attention, *a*
-# and *b* give 42% of their attention to *c*, which comes later.
+# The last row is the same in both, because nothing comes after *c*. But without a mask, *a* and *b*
+# give 42% of their attention to *c*, which comes later.
 #
-# A model gets its mask by name, with `ThinkerConfig(attention=...)`. Take care: `full`, the
-# default, means **all tokens so far** and is causal. `prefix(p)` also lets the first p tokens see
-# each other. If p is the length of the text, nothing is hidden.
+# A Thinker gets its mask by name, with `ThinkerConfig(attention=...)`. The default is called `full`:
+# each token sees all tokens **so far**, so it is causal. With `prefix(p)`, the first p tokens also
+# see each other. If p is the length of the text, there is no mask. That is how this lesson makes
+# models without one.
 #
 # ## Who is blind to order?
 #
-# A score depends on two vectors, not on where they stand. So if tokens get no positions and you
-# shuffle them, full attention gives the same outputs, shuffled: it is **permutation equivariant**.
-# Test it with random weights. (Some matrices of a new Thinker are 0, so fill them all.)
+# A score depends on two vectors, not on where they stand. So if tokens get no positions, and there
+# is no mask, shuffled tokens must give the same outputs, shuffled. Such a function is called
+# **permutation equivariant**. Two tests with random weights:
+#
+# - *Reversed:* take the outputs of *Bob called Ann* in reverse. How far are they from the outputs
+#   of *Ann called Bob*?
+# - *Exchanged:* how far does the last output move if *Ann Bob called* becomes *Bob Ann called*?
 
 
 # %%
 def random_model(attention, n_layers=1, positions="none"):
     torch.manual_seed(0)
-    config = ThinkerConfig(8, 32, n_layers, 2, attention=attention, positions=positions)
-    model = Thinker(config)
+    size = {"vocab_size": 8, "d_model": 32, "n_layers": n_layers, "n_heads": 2}
+    model = Thinker(ThinkerConfig(**size, attention=attention, positions=positions))
     for parameter in model.parameters():
-        if parameter.dim() == 2:
+        if parameter.dim() == 2:  # some matrices of a new Thinker are 0, and let nothing through
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     return model.eval().requires_grad_(False)
 
 
 def outputs(model, *tokens):
-    return model(torch.tensor([tokens]))[0]  # (T, 8): one row per token
+    return model(torch.tensor([tokens]))[0]  # (T, 8): the logits of each token
 
 
 ANN, CALLED, BOB = 0, 1, 2
-changes = []
-for attention, n_layers in (("prefix(3)", 1), ("full", 1), ("full", 2)):
-    model = random_model(attention, n_layers)
-    shuffled = outputs(model, BOB, CALLED, ANN) - outputs(model, ANN, CALLED, BOB).flip(0)
-    last = outputs(model, BOB, ANN, CALLED)[2] - outputs(model, ANN, BOB, CALLED)[2]
-    changes.append(pair := [float(x.abs().max()) for x in (shuffled, last)])
-    print(f"{attention:>9}, layers: {n_layers}", " shuffled {:.0e}, last {:.0e}".format(*pair))
+kinds = {
+    "no mask, 1 layer": random_model("prefix(3)"),
+    "causal, 1 layer": random_model("full"),
+    "causal, 2 layers": random_model("full", n_layers=2),
+}
+changes = {}
+print("                    reversed  exchanged")
+for name, model in kinds.items():
+    flipped = outputs(model, BOB, CALLED, ANN).flip(0) - outputs(model, ANN, CALLED, BOB)
+    exchanged = outputs(model, BOB, ANN, CALLED)[2] - outputs(model, ANN, BOB, CALLED)[2]
+    changes[name] = [float(x.abs().max()) for x in (flipped, exchanged)]
+    print(f"{name:>17}: {changes[name][0]:>9.6f} {changes[name][1]:>10.6f}")
 
 # %% tags=["check"]
-assert [[x > 0.1 for x in row] for row in changes] == [[False, False], [True, False], [True, True]]
-assert all(x < 1e-4 or x > 0.1 for row in changes for x in row)
+assert [[x > 0.1 for x in row] for row in changes.values()] == [[False, False], [True, False], [True, True]]
+assert all(x < 1e-5 or x > 0.1 for row in changes.values() for x in row)
 
 # %% [markdown]
-# *Shuffled* compares the outputs of *Bob called Ann* with the reversed outputs of *Ann called Bob*.
-# With full attention (`prefix(3)`) they agree up to rounding. With the causal mask they do not:
-# **the mask alone brings in some order**, because *called* sees only the name before it.
+# - Without a mask, nothing changes but the order: the model cannot tell *Ann called Bob* from *Bob
+#   called Ann*.
+# - **The causal mask alone brings in some order**: *called* sees only the name before it.
+# - With one layer, the last token still cannot tell the order of the two names before it. With two
+#   layers it can: what *Bob* passes on in the second layer depends on whether *Bob* has seen *Ann*
+#   in the first.
 #
-# *Last* is the change of the last output if *Ann Bob called* becomes *Bob Ann called*. One layer
-# sees no order in what comes before a token. Two layers do, because the keys of the second depend
-# on what each token has seen. Lesson 3 adds positions.
+# That is not enough to read well. Lesson 3 adds positions.
 #
 # ## A model that cheats
 #
 # Now train two models to predict the next token, one with the causal mask and one without a mask,
 # on texts that we know all about: eight tokens, 0 to 7, stand in a circle, and a fair coin decides
 # whether the next token is one or two steps further.
+#
+# Thinker knows its own mask. When it computes a loss, it leaves out each target (a token that should
+# be predicted) that the token before it can see:
 
 
 # %%
@@ -111,8 +163,9 @@ def coin_walk(n, generator, T=8):
 texts = coin_walk(100, torch.Generator().manual_seed(0))
 print(*("".join(map(str, text)) for text in texts[:4].tolist()))
 counts = {}
-for name in ("full", "prefix(4)", "prefix(8)"):
-    _, counts[name] = random_model(name)(texts[:, :-1], targets=texts[:, 1:])
+for name in ("full", "prefix(4)", "prefix(8)"):  # causal, the first four see each other, no mask
+    model = random_model(name)
+    sum_of_losses, counts[name] = model(texts[:, :-1], targets=texts[:, 1:])
     print(f"{name:>9}: Thinker counts {int(counts[name]) / 100:.0f} of 7 targets per text")
 
 # %% tags=["check"]
@@ -120,12 +173,7 @@ assert [int(count) for count in counts.values()] == [700, 400, 0]
 assert [round(math.log(n), 3) for n in (2, 6, 8, 64)] == [0.693, 1.792, 2.079, 4.159]
 
 # %% [markdown]
-# Nobody can predict a fair coin. If you know the rule, you give both tokens a probability of ½, and
-# the loss is −ln ½ = ln 2 = 0.693 nats per token. This is the **entropy** of the source: on new
-# text, no honest model has a lower loss on average. If you give all eight tokens the same
-# probability, the loss is ln 8 = 2.079.
-#
-# **Question.** Thinker leaves out targets that a prefix can see. Why only three for `prefix(4)`?
+# **Question.** With `prefix(4)`, Thinker leaves out three targets. Why not four?
 #
 # <details><summary>Answer</summary>
 #
@@ -134,7 +182,13 @@ assert [round(math.log(n), 3) for n in (2, 6, 8, 64)] == [0.693, 1.792, 2.079, 4
 #
 # </details>
 #
-# So we compute the loss from the logits. Such code is common, and it cannot know the mask.
+# Without a mask, no target is left. So that we can train such a model, we compute the loss from its
+# logits. Many programs do that, and such a loss knows nothing about masks.
+#
+# How low can it be? Nobody can predict a fair coin. If you know the rule, you give both tokens a
+# probability of ½, and the loss is −ln ½ = ln 2 = 0.693 nats per token. This is the **entropy** of
+# the source: on new text, no honest model has a lower loss on average. If you give all eight tokens
+# the same probability, the loss is ln 8 = 2.079.
 
 
 # %%
@@ -144,7 +198,7 @@ def next_token_loss(model, texts):
 
 def train(attention):
     torch.manual_seed(0)
-    model = Thinker(ThinkerConfig(8, 32, 1, n_heads=2, attention=attention))
+    model = Thinker(ThinkerConfig(vocab_size=8, d_model=32, n_layers=1, n_heads=2, attention=attention))
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for step in range(n_steps := 30 if is_fast() else 300):
@@ -167,13 +221,13 @@ if not is_fast():
     assert losses["no mask"] < 0.01
 
 # %% [markdown]
-# The causal model ends within 0.01 of the entropy, the other below 0.01. It has predicted coins,
-# and that is impossible without seeing the result: **on new text, a loss below the entropy proves a
-# leak**. If you do not know the entropy, new text reveals nothing: the answers are visible there
-# too.
+# The causal model ends near the entropy of 0.693, and the other at almost 0. (Your run may differ a
+# little.) Without a mask, the model has predicted coins, and that is impossible without seeing the
+# result: **on new text, a loss below the entropy proves a leak**. If you do not know the entropy, a
+# low loss proves nothing, not even on new text, because the model sees the answers there, too.
 #
-# When a model writes, there is no next token to look at. So show both only the text so far, take
-# the loss of the next token, and let them write.
+# When a model writes, there is no next token to look at. So show both models only the text so far,
+# take the loss of the next token, and let them write.
 
 # %%
 blind, followed = {}, {}
@@ -197,11 +251,11 @@ if not is_fast():
 
 # %% [markdown]
 # The causal model has the same loss as before, and its texts follow the rule. The other is worse
-# than a model that knows nothing: its loss is far above 2.079, because it is sure and wrong, and at
-# least four in ten of its steps break the rule. (How many depends on the seed.) It has learned to
-# read the answer, and now there is none.
+# than a model that knows nothing: its loss is far above 2.079, because it is sure and wrong. Here
+# 85% of its steps break the rule. (With other seeds it may be half of them.) It has learned to read
+# the answer, and now there is none.
 #
-# **Question.** BERT (Devlin et al. 2018) has full attention and does not cheat. Why not?
+# **Question.** BERT (Devlin et al. 2018) has no mask and does not cheat. Why not?
 #
 # <details><summary>Answer</summary>
 #
@@ -229,7 +283,7 @@ def influence(model, tokens, ids=None):
 
 tests = {name: influence(model, new[0, :6]) for name, model in models.items()}
 show(SideBySide(*(Heatmap(name, A, "012345", "012345", 1) for name, A in tests.items())))
-untrained = Thinker(ThinkerConfig(8, 32, 1, n_heads=2, attention="prefix(8)"))
+untrained = Thinker(ThinkerConfig(8, d_model=32, n_layers=1, n_heads=2, attention="prefix(8)"))
 print(f"no mask, untrained: largest change {influence(untrained, new[0]).max()}")
 
 # %% tags=["check"]
@@ -255,27 +309,29 @@ pictures = (("causal", leaky), ("causal, with document_ids", clean))
 show(SideBySide(*(Heatmap(name, A, labels, labels, digits=1) for name, A in pictures)))
 apart = torch.cat([outputs(model, 1, 2, 4), outputs(model, 7, 0, 2)])
 difference = (model(joined[None], document_ids=ids)[0] - apart).abs().max()
-print(f"joined texts and separate texts differ by {difference:.0e}")
+print(f"joined texts and separate texts differ by {difference:.6f}")
 
 after, before = outputs(model, 1, 2, 4, 7, 7)[:3], outputs(model, 7, 7, 1, 2, 4)[2:]
 masked = model(torch.tensor([[7, 7, 1, 2, 4]]), document_ids=ids[:, 1:])[0, 2:]
 padding = [float((found - apart[:3]).abs().max()) for found in (after, before, masked)]
-print("padding: after {:.0e}, before {:.0e}, before and masked {:.0e}".format(*padding))
+for name, change in zip(("after A", "before A", "before A, masked"), padding):
+    print(f"padding {name}: its outputs change by {change:.6f}")
 
 # %% tags=["check"]
 assert max(clean[3:, :3].max(), difference) < 1e-4 < 0.1 < leaky[3:, :3].min()
 assert max(padding[0], padding[2]) < 1e-4 < 0.1 < padding[1]
 
 # %% [markdown]
-# The last line shows how **padding** changes the outputs of text A. Padding fills up texts of
-# different lengths in one batch. *After* a text, the causal mask hides it; only its targets must
-# not count (in Thinker, make them −1). *Before* a text, it must be masked: here it got a document
-# of its own.
+# The last lines are about **padding**: tokens without meaning that fill up texts of different lengths
+# in one batch. *After* a text, the causal mask hides them; only their targets must not count (in
+# Thinker, make them −1). *Before* a text, they must be masked: here they got a document of their own.
 #
 # ## Exercises
 #
 # **1. Write a mask.** Each token sees the w newest tokens, itself included: `my_mask(T, w)` returns
-# a table of shape (T, T), where True means visible.
+# a table of shape (T, T), where True means visible. `torch.arange(T)` has the positions 0 to T − 1
+# in a row, and `torch.arange(T)[:, None]` in a column. `column - row` is then a table of all
+# differences. `&` joins two conditions; put each in parentheses.
 
 
 # %% tags=["exercise"]
@@ -331,6 +387,8 @@ check_cheat("C")
 # %% [markdown]
 # ## Words of this lesson
 #
+# - **logits**: the scores of all possible next tokens. **Loss**: −ln of the probability of the token
+#   that came, in **nats**.
 # - **mask**: which keys each query may see. **Causal**: none that come later.
 # - **leak**: a way from the answer to the prediction. **Entropy**: the lowest honest loss.
 # - **permutation equivariant**: shuffled inputs give shuffled outputs. **Padding**: filling tokens.

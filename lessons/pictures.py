@@ -90,6 +90,33 @@ class SideBySide:
         return STYLE + "".join(heatmap.table() for heatmap in self.heatmaps)
 
 
+def model_diagram() -> Any:
+    """A figure of the way of a text through a language model, from token ids to probabilities."""
+    from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
+
+    figure, (axes,) = new_figure(7.6, 1.9)
+    axes.set(xlim=(0, 100), ylim=(2, 27))
+    axes.axis("off")
+    parts = [("token\nids", 6, GREY), ("embedding", 21, BLUE), ("+ attention", 39, ORANGE), ("+ MLP", 54, ORANGE),
+             ("last\nmatrix", 70, BLUE), ("softmax", 83, GREY)]  # fmt: skip
+    for name, x, color in parts:
+        box = {"boxstyle": "round,pad=0.5", "facecolor": color, "edgecolor": "none"}
+        axes.text(x, 15, name, ha="center", va="center", color="white", fontsize=10, bbox=box)
+    for left, right in ((9.5, 14.5), (27.5, 32), (46, 50), (58.5, 65.5), (74.5, 78), (88, 92)):
+        axes.annotate("", (right, 15), (left, 15), arrowprops={"arrowstyle": "->", "color": GREY})
+    axes.plot([31, 31, 60, 60, 31], [10.5, 21, 21, 10.5, 10.5], color=GREY, lw=1, ls="--")
+    axes.text(45.5, 22.5, "layer, repeated", ha="center", color=GREY, fontsize=9)
+    notes = [
+        ("a vector\nper token", 29),
+        ("the vectors,\nchanged", 62),
+        ("logits", 76.5),
+        ("probabilities\nof the next token", 95),
+    ]
+    for note, x in notes:
+        axes.text(x, 9, note, ha="center", va="top", color=GREY, fontsize=8.5)
+    return figure
+
+
 def show(picture: Any, alt: str = "") -> None:
     """Show a heatmap or a matplotlib figure in a notebook; in a script, print heatmaps and skip figures.
 
