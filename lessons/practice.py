@@ -1,13 +1,20 @@
 """Training of small models within a lesson."""
 
+import contextlib
+import io
 import os
+import tempfile
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from tqdm import trange
 
+from thinker.data.tokenizer import Tokenizer
+from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
+from thinker.training.config_file import validate_config
+from thinker.training.run import train
 
 
 def is_fast() -> bool:
@@ -42,3 +49,21 @@ def train_on_task(
         optimizer.step()
         losses.append(loss.item())
     return model.eval(), losses
+
+
+def train_on_tales() -> tuple[Thinker, Tokenizer]:
+    """Train two layers of four heads on whole stories of tales for about a minute; returns model and tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = {
+            "data": {
+                "source": "tales", "max_documents": 200 if is_fast() else 6000, "packing": "documents",
+                "tokenizer": "bpe:512" if is_fast() else "bpe:2048", "seq_len": 320 if is_fast() else 192,
+                "cache_dir": f"{folder}/cache",
+            },
+            "run": {"dir": f"{folder}/run"}, "model": {"d_model": 128, "n_layers": 2, "n_heads": 4},
+            "train": {"device": "cpu", "max_steps": 5 if is_fast() else 400, "batch_size": 12, "eval_every": 400,
+                      "precision": "fp32"},
+        }  # fmt: skip
+        with contextlib.redirect_stdout(io.StringIO()):  # hides the summary
+            train(validate_config(config))
+        return load(f"{folder}/run")
