@@ -27,12 +27,12 @@ def pages(tmp_path_factory, request):
     return sorted(out.glob("*.html"))
 
 
-def checks_of(page):
-    """The first lines of the cells that check numbers, which no page shows."""
+def tagged(page, tag):
+    """The first lines of the cells with a tag in the source of a page."""
     if page.name == "index.html":
         return []
     cells = jupytext.read(FOLDER / f"{page.stem}.py").cells
-    return [cell.source.splitlines()[0] for cell in cells if "check" in cell.metadata.get("tags", [])]
+    return [cell.source.splitlines()[0] for cell in cells if tag in cell.metadata.get("tags", [])]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -47,8 +47,9 @@ def test_pages_are_quiet_and_fit(pages, browser, scheme):
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360
         assert tab.locator("h1").count() == 1
         assert tab.locator(".exercise").count() == (0 if page.name == "index.html" else 3)
-        text = tab.locator("main").inner_text()
-        assert not [line for line in checks_of(page) if line in text]
+        assert tab.locator("details.code").count() == len(tagged(page, "folded"))
+        text = tab.locator("main").inner_text()  # without what is folded
+        assert not [line for line in (*tagged(page, "check"), *tagged(page, "folded")) if line in text]
     tab.close()
     assert said == []
     assert len(pages) == len(LESSONS) + 1
