@@ -8,7 +8,7 @@
 #
 # You will learn
 #
-# - how RoPE makes a score depend on the distance of two tokens alone;
+# - how RoPE makes a score depend only on how far apart two tokens are;
 # - what ALiBi, sinusoidal and learned positions do instead;
 # - what happens beyond the length that a model was trained on.
 
@@ -21,30 +21,27 @@ import torch
 from thinker.lessons.pictures import Heatmap, SideBySide, show
 from thinker.lessons.practice import is_fast, train_on_task
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.attention_dispatch import attention_weights
-from thinker.model.masks import MaskBuilder
-from thinker.model.patterns import CAUSAL, TokenInfo
-from thinker.model.positions import Rope, RopeScaling, alibi_slopes, apply_rotary_emb, sinusoidal_embedding
+from thinker.model.positions import Rope, apply_rotary_emb, sinusoidal_embedding
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
 # %% [markdown]
 # ## Attention does not see the order
 #
 # A score is the dot product of a query and a key, and neither knows where its token stands. In
-# lesson 2 you saw what follows: shuffled tokens give shuffled outputs. So positions must be put in.
-# Thinker has two ways to do it, and two kinds of each (`ThinkerConfig(positions=...)`):
+# lesson 2 you saw what follows: without a mask, shuffled tokens give shuffled outputs. So positions
+# must be put in. There are two ways to do it:
 #
-# - **Add a vector to each token** before the first layer: `learned` looks it up in a table, which
-#   is trained like all other weights; `sinusoidal` consists of sines and cosines of the position.
-#   With four numbers, these are sin p, sin p/100, cos p and cos p/100.
-# - **Change the scores** in every layer: `rope` turns queries and keys; `alibi` subtracts a penalty
-#   for the distance.
+# - **change the scores** in every layer;
+# - **add a vector** for the position to the vector of each token, before the first layer.
+#
+# We start with the encoding that most large models use. It changes the scores.
 #
 # ## RoPE: the hand of a clock
 #
 # Take two numbers of a query as a point, and draw an arrow to it from the origin. That is the hand
 # of a clock. Rotary embeddings (RoPE) turn it by a fixed angle for each position, and they turn the
-# keys in the same way. For now, the angle is 30°, and each query and key is (1, 0):
+# keys in the same way. These hands turn *counterclockwise*, unlike those of a real clock. For now,
+# the angle is 30°, and each query and key is (1, 0):
 
 
 # %%
@@ -69,7 +66,7 @@ assert torch.allclose(sinusoidal_embedding(torch.arange(4), 4), sines)
 # Do two of them on paper. Positions 1 and 0: 0.866 · 1 + 0.5 · 0 = 0.866. Positions 2 and 1:
 # 0.5 · 0.866 + 0.866 · 0.5 = 0.866. The two hands are different each time, but the angle between
 # them is 30°, and the dot product of two arrows is the product of their lengths times the cosine of
-# the angle between them. Hence **the score depends on the distance m − n alone**. The matrix has
+# the angle between them. Hence **the score depends on the difference m − n alone**. The matrix has
 # the same number along each diagonal; such a matrix is called a *Toeplitz* matrix.
 #
 # The same is true if the hands did not start together. Here the key starts 50° ahead of the query,
@@ -97,15 +94,16 @@ show(figure, "Three clocks: the hands of query and key turn, and 10 degrees stay
 # pairs are (0, 2) and (1, 3). This is how (1, 0, 0, 0) and (0, 1, 0, 0) turn by one position:
 
 # %%
-rotation = Rope(4, theta=10_000.0)(torch.arange(4), 4, torch.float32)  # of positions 0 to 3
-for number in (0, 1):
-    x = torch.eye(4)[number].expand(4, 4)  # 1 at this place, 0 elsewhere
-    x = apply_rotary_emb(x, rotation)[1]
-    print(f"number {number}:", [round(value, 3) for value in x.tolist()])
+rope = Rope(4, theta=10_000.0)  # for D = 4
+rotation = rope(torch.arange(4), 4, torch.float32)  # the cosines and sines of positions 0 to 3
+for x in ([1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]):
+    rows = torch.tensor([x, x, x, x])  # the same vector at four positions
+    turned = apply_rotary_emb(rows, rotation)
+    print(f"{x} at position 1:", [round(value, 3) for value in turned[1].tolist()])
 
 # %% tags=["check"]
 assert all(abs(angle - 10) < 1e-6 for angle in angles)
-assert [round(value, 3) for value in x.tolist()] == [0.0, 1.0, 0.0, 0.01]
+assert [round(value, 3) for value in turned[1].tolist()] == [0.0, 1.0, 0.0, 0.01]
 x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 for p, (row, turned) in enumerate(zip(x, apply_rotary_emb(x, rotation))):
     (a, c), (b, d) = turn(row[0], row[2], p), turn(row[1], row[3], 0.01 * p)
@@ -115,57 +113,88 @@ assert torch.allclose(speeds, torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.
 assert [round(float(2 * math.pi / speed), 1) for speed in speeds] == [6.3, 62.8, 628.3, 6283.2]
 
 # %% [markdown]
-# The first pair turned by 1 radian, the second by 0.01. The speeds of the pairs i = 0, 1, ... are
-# theta to the power of −2i/D, and theta is 10,000 unless you set `rope_theta`. With D = 8 they are
-# 1, 0.1, 0.01 and 0.001 (`Rope.frequencies()`), so a full round takes 6.3, 63, 628 or 6,283
-# positions. These are hands for seconds, minutes and hours: fast ones tell neighbors apart, slow
-# ones near from far.
+# The first pair turned by 1 radian (57°): cos 1 = 0.54 and sin 1 = 0.841. The second pair turned by
+# 0.01.
 #
-# ## Distance alone, or not
+# The speed of pair i = 0, 1, ... is theta to the power of −2i/D, in radians per position. Theta is
+# a number, not an angle: 10,000 unless you set `rope_theta`. For example, with D = 8, pair 1 has
+# the speed 10,000^(−2/8) = 0.1. All four have the speeds 1, 0.1, 0.01 and 0.001, so a full round
+# takes 6.3, 63, 628 or 6,283 positions. These are hands for seconds, minutes and hours: fast ones
+# tell neighbors apart, slow ones near from far.
 #
-# Give six tokens the same query and the same key, so that only positions can make a difference, and
-# look along the diagonals. For RoPE they are constant. If a position vector p is added to tokens
-# instead, a score is (q + p of m) · (k + p of n), which has four parts. Two of them, q · (p of n)
-# and (p of m) · k, contain only one of the positions, so the distance is not enough. (For
-# sinusoidal vectors, (p of m) · (p of n) is constant along diagonals. It is the clock again.)
+# ## If a vector is added
+#
+# The other way adds a vector P[m] to the token at position m. There are two kinds:
+#
+# - **learned**: P is a table with a row for each position, trained like all other parameters.
+# - **sinusoidal**: P[m] consists of sines and cosines of m. With four numbers, these are sin(m),
+#   sin(m/100), cos(m) and cos(m/100).
+#
+# To keep it simple, add P to queries and keys. Then a score has four parts:
+#
+# (q + P[m]) · (k + P[n]) = q · k + q · P[n] + P[m] · k + P[m] · P[n]
+#
+# The two parts in the middle contain only one of the positions, so the difference m − n is not
+# enough. Give six tokens the same query and the same key, and look along the diagonals: only for
+# RoPE are they constant.
 
 # %%
 generator = torch.Generator().manual_seed(2)
-q, k = torch.randn(2, 1, 8, generator=generator).expand(2, 6, 8)  # the same at six positions
+q, k = torch.randn(2, 1, 8, generator=generator).expand(2, 6, 8)  # the same at 6 positions
 table = torch.randn(6, 8, generator=generator)  # stands for a learned table
-p = sinusoidal_embedding(torch.arange(6), 8)
-rotation = Rope(8, 10_000.0)(torch.arange(6), 6, torch.float32)
+P = sinusoidal_embedding(torch.arange(6), 8)
+rotation = Rope(8, theta=10_000.0)(torch.arange(6), 6, torch.float32)
 scores = {
     "RoPE": apply_rotary_emb(q, rotation) @ apply_rotary_emb(k, rotation).T,
-    "sinusoidal": (q + p) @ (k + p).T,
+    "sinusoidal": (q + P) @ (k + P).T,
     "learned": (q + table) @ (k + table).T,
 }
-show(SideBySide(*(Heatmap(name, x, "012345", "012345", digits=1) for name, x in scores.items())))
+tables = [Heatmap(name, x, "012345", "012345", digits=1) for name, x in scores.items()]
+show(SideBySide(*tables))
 
 # %% tags=["check"]
-steps = [float((x[1:, 1:] - x[:-1, :-1]).abs().max()) for x in (*scores.values(), p @ p.T)]  # along diagonals
+steps = [float((x[1:, 1:] - x[:-1, :-1]).abs().max()) for x in (*scores.values(), P @ P.T)]  # along diagonals
 assert max(steps[0], steps[3]) < 1e-5 < 0.5 < min(steps[1:3])
 
 # %% [markdown]
+# RoPE keeps the sign of the difference: in its table, the score is 2.5 for positions (0, 1), but
+# −1.3 for (1, 0).
+#
 # ## ALiBi: distance has a price
 #
-# ALiBi turns nothing. It subtracts a **slope** times the distance from each score. Each head has a
-# slope of its own: with eight heads they are 1/2, 1/4, 1/8 and so on to 1/256. They are fixed, not
-# trained. A steep slope makes a head look at the nearest tokens.
+# ALiBi changes the scores, too, but turns nothing. It subtracts a **slope** times the distance from
+# each score. The distance has no sign: it is how many tokens back the key is. Each head has a fixed
+# slope:
 #
-# One row by hand: the query at position 3, all scores 0, and the slope 1/2. The distances to keys 0
-# to 3 are 3, 2, 1 and 0. In Thinker, the penalties are part of the mask:
+# - with eight heads: 1/2, 1/4, 1/8, and so on to 1/256;
+# - with four heads: 1/4, 1/16, 1/64 and 1/256.
+#
+# A steep slope makes a head look at the nearest tokens.
+#
+# One row by hand: the query at position 3, all scores 0, and the slope 1/2 of head 0. The distances
+# to keys 0 to 3 are 3, 2, 1 and 0. The last row of the table comes from Thinker.
 
 # %%
 penalized = torch.tensor([0 - 3 / 2, 0 - 2 / 2, 0 - 1 / 2, 0 - 0 / 2])
 by_hand = penalized.exp() / penalized.exp().sum()
-tokens, zeros = TokenInfo(torch.arange(4)), torch.zeros(1, 8, 4, 2)
-builder = MaskBuilder(n_heads=8, alibi_slopes=alibi_slopes(8))
-weights = attention_weights(zeros, zeros, builder.build(CAUSAL, tokens, tokens, aligned=True))[0]
+
+# %% tags=["folded"]
+from thinker.model.attention_dispatch import attention_weights
+from thinker.model.masks import MaskBuilder
+from thinker.model.patterns import CAUSAL, TokenInfo
+from thinker.model.positions import RopeScaling, alibi_slopes
+
+tokens, zeros = TokenInfo(torch.arange(4)), torch.zeros(1, 8, 4, 2)  # (B, H, T, D): scores of 0
+builder = MaskBuilder(n_heads=8, alibi_slopes=alibi_slopes(8))  # the penalties are in the mask
+mask = builder.build(CAUSAL, tokens, tokens, aligned=True)
+weights = attention_weights(zeros, zeros, mask)[0]  # (heads, queries, keys)
 rows = torch.stack([penalized, penalized.exp(), by_hand, weights[0, 3]])
-show(Heatmap("first head", rows, ["score", "e^score", "weight", "Thinker's"], "0123", 4, shade=1.5))
+names = ["score", "e^score", "weight", "Thinker's weight"]
+show(Heatmap("head 0, query at position 3", rows, names, "0123", digits=4, shade=1.5))
 
 # %% tags=["check"]
+assert alibi_slopes(4).tolist() == [1 / 4, 1 / 16, 1 / 64, 1 / 256]
+assert [round(float(scores["RoPE"][place]), 1) for place in ((0, 1), (1, 0))] == [2.5, -1.3]
 assert alibi_slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
 assert torch.allclose(by_hand, torch.tensor([0.1015, 0.1674, 0.2760, 0.4551]), atol=1e-4)
 assert torch.allclose(weights[0, 3], by_hand, atol=1e-6)
@@ -178,19 +207,22 @@ assert torch.allclose(weights[0, 3], by_hand, atol=1e-6)
 # d. Then they get texts of 128 tokens. Guess which of them can do it before you run the cell.
 
 # %%
-V, TRAINED, LONG = 16, 32, 128  # token 0 is the blank, and 1 to 15 are letters
+V, TRAINED, LONG = 16, 32, 128  # V tokens: 0 is the blank, and 1 to 15 are letters
 
 
 def latest_letter(generator, T=TRAINED, B=64):
-    """Texts (B, T), and at each blank the latest letter."""
+    """B texts of T tokens, and for each blank the latest letter (-1: no answer is needed)."""
     tokens = torch.randint(1, V, (B, T), generator=generator)
     tokens[torch.rand(B, T, generator=generator) < 0.75] = 0
-    places = torch.where(tokens > 0, torch.arange(T), -1).cummax(dim=1).values  # of the latest letter
-    return tokens, torch.where((tokens == 0) & (places >= 0), tokens.gather(1, places.clamp(min=0)), -1)
+    places = torch.where(tokens > 0, torch.arange(T), -1)  # of letters
+    places = places.cummax(dim=1).values  # the largest so far: that of the latest letter
+    letters = tokens.gather(1, places.clamp(min=0))  # the tokens at these places
+    return tokens, torch.where((tokens == 0) & (places >= 0), letters, -1)
 
 
 def train(kind, make_batch):
-    config = ThinkerConfig(V, d_model=32, n_layers=1, n_heads=4, max_seq_len=LONG, positions=kind)
+    sizes = {"vocab_size": V, "d_model": 32, "n_layers": 1, "n_heads": 4}
+    config = ThinkerConfig(**sizes, max_seq_len=LONG, positions=kind)
     return train_on_task(config, make_batch, n_steps=300, lr=1e-2)[0]
 
 
@@ -203,19 +235,28 @@ def accuracy(model, make_batch):
 kinds = ("alibi", "rope", "sinusoidal", "learned")
 models = {kind: train(kind, latest_letter) for kind in kinds}
 curves = {kind: accuracy(model, latest_letter) for kind, model in models.items()}
+ranges = ((16, 32), (32, 40), (64, 128), (97, 104))  # from, up to but without
+print("right at positions:", *[f"{start:>3} to {end - 1:<3}" for start, end in ranges])
+for kind, curve in curves.items():
+    print(f"{kind:>18}:", *[f"{curve[start:end].mean():>10.0%}" for start, end in ranges])
 
+# %% tags=["folded"]
 figure, (axes,) = new_figure(7, 3.5)
 axes.axvspan(1, TRAINED - 1, color=GREY, alpha=0.15, lw=0)
 for kind, color, line in zip(kinds, (BLUE, ORANGE, GREY, GREY), ("-", "-", "-", ":")):
     axes.plot(range(4, LONG), curves[kind][4:], color=color, ls=line, label=kind)
 axes.set(xlabel="position (grey: trained)", ylabel="right answers", ylim=(0, 1.03))
 axes.legend(frameon=False)
-show(figure, "Beyond position 31, only ALiBi keeps naming the latest letter; the others guess.")
-for kind, curve in curves.items():
-    print(f"{kind:>10}: {curve[16:32].mean():.0%} right at 16 to 31, {curve[64:].mean():.0%} from 64 on")
+show(
+    figure,
+    "Right answers by position: ALiBi stays near 92% up to 127. Learned positions fall right after 31, "
+    "sinusoidal ones soon after, with a small hill near 100, and RoPE between 40 and 55.",
+)
 
 # %% tags=["check"]
 assert round(math.exp(-8), 4) == 0.0003
+rounds = 100 * Rope(32, 10_000.0).frequencies()[:3] / (2 * math.pi)  # of the waves in 32 numbers
+assert torch.allclose(rounds, torch.tensor([16.0, 9.0, 5.0], dtype=torch.float64), atol=0.1)
 window = Thinker(replace(models["rope"].config, attention="window(32)"))
 window.load_state_dict(models["rope"].state_dict())
 if not is_fast():
@@ -223,27 +264,34 @@ if not is_fast():
         assert curve[16:32].mean() > 0.9
         assert curve[64:].mean() > 0.85 if kind == "alibi" else curve[64:].mean() < 0.15
     assert accuracy(window, latest_letter)[64:].mean() > 0.9
+    assert curves["rope"][32:40].mean() > 0.9 > 0.3 > curves["rope"][56:64].mean()
+    assert curves["learned"][32:40].mean() < curves["sinusoidal"][32:40].mean() < 0.85
 
 # %% [markdown]
-# Within the trained length, all four solve the task. Beyond it only ALiBi does; from position 64
-# on, the others are on average not much better than guessing, which is right once in 15 times.
+# Within the trained length, all four solve the task: here ALiBi gets 95% right, and the others
+# 100%. From position 64 on, ALiBi still gets 92%. The others get about 10%, not much better than
+# guessing, which is right once in 15 times. (Your run may differ a little.)
 #
-# - **learned**: the rows from 32 on were never trained; a table of 32 rows would end there.
-#   **sinusoidal**: the vectors from 32 on are new to the model, too.
-# - **rope**: the score of the *right* key is as before, since it depends on the distance alone. But
-#   at position 127 there are 96 keys that are 32 or more tokens back, and no training step has ever
-#   told the model to give those a low score: between the slow hands are angles that it has never
-#   seen.
-# - **alibi**: in the first of four heads, with a slope of 1/4, a key 32 tokens back pays 8, and e
-#   to the power of −8 is 0.0003. The penalty works at any distance.
+# - **learned**: the rows from 32 on were never trained, so it fails at once. A table of 32 rows
+#   would end there.
+# - **sinusoidal**: the vectors from 32 on are new to the model, too. Near position 100, it gets
+#   some answers right again, here 26% at 97 to 103. There, the three fastest waves have made almost
+#   exactly 16, 9 and 5 full rounds, so the vectors look a little like those of the beginning. That
+#   may be why.
+# - **rope**: the score of the *right* key is as before, since it depends on the difference alone.
+#   At positions 32 to 39, 98% of the answers are still right. But at position 127 there are 96 keys
+#   that are 32 or more tokens back. No training step has ever told the model to give those a low
+#   score, and the slow hands have never turned that far.
+# - **alibi**: in head 0 of four, with a slope of 1/4, a key 32 tokens back pays 8, and e to the
+#   power of −8 is 0.0003. The penalty works at any distance.
 #
 # **Question.** How could you test whether the far keys are what confuses the RoPE model?
 #
 # <details><summary>Answer</summary>
 #
-# Hide them: give its weights to a model with `attention="window(32)"`, whose tokens see only the
-# latest 32. From position 64 on, more than 90% of the answers are now right, without more training.
-# So the distances were too large, not the positions.
+# Hide them: give its parameters to a model with `attention="window(32)"`, whose tokens see only the
+# latest 32. From position 64 on, here 99% of the answers are right, without more training. So the
+# distances were too large, not the positions.
 #
 # </details>
 #
@@ -269,8 +317,10 @@ assert torch.allclose(4 * Rope(8, 10_000.0, RopeScaling("linear", factor=4)).fre
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# No. A hand can point exactly three places back, but a penalty can only prefer nearer tokens. So in
-# a single layer, ALiBi can hardly single out the third. Each encoding makes some things easy.
+# No. With RoPE, a head can point exactly three places back: if the hand of the key starts three
+# steps ahead, the angle is 0 when the key is three places back, and the score is highest there. A
+# penalty can only prefer nearer tokens. So with one layer, RoPE gets 100% here, and ALiBi 30%. Each
+# encoding makes some things easy.
 #
 # </details>
 #
@@ -285,11 +335,11 @@ assert torch.allclose(4 * Rope(8, 10_000.0, RopeScaling("linear", factor=4)).fre
 
 
 # %% tags=["exercise"]
-from thinker.lessons.checks.positions import check_encodings, check_rotate, check_score, mystery_scores
+from thinker.lessons.checks.positions import check_encodings, check_rotate, check_score
 
 
 def rotate(x, position):
-    return ...  # a tensor of shape (4,)
+    return ...  # four numbers: [a, b, c, d] or torch.tensor([a, b, c, d])
 
 
 check_rotate(rotate)
@@ -305,10 +355,15 @@ check_score(my_score)
 
 # %% [markdown]
 # **3. Which encoding was it?** All five tokens have the same query and the same key. Each of these
-# matrices comes from one of "rope", "alibi", "learned" and "none". Which is which?
+# matrices comes from one of "rope", "alibi", "learned" and "none" (no positions at all). Which is
+# which?
+
+# %% tags=["folded"]
+from thinker.lessons.checks.positions import mystery_scores
+
+show(SideBySide(*(Heatmap(name, x, "01234", "01234") for name, x in mystery_scores().items())))
 
 # %% tags=["exercise"]
-show(SideBySide(*(Heatmap(name, x, "01234", "01234") for name, x in mystery_scores().items())))
 my_guess = {"A": ..., "B": ..., "C": ..., "D": ...}
 check_encodings(my_guess)
 
@@ -325,7 +380,7 @@ def my_rotation(x, position):
 
 check_rotate(my_rotation)
 
-# Both have turned 1000 times; that changes nothing. The query has turned two more times, so by 60°.
+# Both have turned 1000 times; that changes nothing. The query has turned two more times: by 60°.
 # The key started at 90°. Between them are 90° − 60° = 30°, and 2 · 1 · cos 30° = 1.732.
 check_score(2 * math.cos(math.radians(30)))
 
@@ -338,6 +393,7 @@ check_encodings({"A": "learned", "B": "alibi", "C": "none", "D": "rope"})
 #
 # - **RoPE**: turns pairs of numbers in queries and keys by an angle that grows with the position.
 # - **ALiBi**: subtracts slope times distance from each score.
+# - **Learned, sinusoidal**: add a vector for the position to each token.
 # - **Toeplitz**: constant along each diagonal.
 #
 # Sources: sinusoidal positions ([arXiv:1706.03762](https://arxiv.org/abs/1706.03762)), RoPE
