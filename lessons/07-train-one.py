@@ -3,7 +3,7 @@
 #
 # *How good is a loss of 0.97?* On most texts nobody can say. This lesson trains a small model on
 # stories whose best possible loss is known. It takes about 20 minutes. You need to know what a
-# softmax is.
+# softmax, a logit and a loss are.
 #
 # You will learn
 #
@@ -16,9 +16,8 @@ import contextlib
 import io
 import json
 import math
-import re
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -27,8 +26,9 @@ from thinker.data import tales
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.sampler import distribution
 from thinker.interop import load
-from thinker.lessons.pictures import Heatmap, SideBySide, show
+from thinker.lessons.pictures import Heatmap, show
 from thinker.lessons.practice import is_fast
+from thinker.lessons.story_costs import COLUMNS, story_costs
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 from thinker.training.config_file import validate_config
 from thinker.training.run import train
@@ -38,45 +38,63 @@ from thinker.training.run import train
 #
 # A grammar writes the stories of the corpus `tales`. It makes one choice after the other: which
 # sentence, which word. No choice depends on another, so the probability P of a story is the product
-# of those of its choices. −ln of each is its **surprise**, in **nats**, and surprises add up.
+# of the probabilities of its choices. −ln of a probability is its **surprise**, in **nats**.
+# Surprises add up. We also say: a choice *costs* so many nats.
 
 # %%
 story = tales.generate_story(seed=0, index=3636)
 print(story.text.replace(". ", ".\n"), "\n")
-hero = story.choices[1]
-print(f"{hero.value} is one of {math.exp(-hero.log_prob):.0f} girls and costs {-hero.log_prob:.2f} nats.")
-mean = sum(-tales.generate_story(seed=1, index=i).log_prob for i in range(2000)) / 2000
-print(f"This story costs {-story.log_prob:.1f} nats in all, and 2,000 others {mean:.0f} on average.")
+hero, nats = story.choices[1], -story.choices[1].log_prob
+print(f"{hero.value} is one of {math.exp(nats):.0f} girls and costs {nats:.2f} nats.")
+others = [-tales.generate_story(seed=1, index=i).log_prob for i in range(2000)]
+mean = sum(others) / 2000
+print(f"This story costs {-story.log_prob:.1f} nats, and 2,000 others {mean:.0f} on average.")
 
 # %% tags=["check"]
-assert [f"{math.exp(-hero.log_prob):.0f}", f"{-hero.log_prob:.2f}", f"{mean:.0f}"] == ["56", "4.03", "123"]
+assert [f"{math.exp(nats):.0f}", f"{nats:.2f}", f"{mean:.0f}"] == ["56", "4.03", "123"]
 
 # %% [markdown]
-# When *Ella* comes back at the end of the story, she costs nothing, because that is no choice. The
-# mean over all stories is the **entropy** of the corpus, about 123 nats per story. No model can
-# need less on average.
+# When *Ella* comes back at the end of the story, her name costs nothing, because it is not drawn
+# again. The mean over all stories is the **entropy** of the corpus, about 123 nats per story. No
+# model can need less on average.
 #
 # ## Train
 #
-# A few settings describe a run: two layers, 700 steps, 14 stories per step, and 3% of the stories
-# kept for validation. The losses go to `metrics.jsonl`, together with the **floor**: the nats of
-# the validation stories, divided by the number of their tokens.
+# A few settings describe a run: two layers, 700 steps, 14 stories per step. `load` reads the
+# trained model.
+#
+# - The tokens are pieces of words. `bpe` (byte-pair encoding) begins with single bytes and joins
+#   the two neighbors that occur together most often, again and again, until there are 3,072 tokens.
+# - 3% of the stories are kept for **validation**: the model never trains on them, only its loss is
+#   measured there.
+# - The losses go to the file `metrics.jsonl`, together with the **floor**: the nats of the
+#   validation stories by the grammar, divided by the number of their tokens. No model can have a
+#   lower loss on average.
 
 # %%
 folder = tempfile.TemporaryDirectory()
 config = {
     "data": {
-        "source": "tales", "max_documents": 300 if is_fast() else 20000, "packing": "documents",
-        "tokenizer": "bpe:512" if is_fast() else "bpe:3072",  # up to so many different tokens
+        "source": "tales", "max_documents": 300 if is_fast() else 20000,
+        "tokenizer": "bpe:512" if is_fast() else "bpe:3072", "packing": "documents",
         "seq_len": 320 if is_fast() else 176,  # one story per sequence
         "val_fraction": 0.03, "cache_dir": folder.name + "/cache",
     },
-    "run": {"dir": folder.name + "/run"}, "model": {"d_model": 128, "n_layers": 2, "n_heads": 4},
-    "train": {"device": "cpu", "max_steps": 12 if is_fast() else 700, "batch_size": 14, "eval_every": 100},
+    "model": {"d_model": 128, "n_layers": 2, "n_heads": 4},
+    "train": {
+        "device": "cpu", "max_steps": 12 if is_fast() else 700, "batch_size": 14,
+        "eval_every": 100,  # measure the validation loss after so many steps
+    },
+    "run": {"dir": folder.name + "/run"},
 }  # fmt: skip
 with contextlib.redirect_stdout(io.StringIO()):  # hides the summary; one to three minutes
     train(validate_config(config))
+model, tokenizer = load(folder.name + "/run")
+generator = Generator(model, tokenizer)  # writes and scores texts
+part = story.text[story.text.index("Down by") : story.text.index("\n\nSomebody")]
+print("|".join(tokenizer.decode([token]) for token in tokenizer.encode(part)))
 
+# %% tags=["folded"]
 lines = [json.loads(line) for line in Path(folder.name, "run/metrics.jsonl").read_text().splitlines()]
 steps = [line for line in lines if "train_loss" in line]
 tests = [line for line in lines if "val_loss" in line]
@@ -96,46 +114,61 @@ if not is_fast():
     assert abs(last - steps[-1]["train_loss"]) < 0.06
 
 # %% [markdown]
-# Both losses stay together, so the model does not just memorize its text. The curve does not jump
-# or stay high, so the learning rate is not too high. It ends less than 12% above the floor, so
-# little is left to learn.
+# The line above the figure shows how `bpe` cuts a text. Most words of these stories are one token,
+# together with the space before them. The rare word *temple* is three. (Your run may differ a
+# little.)
+#
+# Three questions about such a curve:
+#
+# - **Does the model memorize?** Then the training loss falls further while the validation loss
+#   rises. This is called **overfitting**. Here both stay together.
+# - **Is the learning rate too high?** It is the size of the steps. If they are too large, the loss
+#   jumps up or stays high. Here it does neither.
+# - **How much is left?** The loss ends at 0.972, and the floor is 0.917. The model needs 6.0% more
+#   nats than the grammar. On texts without a known floor, nobody can say this.
 #
 # ## What a loss means
 #
 # The loss is the mean surprise per token: −ln of the probability that the model gave to the token
-# that came.
+# that came. Two other numbers say the same:
 #
-# - **Perplexity** is e to the power of the loss. At 5, the model chooses as if among five tokens.
-# - **Bits per byte**: divide by ln 2 = 0.693, because that many nats are a bit, and by the mean
-#   number of bytes per token. This number does not depend on how the text is cut into tokens.
+# - **Perplexity** is e to the power of the loss. At 5, the model is as unsure as if it had to guess
+#   among five equally likely tokens.
+# - **Bits per byte**: divide the loss by ln 2 = 0.693, because a bit is 0.693 nats. Then divide by
+#   the mean number of bytes per token. The result does not depend on how the text is cut into
+#   tokens.
 #
-# Compare with models that know less: the uniform one, to which all tokens are equally likely, and
-# the **unigram** model, which knows how often each token occurs and nothing else.
+# Compare with two models that know less. To the **uniform** model, all tokens are equally likely.
+# The **unigram** model knows how often each token occurs, and nothing else.
 
 # %%
-model, tokenizer = load(folder.name + "/run")
 V = tokenizer.vocab_size
 texts = [tales.generate_story(seed=2, index=i).text for i in range(2200)]
-stories = [[*tokenizer.encode(text), tokenizer.bos_id] for text in texts]  # the end is a token, too
+end = [tokenizer.bos_id]  # one token ends a story and begins the next
+stories = [tokenizer.encode(text) + end for text in texts]
 counts = Counter(token for ids in stories[200:] for token in ids)
 total = counts.total() + V  # one extra count each, so that no probability is 0
-unigram = torch.tensor([math.log(total / (counts[token] + 1)) for ids in stories[:200] for token in ids]).mean()
+surprises = [math.log(total / (counts[token] + 1)) for ids in stories[:200] for token in ids]
+unigram = sum(surprises) / len(surprises)
 bytes_per_token = sum(len(text.encode()) for text in texts) / sum(map(len, stories))
+losses = {"uniform": math.log(V), "unigram": unigram, "our model": last, "floor": floor}
+print(f"{bytes_per_token:.2f} bytes per token\n")
 print("           nats per token   perplexity   bits per byte")
-for name, nats in {"uniform": math.log(V), "unigram": float(unigram), "our model": last, "floor": floor}.items():
+for name, nats in losses.items():
     bits = nats / math.log(2) / bytes_per_token
     print(f"{name:>9}   {nats:13.3f}   {math.exp(nats):10.1f}   {bits:13.3f}")
-print(f"{bytes_per_token:.2f} bytes per token; metrics.jsonl has {tests[-1]['val_bits_per_byte']:.3f} bits per byte")
 
 # %% tags=["check"]
 assert abs(first - math.log(V)) < 1e-3
 assert abs(last / math.log(2) / bytes_per_token / tests[-1]["val_bits_per_byte"] - 1) < 0.02
 if not is_fast():
-    assert [V, round(float(unigram)), round(bytes_per_token, 1)] == [3072, 6, 4.4]
+    assert [V, round(unigram), round(bytes_per_token, 1)] == [3072, 6, 4.4]
 
 # %% [markdown]
-# An untrained model knows nothing: ours starts at ln 3072 = 8.03. Knowing how often tokens occur
-# brings about 6. All the rest comes from context.
+# Check one row: 0.972 nats / 0.693 = 1.40 bits per token, and 1.40 / 4.40 = 0.32 bits per byte.
+#
+# An untrained model knows nothing: ours starts at ln 3072 = 8.03, like the uniform one. Knowing how
+# often tokens occur brings the loss down to 5.94. All the rest, down to 0.972, comes from context.
 #
 # **Question.** A model has a loss of 0.85 on 100 stories. Has it beaten the grammar?
 #
@@ -148,48 +181,67 @@ if not is_fast():
 #
 # ## Sampling, by hand
 #
-# To write, we draw from the model's distribution. Four settings change it first:
+# To write, we draw the next token from the model's distribution. Four settings change it first, in
+# this order. What is left is always divided by its sum. Take four tokens with the probabilities
+# 0.6, 0.2, 0.15 and 0.05:
 #
-# - **Temperature** T divides the logits, so it raises probabilities to the power of 1 / T. Below 1,
-#   likely tokens gain. At 0, only the likeliest is left: **greedy** decoding.
-# - **top-k** keeps the k likeliest tokens.
-# - **top-p** keeps the fewest likeliest tokens that together reach the probability p.
-# - **min-p** keeps tokens that have at least the fraction p of the highest probability.
+# - **Temperature** divides the logits. A probability is e to the power of its logit, divided by a
+#   sum. So a temperature of 0.5, which doubles the logits, squares the probabilities: 0.36, 0.04,
+#   0.0225 and 0.0025. Divide by their sum, 0.425: 0.847, 0.094, 0.053 and 0.006. Below 1, likely
+#   tokens gain; above 1, unlikely ones. At 0, only the likeliest is left: **greedy** decoding.
+# - **top-k** keeps the k likeliest tokens. top-k 2 keeps 0.6 and 0.2. Divided by 0.8: 0.75 and
+#   0.25.
+# - **top-p** keeps the fewest likeliest tokens that together reach the probability p. For top-p
+#   0.9, 0.6 + 0.2 = 0.8 is too little. With the third token it is 0.95, so three tokens stay.
+# - **min-p** keeps tokens that have at least the fraction p of the highest probability. For min-p
+#   0.1, that is 0.1 · 0.6 = 0.06. Three tokens have it.
 #
-# What is left is divided by its sum. Take 0.6, 0.2, 0.15 and 0.05. At T = 0.5 they are squared:
-# 0.36, 0.04, 0.0225 and 0.0025, in all 0.425. top-k 2 leaves 0.6 and 0.2. top-p 0.9 needs a third
-# token. min-p 0.1 asks for 0.06, which three tokens have. The first table is by Thinker's sampler.
-#
-# The others show three places in a story. At its **start**, the grammar has *Once* with probability
-# 1/2, *Nobody* and *When* with 1/6 each, or else a name. After *there was a* it allows 55 words (an
-# **open** place), and after the last *from* of the story above only *Ely* (a **certain** place).
+# Thinker's sampler computes the same:
 
 # %%
-generator = Generator(model, tokenizer)
-settings = {"T = 0.5": {"temperature": 0.5}, "T = 1.5": {"temperature": 1.5}, "top-k 2": {"top_k": 2},
-            "top-p 0.9": {"top_p": 0.9}, "min-p 0.1": {"min_p": 0.1}}  # fmt: skip
-opening = "Once upon a time, there was a"
-prompts = ["", opening, story.text[: story.text.rindex(" Ely")]]
-with torch.no_grad():
-    logits = torch.cat([model(torch.tensor([generator.encode(prompt)]))[:, -1].float() for prompt in prompts])
-starts = [tokenizer.encode(word)[0] for word in ("Once", "Nobody", "When")]
-four, rows, kept = [], [], []
-for options in [{}, *settings.values()]:
-    params = SamplingParams(**options)
-    four.append(distribution(torch.tensor([[0.6, 0.2, 0.15, 0.05]]).log(), params)[0].tolist())
-    at_start, at_open, at_certain = distribution(logits, params)
-    rows.append([*at_start[starts].tolist(), float(1 - at_start[starts].sum())])
-    kept.append([int((at_open > 0).sum()), int((at_certain > 0).sum())])
-show(SideBySide(
-    Heatmap("four probabilities", four, ["given", *settings], ["1st", "2nd", "3rd", "4th"], digits=3, shade=1.0),
-    Heatmap("start", rows, ["model", *settings], ["Once", "Nobody", "When", "other"], shade=1.0),
-    Heatmap("tokens kept", kept, ["model", *settings], ["open", "certain"], 0, shade=200),
-))  # fmt: skip
+settings = {
+    "temperature 0.5": {"temperature": 0.5}, "temperature 1.5": {"temperature": 1.5},
+    "top-k 2": {"top_k": 2}, "top-p 0.9": {"top_p": 0.9}, "min-p 0.1": {"min_p": 0.1},
+}  # fmt: skip
+logits = torch.tensor([[0.6, 0.2, 0.15, 0.05]]).log()
+four = [distribution(logits, SamplingParams())[0].tolist()]  # nothing changed
+for options in settings.values():
+    four.append(distribution(logits, SamplingParams(**options))[0].tolist())
+names = ["1st", "2nd", "3rd", "4th"]
+show(Heatmap("four probabilities", four, ["given", *settings], names, digits=3, shade=1.0))
 
 # %% tags=["check"]
 by_hand = [[0.36 / 0.425, 0.04 / 0.425, 0.0225 / 0.425, 0.0025 / 0.425], [0.6 / 0.8, 0.2 / 0.8, 0, 0]]
 by_hand += 2 * [[0.6 / 0.95, 0.2 / 0.95, 0.15 / 0.95, 0]]
 assert torch.allclose(torch.tensor(four)[[1, 3, 4, 5]], torch.tensor(by_hand), atol=1e-6)
+
+# %% [markdown]
+# Now three places in a story, with our model:
+#
+# - At the **start**, the grammar has *Once* with probability 1/2, *Nobody* and *When* with 1/6
+#   each, or else a name. The first table shows what the model has.
+# - After *Once upon a time, there was a*, the grammar allows 55 words: an **open** place.
+# - After the last *from* of the story about Ella, it allows only *Ely*: a **certain** place.
+#
+# The second table shows how many tokens can be drawn at the open and at the certain place.
+
+# %% tags=["folded"]
+opening = "Once upon a time, there was a"
+prompts = ["", opening, story.text[: story.text.rindex(" Ely")]]
+with torch.no_grad():
+    passes = [model(torch.tensor([generator.encode(prompt)])) for prompt in prompts]
+logits = torch.cat([each[:, -1].float() for each in passes])
+starts = [tokenizer.encode(word)[0] for word in ("Once", "Nobody", "When")]
+rows, kept = [], []
+for options in [{}, *settings.values()]:
+    at_start, at_open, at_certain = distribution(logits, SamplingParams(**options))
+    rows.append([*at_start[starts].tolist(), float(1 - at_start[starts].sum())])
+    kept.append([int((at_open > 0).sum()), int((at_certain > 0).sum())])
+names = ["Once", "Nobody", "When", "other"]
+show(Heatmap("start", rows, ["model", *settings], names, shade=1.0))
+show(Heatmap("tokens kept", kept, ["model", *settings], ["open", "certain"], 0, shade=200))
+
+# %% tags=["check"]
 if not is_fast():
     assert (torch.tensor(rows[0]) - torch.tensor([1 / 2, 1 / 6, 1 / 6, 1 / 6])).abs().max() < 0.1
     assert sum(item["a"].startswith("a ") for item in tales.GRAMMAR.lists["trait"]) == 55
@@ -197,21 +249,30 @@ if not is_fast():
     assert 40 <= kept[4][0] < 55 <= kept[5][0] < 75
 
 # %% [markdown]
-# The model is close to the grammar, and each setting moves away from it. But a model also gives a
-# little probability to thousands of wrong tokens, and a long text offers many occasions to draw
-# one. A fixed k is too small at open places and too large at certain ones. top-p and min-p adapt:
-# they keep one token where one is right. At the open place, top-p drops some of the 55 words, and
-# min-p keeps about as many as there are.
+# At the start, the model is close to the grammar: here 0.45, 0.18, 0.20 and 0.17. Every setting
+# changes what the model has learned. So why use one? Because the model also gives a little
+# probability to thousands of wrong tokens, and in a long text one of them is drawn sooner or later.
+#
+# - **top-k** keeps 2 tokens at both places: too few at the open place, too many at the certain one.
+# - **top-p** and **min-p** adapt. They keep one token where only one is right. At the open place,
+#   where 55 words are right, top-p keeps 49 tokens here, and min-p 55.
+#
+# Now let the model write 32 stories at each of four temperatures:
 
 # %%
 surprise, written, n_stories = {}, {}, 2 if is_fast() else 32
-for T in (0.0, 0.5, 1.0, 1.5):
-    params = SamplingParams(temperature=T, max_new_tokens=40 if is_fast() else 160, seed=5)
-    written[T] = [each.prompt + each.text for each in generator.generate([opening] * n_stories, params)]
-    scores = [generator.score(text) for text in written[T]]
-    surprise[T] = sum(score.nats for score in scores) / sum(len(score.logprobs) for score in scores)
-    print(f"T = {T}: {len(set(written[T]))} different stories, {surprise[T]:.2f} nats per token, such as")
-    print(written[T][0][len(opening) : 220].replace("\n\n", " ").replace(". ", ".\n "), "...\n")
+n_tokens = 40 if is_fast() else 160
+for temperature in (0.0, 0.5, 1.0, 1.5):
+    params = SamplingParams(temperature=temperature, max_new_tokens=n_tokens, seed=5)
+    done = generator.generate([opening] * n_stories, params)
+    texts = [each.prompt + each.text for each in done]
+    scores = [generator.score(text) for text in texts]
+    n_scored = sum(len(score.logprobs) for score in scores)
+    surprise[temperature] = sum(score.nats for score in scores) / n_scored
+    written[temperature] = texts
+    print(f"temperature {temperature}: {len(set(texts))} different stories,", end=" ")
+    print(f"{surprise[temperature]:.2f} nats per token, such as")
+    print(texts[0][len(opening) : 220].replace("\n\n", " ").replace(". ", ".\n "), "...\n")
 
 # %% tags=["check"]
 if not is_fast():
@@ -224,41 +285,28 @@ if not is_fast():
 #
 # <details><summary>Answer</summary>
 #
-# A typical story makes some unlikely choices. One of only the likeliest is not typical, and always
-# the same. At T = 1 the surprise is near the loss, as it is for stories of the corpus.
+# A typical story makes some unlikely choices. A story of only the likeliest choices is not typical,
+# and it is always the same. At temperature 1, the model's own stories surprise it about as much as
+# real ones do: here 0.99 nats per token, beside a validation loss of 0.972.
 #
 # </details>
 #
 # ## More context, less loss
 #
-# `score` returns the log-probability of each token. We average the surprise in 200 new stories by
-# position, and by **facts**: words such as the town that are drawn once and then repeated.
+# `generator.score(text)` returns the log-probability of each token. We take 200 new stories and
+# average −ln p in two ways:
+#
+# - by position: the first 20 tokens, the next 20, and so on;
+# - by **facts**: words such as the town, which are drawn once and then repeated. The table compares
+#   what the grammar pays for the draw with what the model pays at the first mention and again.
 
 # %%
 sample = [tales.generate_story(seed=3, index=i) for i in range(3 if is_fast() else 200)]
-by_position, spent, excess = defaultdict(list), defaultdict(list), 0.0
-for each in sample:
-    score, nats, at = generator.score(each.text), [0.0] * len(each.text), -1
-    excess += (score.nats + each.log_prob) / len(sample)
-    for position, (token, logprob) in enumerate(zip(score.token_ids, score.logprobs)):
-        at += len(tokenizer.token_bytes(token))
-        nats[at] = -logprob  # at the last character of the token
-        by_position[position // 20 * 20].append(-logprob)
-    at = 0
-    for choice in each.choices:
-        if choice.kind != "plot":  # find the word, and its repetitions
-            word = re.compile(rf"\b{re.escape(choice.value)}\b", re.IGNORECASE)
-            first_time, *again = [match.span() for match in word.finditer(each.text, at)]
-            at = first_time[1]
-            spent[choice.name, "grammar"].append(-choice.log_prob)
-            spent[choice.name, "first time"].append(sum(nats[slice(*first_time)]))
-            spent[choice.name, "again"] += [sum(nats[slice(*span)]) for span in again]
-means = [sum(by_position[start]) / len(by_position[start]) for start in range(0, 140, 20)]
-show(Heatmap("nats per token", [means], ["from token"], [str(start) for start in range(0, 140, 20)]))
 facts = ["town", "hobby", "friend", "thing", "food", "hero", "password", "surname"]
-columns = ["grammar", "first time", "again"]
-cost = torch.tensor([[torch.tensor(spent[name, column]).mean() for column in columns] for name in facts])
-show(Heatmap("nats per mention", cost, facts, columns))
+means, cost, excess = story_costs(generator, sample, facts, width=20, n_groups=7)
+firsts = [str(start) for start in range(0, 140, 20)]
+show(Heatmap("nats per token", [means], ["from token"], firsts))
+show(Heatmap("nats per mention", cost, facts, COLUMNS))
 print(f"together, the model spends {excess:.1f} nats per story more than the grammar")
 
 # %% tags=["check"]
@@ -269,20 +317,38 @@ if not is_fast():
     assert cost[:5, 2].max() < 0.5 < 2 < cost[6:, 2].min()
 
 # %% [markdown]
-# The end of a story costs about half as much as its beginning, partly because the grammar chooses
-# less there. But compare the same words: a town costs about 4 nats the first time and almost
-# nothing when it comes back. The model has learned to look it up, in a text that it has never seen:
-# **learning in context**.
+# The end of a story costs about a third of its beginning: here 0.47 nats per token, after 1.34. One
+# reason is that the grammar chooses less there. But compare the same words: a town costs 4.25 nats
+# the first time and 0.00 when it comes back. The model has learned to look it up, in a text that it
+# has never seen: **learning in context**.
 #
-# **Where the rest lies.** Drawn words cost a little more than in the grammar, because the model has
-# not made them quite equally likely. And recall still fails where no word announces it. A town
-# follows *from*, but a hero can begin any sentence. (So part of this cost is a true choice.)
-# Passwords and surnames are rare, and the model has hardly learned to repeat them.
+# Where do the 6.5 nats lie that the model spends in addition?
+#
+# - **Drawn words** cost a little more than in the grammar, because the model has not made them
+#   quite equally likely.
+# - **Heroes** cost 1.99 nats again. A town follows the word *from*, but nothing announces the name
+#   of the hero. Whether it comes is sometimes a choice of the grammar. For that part of the cost,
+#   every model has to pay.
+# - **Passwords and surnames** are rare, and the model has hardly learned to repeat them: they cost
+#   3.90 and 4.73 nats again.
 #
 # ## Exercises
 #
-# **1. top-p.** `probabilities` has shape (V,), in any order, and sums to 1. Return what top-p
-# leaves of it, with every token at its own place. `sort`, `cumsum` and `scatter` help.
+# The first one needs three steps of torch. This is what they do to three numbers:
+
+# %%
+numbers = torch.tensor([0.2, 0.7, 0.1])
+values, order = numbers.sort(descending=True)
+print("sorted:           ", values, "from the places", order)
+print("sums so far:      ", values.cumsum(0))
+result = torch.zeros(3)
+result[order] = values  # values[0] goes to place order[0], and so on
+print("back in its place:", result)
+
+# %% [markdown]
+# **1. top-p.** `probabilities` has one number per token, in any order, and sums to 1. Return what
+# top-p leaves of it: every token at its own place, 0 for those that are dropped, and the others
+# divided by their sum.
 
 
 # %% tags=["exercise"]
@@ -297,7 +363,7 @@ check_top_p(my_top_p)
 
 # %% [markdown]
 # **2. Bits per byte on paper.** A model has a loss of 1.2 nats per token, and a token has 4 bytes
-# on average. How many bits per byte are that? Three decimals are enough.
+# on average. How many bits per byte is that? Three decimals are enough.
 
 # %% tags=["exercise"]
 my_bits_per_byte = ...
@@ -325,7 +391,9 @@ def solution(probabilities, p):
     ordered, order = probabilities.sort(descending=True)
     before = ordered.cumsum(0) - ordered  # of all likelier tokens
     kept = ordered * (before < p)  # so the token that crosses p stays
-    return torch.zeros_like(kept).scatter(0, order, kept / kept.sum())
+    result = torch.zeros_like(kept)
+    result[order] = kept / kept.sum()
+    return result
 
 
 check_top_p(solution)
@@ -343,6 +411,9 @@ check_diagnoses(["overfitting", "learning rate", "done"])
 # - **surprise**: −ln of the probability of what came. **Nat**: its unit; 0.693 nats are a bit.
 # - **entropy**, **floor**: the mean surprise of the corpus, which no model can beat on average.
 # - **perplexity**: e to the loss. **Bits per byte**: the loss in bits, shared among the bytes.
+# - **validation**: stories that are kept out of training. **Overfitting**: the training loss falls
+#   further, and the validation loss rises.
+# - **temperature, top-k, top-p, min-p**: change the distribution before a token is drawn.
 #
 # top-p: [arXiv:1904.09751](https://arxiv.org/abs/1904.09751). min-p:
 # [arXiv:2407.01082](https://arxiv.org/abs/2407.01082). Next: which heads look words up.

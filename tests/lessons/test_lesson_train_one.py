@@ -1,11 +1,14 @@
-"""The checks of the lesson on training take right answers and name typical mistakes."""
+"""The checks of the lesson on training take right answers and name typical mistakes; its table has the right costs."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from thinker.data.tales import Choice, Story
 from thinker.lessons.checks.train_one import check_bits_per_byte, check_diagnoses, check_top_p
+from thinker.lessons.story_costs import story_costs
 
 
 def top_p(divides=True, keeps_crossing=True, sorts=True, restores=True):
@@ -70,3 +73,31 @@ def test_right_answers_are_right():
     assert check_bits_per_byte(1.2 / math.log(2) / 4)
     assert check_bits_per_byte(0.433)
     assert check_diagnoses(["overfitting", "learning rate", "done"])
+
+
+class WordGenerator:
+    """Scores a text whose tokens are "Ann", " from", ... : token number i costs i + 1 nats."""
+
+    def __init__(self, words):
+        self.tokenizer = SimpleNamespace(token_bytes=lambda token: words[token].encode())
+
+    def score(self, text):
+        n = len(text.split())
+        logprobs = [-float(cost) for cost in range(1, n + 1)]
+        return SimpleNamespace(token_ids=range(n), logprobs=logprobs, nats=-sum(logprobs))
+
+
+def test_costs_belong_to_words_and_positions():
+    words = ["Ann", " from", " Ely", " met", " ann", " in", " Ely"]
+    choices = (
+        Choice("plot", "start", "0", -1.0),
+        Choice("fact", "hero", "Ann", -2.0),
+        Choice("fact", "town", "Ely", -3.0),
+    )
+    story = Story("".join(words), choices, -6.0)
+    costs = story_costs(WordGenerator(words), [story, story], ["town", "hero", "food"], width=2, n_groups=5)
+    assert costs.by_position[:4] == [1.5, 3.5, 5.5, 7.0]
+    assert math.isnan(costs.by_position[4])
+    assert costs.by_fact[:2].tolist() == [[3.0, 3.0, 7.0], [2.0, 1.0, 5.0]]
+    assert costs.by_fact[2].isnan().all()
+    assert costs.excess == 28 - 6
