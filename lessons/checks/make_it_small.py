@@ -73,12 +73,12 @@ def check_bytes(answer: Any) -> str | None:
 
 @exercise
 def check_choice(answer: Any) -> str | None:
-    """Which of three models fits a budget of 0.9 MB and +0.020 nats on new stories: "A", "B" or "C"."""
+    """Which of three models fits into 0.9 MB and +0.020 nats on new stories: "A", "B" or "C"."""
     if not isinstance(answer, str) or answer.strip().upper() not in ("A", "B", "C"):
         return 'Not yet: answer with "A", "B" or "C", in quotes.'
     choice = answer.strip().upper()
     if choice == "A":
-        return "Not yet: its loss is the lowest, but compare its size with the budget."
+        return "Not yet: its loss is the lowest, but compare its size with 0.9 MB."
     if choice == "B":
         return "Not yet: it is the smallest, but look at the text that its loss was measured on."
     return None

@@ -37,7 +37,7 @@ WRONG = [
     (check_bytes, 6_962_500, "bits to bytes"),
     (check_bytes, 3_300_000, "share the 16 bits"),
     (check_bytes, 1, "bits per weight"),
-    (check_choice, "A", "with the budget"),
+    (check_choice, "A", "with 0.9 MB"),
     (check_choice, "b", "measured on"),
     (check_choice, "D", "in quotes"),
     (check_choice, 3, "in quotes"),
