@@ -304,7 +304,7 @@ words = find_words(story)
 text = [story.text[word.start : word.end] for word in words]
 places = [i for i, word in enumerate(words) if word.first_mention is not None]
 names = [f"{i}.{head}" for i in (0, 1) for head in range(4)]
-print(story.text, "\n")
+print(story.text.replace(". ", ".\n"), "\n")
 show(Heatmap("weight on the fact", on_fact, [f"{text[i - 1]} → {text[i]}" for i in places], names, shade=1.0))
 
 # %% tags=["check"]
@@ -314,14 +314,14 @@ assert is_fast() or (on_fact.amax(dim=1) > 0.5).sum() >= 4
 # %% [markdown]
 # Here head 0.0 looks from *from* to the town and from *loved* to the hobby, 0.1 from *some* to the
 # food, 0.2 from *very* to the trait, and 1.0 from *With the* to the animal. (In your run, other
-# heads may do it.) So heads divide the work. They need no second layer for it: *from* can ask for
-# any town, and the story has only one. Nothing announces the names *Basil* and *Ned*, and no head
-# finds them.
+# heads may do it.) So heads divide the work. Those of layer 0 need no other layer for it: *from*
+# can ask for any town, and the story has only one. No head finds *Basil*, which no word announces,
+# nor *Ned*, *mug* and *opossum*.
 #
 # Is that more than chance? A head that always looks at the near past also meets facts and subjects.
 # So the next table compares each head with one that sees **only distances** and otherwise gives the
-# same weights. Means over 32 stories; the last column is the loss on facts that return, in nats, if
-# the head is set to zero.
+# same weights. The numbers are means over 32 stories. The last column is the cost: by how much does
+# the loss on facts that return rise, in nats, if the head is set to zero?
 
 # %%
 stories = content_heads.make_stories(stories_model, tokenizer, 2 if is_fast() else 32)
@@ -343,8 +343,8 @@ assert is_fast() or cost.max() > 0.5
 # - **next fact**: head 0.0 gives 27% of its weight to the fact that comes next, where chance gives
 #   1%. Without this head, the loss on facts rises by 2.5 nats.
 # - **subject**, from a verb to its subject, and **class**, from a word to earlier words of the same
-#   class, such as names: no head is above chance by more than a trace. A picture of a head that
-#   looks from a verb to its subject would have looked like grammar, but distance explains it.
+#   class, such as names: no head is clearly above chance. A picture of a head that looks from a
+#   verb to its subject would have looked like grammar, but distance explains it.
 #
 # So this small model follows references, and not the grammar. The command `python
 # scripts/inspect_model.py content` makes this report for any model of tales.
