@@ -5,6 +5,9 @@
 # on paper, then with the library that trains real models. It takes about 15 minutes. You need to
 # know what a dot product is.
 #
+# The code uses *torch*, which is like numpy (a *tensor* is an array), and *Thinker*, the library of
+# this course. You need not read every cell: the text says what each one does.
+#
 # You will learn
 #
 # - the four steps of attention: score, scale, softmax, weighted sum;
@@ -22,6 +25,21 @@ from thinker.model.attention_dispatch import AttentionMask, attend
 torch.set_printoptions(precision=4, sci_mode=False)
 
 # %% [markdown]
+# <details><summary>New to torch? The signs that this lesson uses</summary>
+#
+# - `torch.tensor([[1.0, 2.0], [3.0, 4.0]])` is a table with 2 rows and 2 columns: its shape is (2,
+#   2).
+# - `a @ b` multiplies matrices: each row of a with each column of b, as a dot product. `b.T` swaps
+#   the rows and columns of b.
+# - `x.softmax(dim=-1)` works along the last dimension, so along each row. `x.sum()` adds all
+#   numbers.
+# - `x[3:]` is the part from number 3 on; counting starts at 0. `x[None]` adds a dimension of size 1
+#   in front: it makes a table with one row of a list.
+# - `x.triu(1)` keeps what is at least 1 place to the right of the diagonal, and sets the rest to 0.
+#
+# </details>
+
+# %% [markdown]
 # ## What does "sat" look at?
 #
 # Take the sentence **The cat sat on mat**. A model cuts a text into **tokens**: words, or pieces of
@@ -35,8 +53,8 @@ torch.set_printoptions(precision=4, sci_mode=False)
 #
 # Where do queries and keys come from? In a model, each token is a vector x. Three matrices, which
 # training has found, turn it into a query, a key and, later in this lesson, a value. For example,
-# if x is (1, 2) and the rows of the first matrix are (0.1, 0.2) and (0.2, 0.3), then the query is
-# 1 · (0.1, 0.2) + 2 · (0.2, 0.3) = (0.5, 0.8). From here on, we choose queries and keys ourselves.
+# if x is (1, 2) and the rows of the first matrix are (0.1, 0.4) and (0.2, 0.2), then the query is
+# 1 · (0.1, 0.4) + 2 · (0.2, 0.2) = (0.5, 0.8). From here on, we choose queries and keys ourselves.
 
 # %%
 words = ["The", "cat", "sat", "on", "mat"]
@@ -49,15 +67,15 @@ for word, key in zip(words, keys):
     print(f"{word:>4}: 0.5 · {key[0]:.1f} + 0.8 · {key[1]:.1f} = {sums}")
 
 # %% [markdown]
-# The key of *cat* points in almost the same direction as the query, and it is longer than the key of
-# *sat*. So *cat* has the highest score: 1.07.
+# The key of *sat* is equal to the query. But the key of *cat* points in almost the same direction
+# and is longer, so *cat* has the highest score: 1.07.
 #
 # **Scale.** The scores are divided by √D, where D is the length of the query. Here D = 2, so we
 # divide by 1.414. The last part of this lesson shows why.
 #
-# **Softmax.** Scores can be any numbers, but *sat* has 100% of its attention to give, no more and no
-# less. So every score becomes a positive number (e to the power of the score), and each of these is
-# divided by their sum. The results are the **weights**: none is negative, and they sum to 1.
+# **Softmax.** Scores can be any numbers, but *sat* has 100% of its attention to give, no more and
+# no less. So every score becomes a positive number (e to the power of the score), and each of these
+# is divided by their sum. The results are the **weights**: none is negative, and they sum to 1.
 
 # %%
 scores = keys @ query  # @ makes all dot products at once: each row of keys with query
@@ -71,7 +89,7 @@ for row in zip(words, scores, scaled, exponentials, weights):
 print(f"                sum {exponentials.sum():.4f}  {weights.sum():.4f}")
 
 # %% tags=["check"]
-assert torch.allclose(torch.tensor([1.0, 2.0]) @ torch.tensor([[0.1, 0.2], [0.2, 0.3]]), query)
+assert torch.allclose(torch.tensor([1.0, 2.0]) @ torch.tensor([[0.1, 0.4], [0.2, 0.2]]), query)
 assert torch.allclose(scores, torch.tensor([0.21, 1.07, 0.89, 0.23, 0.42]))
 assert torch.allclose(scaled, torch.tensor([0.1485, 0.7566, 0.6293, 0.1626, 0.2970]), atol=1e-4)
 assert torch.allclose(exponentials, torch.tensor([1.1601, 2.1310, 1.8763, 1.1766, 1.3458]), atol=1e-4)
@@ -142,7 +160,7 @@ v = torch.tensor([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0]])
 tokens = ["a", "b", "c"]
 
 raw = x @ x.T  # .T swaps rows and columns, so this is every query with every key: (3, 3)
-hidden = torch.ones(3, 3).triu(1).bool()  # True above the diagonal, where keys are later
+hidden = torch.ones(3, 3).triu(1).bool()  # 1 right of the diagonal, where keys are later: True
 masked = raw.masked_fill(hidden, -torch.inf)  # -inf where hidden is True
 weights = masked.softmax(dim=-1)  # along each row
 
@@ -208,8 +226,8 @@ assert torch.allclose(ours, theirs, atol=1e-6)
 # %% [markdown]
 # ## Check other people's numbers
 #
-# The five keys of *The cat sat on mat* are in a popular text. It prints the weights 0.08, 0.34,
-# 0.29, 0.08 and 0.21 for them. They sum to 1, so they look right. Are they?
+# The five keys of *The cat sat on mat* come from a text on attention. It prints the weights 0.08,
+# 0.34, 0.29, 0.08 and 0.21 for them. They sum to 1, so they look right. Are they?
 #
 # The ratio of two weights is e to the power of the difference of their scores, after scaling. Take
 # *cat* and *The*: ln(0.34 / 0.08) = 1.447, and the scores differ by 1.07 − 0.21 = 0.86. So the
@@ -239,16 +257,18 @@ assert torch.allclose(scores.softmax(0), torch.tensor([0.1317, 0.3113, 0.2600, 0
 #
 # ## Why √D?
 #
-# A score is a sum of D products. Suppose that the numbers in queries and keys are random: independent
-# of each other, with mean 0 and standard deviation 1. The variance is the square of the standard
-# deviation. For such numbers,
+# A score is a sum of D products. Suppose that the numbers in queries and keys are random:
+# independent of each other, with mean 0 and standard deviation 1. (The standard deviation says how
+# far numbers typically are from their mean. The variance is its square.) For such numbers,
 #
-# - the variance of a product is the product of the variances, here 1 · 1 = 1;
+# - the variance of a product is the product of the variances, because the means are 0: here
+#   1 · 1 = 1;
 # - the variance of a sum is the sum of the variances, here D · 1 = D.
 #
-# So a score has a standard deviation of √D. Measure it:
+# So a score has a standard deviation of √D. Measure it on 4,000 random queries, each with 16 keys.
+# The last columns show the largest of the 16 weights, on average:
 
-# %%
+# %% tags=["folded"]
 generator = torch.Generator().manual_seed(0)
 print("   D   deviation of scores   √D   largest of 16 weights: not scaled   scaled")
 spreads, sharpness = [], []
@@ -268,10 +288,11 @@ assert all(abs(second - 0.24) < 0.02 for _, second in sharpness[1:])
 
 # %% [markdown]
 # Without scaling, a head of width 1,024 gives almost all of its weight to a single key, before it
-# has learned anything. The softmax is then **saturated**: one weight is nearly 1, and a small change
-# of a score changes no weight. That also stops the head from learning. Training follows the
+# has learned anything. The softmax is then **saturated**: one weight is nearly 1, and a small
+# change of a score changes no weight. That also stops the head from learning. Training follows the
 # **gradient**, which says how much the result changes if a number changes a little. Where nothing
-# changes, the gradient is almost 0. The next figure shows the gradient that reaches the query.
+# changes, the gradient is almost 0. The next figure shows how long the gradient is that reaches the
+# query.
 
 # %% tags=["folded"]
 from thinker.runtime.plot_style import BLUE, ORANGE, new_figure
@@ -322,8 +343,8 @@ def my_attention(q, k, v):
 check_attention(my_attention)
 
 # %% [markdown]
-# **2. A row on paper.** The query is (1, 1), and the keys are (0, 0), (0, 2) and (1, 0). Scale by
-# √2. Which weights do the three keys get? Three decimals are enough.
+# **2. A row on paper.** The query is (1, 1), and the keys are (0, 0), (0, 2) and (1, 0). No mask.
+# Scale by √2. Which weights do the three keys get? Three decimals are enough.
 
 # %% tags=["exercise"]
 from thinker.lessons.checks.attention_by_hand import check_row

@@ -26,14 +26,14 @@ from thinker.model.attention_dispatch import AttentionMask, attention_weights
 # %% [markdown]
 # ## What a model is made of
 #
-# Attention is one part of a language model. This is the way of a text through all of it:
+# Attention is one part of a language model. This is the path of a text through all of it:
 #
 # 1. **Token ids.** Each token has a number, from 0 to V − 1. V is the size of the vocabulary.
 # 2. **Embedding.** A table turns each number into a vector.
 # 3. **Layers.** Each layer adds two things to every vector: first the output of attention, which
 #    comes from other tokens, then the output of an **MLP**, which sees one token at a time. (An MLP
-#    is two or three matrices with a nonlinear function between them. *Norms* rescale the vectors
-#    before each step.)
+#    is two or three matrices with a nonlinear function between them, such as max(0, x). *Norms*
+#    rescale the vectors before each step.)
 # 4. **Logits.** A last matrix turns each vector into V numbers, one **logit** for each token that
 #    could come next. Softmax makes probabilities of them.
 
@@ -41,9 +41,9 @@ from thinker.model.attention_dispatch import AttentionMask, attention_weights
 show(model_diagram(), "Token ids, embedding, layers with attention and an MLP, logits, probabilities.")
 
 # %% [markdown]
-# Training compares these probabilities with the token that did come next. The **loss** of a token is
-# −ln of the probability that the model gave to it. Its unit is called **nat**. The loss of a text is
-# the mean over its tokens. Here are three possible next tokens with the logits 2, 1 and 0:
+# Training compares these probabilities with the token that did come next. The **loss** of a token
+# is −ln of the probability that the model gave to it. Its unit is called **nat**. The loss of a
+# text is the mean over its tokens. Here are three possible next tokens with the logits 2, 1 and 0:
 
 # %%
 logits = torch.tensor([2.0, 1.0, 0.0])
@@ -63,8 +63,8 @@ assert torch.allclose(-p.log(), torch.tensor([0.408, 1.408, 2.408]), atol=1e-3)
 # ## The same numbers, twice
 #
 # Back to attention. These are the three tokens of lesson 1, again not scaled. Queries and keys are
-# equal. On the left, there is **no mask**: all tokens see all. On the right, the mask is **causal**:
-# it hides later tokens.
+# equal. On the left, there is **no mask**: all tokens see all. On the right, the mask is
+# **causal**: it hides later tokens.
 
 # %%
 x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])[None, None]
@@ -84,10 +84,10 @@ assert torch.equal(no_mask[2], causal[2])
 # The last row is the same in both, because nothing comes after *c*. But without a mask, *a* and *b*
 # give 42% of their attention to *c*, which comes later.
 #
-# A Thinker gets its mask by name, with `ThinkerConfig(attention=...)`. The default is called `full`:
-# each token sees all tokens **so far**, so it is causal. With `prefix(p)`, the first p tokens also
-# see each other. If p is the length of the text, there is no mask. That is how this lesson makes
-# models without one.
+# A Thinker gets its mask by name, with `ThinkerConfig(attention=...)`. The default is called
+# `full`: each token sees all tokens **so far**, so it is causal. With `prefix(p)`, the first p
+# tokens also see each other. If p is the length of the text, there is no mask. That is how this
+# lesson makes models without one.
 #
 # ## Who is blind to order?
 #
@@ -95,8 +95,8 @@ assert torch.equal(no_mask[2], causal[2])
 # is no mask, shuffled tokens must give the same outputs, shuffled. Such a function is called
 # **permutation equivariant**. Two tests with random weights:
 #
-# - *Reversed:* take the outputs of *Bob called Ann* in reverse. How far are they from the outputs
-#   of *Ann called Bob*?
+# - *Reversed:* turn the three outputs of *Bob called Ann* around, from (x, y, z) to (z, y, x). How
+#   far are they from the outputs of *Ann called Bob*?
 # - *Exchanged:* how far does the last output move if *Ann Bob called* becomes *Bob Ann called*?
 
 
@@ -149,8 +149,8 @@ assert all(x < 1e-5 or x > 0.1 for row in changes.values() for x in row)
 # on texts that we know all about: eight tokens, 0 to 7, stand in a circle, and a fair coin decides
 # whether the next token is one or two steps further.
 #
-# Thinker knows its own mask. When it computes a loss, it leaves out each target (a token that should
-# be predicted) that the token before it can see:
+# Thinker knows its own mask. The token that should be predicted is called the **target**. When
+# Thinker computes a loss, it skips a target if the token just before it can already see it:
 
 
 # %%
@@ -189,6 +189,10 @@ assert [round(math.log(n), 3) for n in (2, 6, 8, 64)] == [0.693, 1.792, 2.079, 4
 # probability of ½, and the loss is −ln ½ = ln 2 = 0.693 nats per token. This is the **entropy** of
 # the source: on new text, no honest model has a lower loss on average. If you give all eight tokens
 # the same probability, the loss is ln 8 = 2.079.
+#
+# Training repeats one step, here 300 times: draw 64 texts (a **batch**), compute their loss and its
+# gradient, and move every number of the model a little in the direction that lowers the loss. How
+# far is set by the learning rate, `lr`. The **seed** fixes all random numbers.
 
 
 # %%
@@ -203,9 +207,9 @@ def train(attention):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for step in range(n_steps := 30 if is_fast() else 300):
         optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / n_steps)
-        optimizer.zero_grad()
-        next_token_loss(model, coin_walk(64, generator)).backward()
-        optimizer.step()
+        optimizer.zero_grad()  # forget the old gradient
+        next_token_loss(model, coin_walk(64, generator)).backward()  # compute a new one
+        optimizer.step()  # move every number of the model
     return model.eval().requires_grad_(False)
 
 
@@ -223,8 +227,9 @@ if not is_fast():
 # %% [markdown]
 # The causal model ends near the entropy of 0.693, and the other at almost 0. (Your run may differ a
 # little.) Without a mask, the model has predicted coins, and that is impossible without seeing the
-# result: **on new text, a loss below the entropy proves a leak**. If you do not know the entropy, a
-# low loss proves nothing, not even on new text, because the model sees the answers there, too.
+# result: **on many new tokens, a loss clearly below the entropy proves a leak**. If you do not know
+# the entropy, a low loss proves nothing, not even on new text, because the model sees the answers
+# there, too.
 #
 # When a model writes, there is no next token to look at. So show both models only the text so far,
 # take the loss of the next token, and let them write.
@@ -298,7 +303,8 @@ assert influence(untrained, new[0]).max() == 0 < 0.1 < tests["no mask"].triu(1).
 # ## Several texts in one sequence
 #
 # Short texts are often joined to save time. With the causal mask alone, the second text sees the
-# first. With `document_ids`, one number per token, each token sees only its own text.
+# first. With `document_ids`, one number per token, each token sees only its own text. (The
+# positions are RoPE, which lesson 3 explains: they do not mind where in the row a text begins.)
 
 # %%
 model = random_model("full", n_layers=2, positions="rope")
@@ -322,9 +328,10 @@ assert max(clean[3:, :3].max(), difference) < 1e-4 < 0.1 < leaky[3:, :3].min()
 assert max(padding[0], padding[2]) < 1e-4 < 0.1 < padding[1]
 
 # %% [markdown]
-# The last lines are about **padding**: tokens without meaning that fill up texts of different lengths
-# in one batch. *After* a text, the causal mask hides them; only their targets must not count (in
-# Thinker, make them −1). *Before* a text, they must be masked: here they got a document of their own.
+# The last lines are about **padding**: tokens without meaning that fill up texts of different
+# lengths in one batch. *After* a text, the causal mask hides them; only their targets must not
+# count (in Thinker, make them −1). *Before* a text, they must be masked: here they got a document
+# of their own.
 #
 # ## Exercises
 #
@@ -387,8 +394,8 @@ check_cheat("C")
 # %% [markdown]
 # ## Words of this lesson
 #
-# - **logits**: the scores of all possible next tokens. **Loss**: −ln of the probability of the token
-#   that came, in **nats**.
+# - **logits**: the scores of all possible next tokens. **Loss**: −ln of the probability of the
+#   token that came, in **nats**.
 # - **mask**: which keys each query may see. **Causal**: none that come later.
 # - **leak**: a way from the answer to the prediction. **Entropy**: the lowest honest loss.
 # - **permutation equivariant**: shuffled inputs give shuffled outputs. **Padding**: filling tokens.

@@ -63,6 +63,10 @@ assert torch.allclose(pairs @ torch.tensor([0.9, 0.1]), torch.tensor([6.6, 3.4, 
 # Then 7 − 3 gives 6.6 and 3 − 7 gives 3.4, which is better. But 1 − 0 and 0 − 9 both give 0.9, and
 # the second digit hardly counts.
 #
+# Wider values would help: if the values are (7, 0) and (0, 3), one head reads (3.5, 1.5), which
+# says both digits and their order. But it still has one row of weights. It cannot look at one token
+# strongly for the first number, and at another for the second. Two heads can.
+#
 # </details>
 #
 # ## Split and merge
@@ -76,7 +80,7 @@ x = torch.tensor([[10.0, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33]])
 cut = x.view(3, 2, 2)  # (tokens, heads, numbers of a head)
 right = cut.transpose(0, 1)  # (heads, tokens, numbers of a head)
 wrong = x.view(2, 3, 2)  # the same shape as `right`, without a transpose
-merged = right.transpose(0, 1).flatten(1)  # tokens first, then join heads and their numbers
+merged = right.transpose(0, 1).flatten(1)  # tokens first, then join dimensions 1 and 2
 print("merged again:", merged.tolist())
 
 # %% tags=["folded"]
