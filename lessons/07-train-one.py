@@ -36,10 +36,11 @@ from thinker.training.run import train
 # %% [markdown]
 # ## Stories with a known probability
 #
-# A grammar writes the stories of the corpus `tales`. It makes one choice after the other: which
-# sentence, which word. No choice depends on another, so the probability P of a story is the product
-# of the probabilities of its choices. −ln of a probability is its **surprise**, in **nats**.
-# Surprises add up. We also say: a choice *costs* so many nats.
+# A grammar writes the stories of the corpus `tales`. It makes choices: which sentence comes, and
+# which new word stands in it. A word that comes back, such as the name of the hero, is no choice.
+# No choice depends on another, so the probability P of a story is the product of the probabilities
+# of its choices. −ln of a probability is its **surprise**, in **nats**. Surprises add up. We also
+# say: a choice *costs* so many nats.
 
 # %%
 story = tales.generate_story(seed=0, index=3636)
@@ -54,14 +55,12 @@ print(f"This story costs {-story.log_prob:.1f} nats, and 2,000 others {mean:.0f}
 assert [f"{math.exp(nats):.0f}", f"{nats:.2f}", f"{mean:.0f}"] == ["56", "4.03", "123"]
 
 # %% [markdown]
-# When *Ella* comes back at the end of the story, her name costs nothing, because it is not drawn
-# again. The mean over all stories is the **entropy** of the corpus, about 123 nats per story. No
-# model can need less on average.
+# The mean over all stories is the **entropy** of the corpus, about 123 nats per story. No model can
+# need less on average.
 #
 # ## Train
 #
-# A few settings describe a run: two layers, 700 steps, 14 stories per step. `load` reads the
-# trained model.
+# A few settings describe a run: two layers, 700 steps, 14 stories per step.
 #
 # - The tokens are pieces of words. `bpe` (byte-pair encoding) begins with single bytes and joins
 #   the two neighbors that occur together most often, again and again, until there are 3,072 tokens.
@@ -89,7 +88,7 @@ config = {
 }  # fmt: skip
 with contextlib.redirect_stdout(io.StringIO()):  # hides the summary; one to three minutes
     train(validate_config(config))
-model, tokenizer = load(folder.name + "/run")
+model, tokenizer = load(folder.name + "/run")  # the trained model
 generator = Generator(model, tokenizer)  # writes and scores texts
 part = story.text[story.text.index("Down by") : story.text.index("\n\nSomebody")]
 print("|".join(tokenizer.decode([token]) for token in tokenizer.encode(part)))
@@ -121,7 +120,8 @@ if not is_fast():
 # Three questions about such a curve:
 #
 # - **Does the model memorize?** Then the training loss falls further while the validation loss
-#   rises. This is called **overfitting**. Here both stay together.
+#   rises. This is called **overfitting**. Here both stay together. They have to: 700 steps of 14
+#   stories are 9,800 of about 19,400, so the model reads each story once at most.
 # - **Is the learning rate too high?** It is the size of the steps. If they are too large, the loss
 #   jumps up or stays high. Here it does neither.
 # - **How much is left?** The loss ends at 0.972, and the floor is 0.917. The model needs 6.0% more
@@ -188,7 +188,8 @@ if not is_fast():
 # - **Temperature** divides the logits. A probability is e to the power of its logit, divided by a
 #   sum. So a temperature of 0.5, which doubles the logits, squares the probabilities: 0.36, 0.04,
 #   0.0225 and 0.0025. Divide by their sum, 0.425: 0.847, 0.094, 0.053 and 0.006. Below 1, likely
-#   tokens gain; above 1, unlikely ones. At 0, only the likeliest is left: **greedy** decoding.
+#   tokens gain; above 1, unlikely ones. At 0, by agreement, only the likeliest is left: **greedy**
+#   decoding.
 # - **top-k** keeps the k likeliest tokens. top-k 2 keeps 0.6 and 0.2. Divided by 0.8: 0.75 and
 #   0.25.
 # - **top-p** keeps the fewest likeliest tokens that together reach the probability p. For top-p
@@ -287,7 +288,8 @@ if not is_fast():
 #
 # A typical story makes some unlikely choices. A story of only the likeliest choices is not typical,
 # and it is always the same. At temperature 1, the model's own stories surprise it about as much as
-# real ones do: here 0.99 nats per token, beside a validation loss of 0.972.
+# real ones do: here 0.99 nats per token, beside a validation loss of 0.972. (Not quite the same
+# measure: our stories share their beginning, and long ones lack their end.)
 #
 # </details>
 #
@@ -297,8 +299,9 @@ if not is_fast():
 # average −ln p in two ways:
 #
 # - by position: the first 20 tokens, the next 20, and so on;
-# - by **facts**: words such as the town, which are drawn once and then repeated. The table compares
-#   what the grammar pays for the draw with what the model pays at the first mention and again.
+# - by **facts**: words such as the town, which are drawn once and then repeated. "grammar" is the
+#   cost of the draw, "first time" and "again" are what the model pays per mention, and "excess per
+#   story" adds up all mentions, less the draw.
 
 # %%
 sample = [tales.generate_story(seed=3, index=i) for i in range(3 if is_fast() else 200)]
@@ -306,7 +309,7 @@ facts = ["town", "hobby", "friend", "thing", "food", "hero", "password", "surnam
 means, cost, excess = story_costs(generator, sample, facts, width=20, n_groups=7)
 firsts = [str(start) for start in range(0, 140, 20)]
 show(Heatmap("nats per token", [means], ["from token"], firsts))
-show(Heatmap("nats per mention", cost, facts, COLUMNS))
+show(Heatmap("nats", cost, facts, COLUMNS))
 print(f"together, the model spends {excess:.1f} nats per story more than the grammar")
 
 # %% tags=["check"]
@@ -315,22 +318,26 @@ if not is_fast():
     assert cost[:, 1].min() > 3.5
     assert cost[0, 2] < 0.1 < 0.7 < cost[5, 2]
     assert cost[:5, 2].max() < 0.5 < 2 < cost[6:, 2].min()
+    assert cost[5, 3] > excess / 2 > 1 > cost[:5, 3].sum()
 
 # %% [markdown]
-# The end of a story costs about a third of its beginning: here 0.47 nats per token, after 1.34. One
-# reason is that the grammar chooses less there. But compare the same words: a town costs 4.25 nats
-# the first time and 0.00 when it comes back. The model has learned to look it up, in a text that it
-# has never seen: **learning in context**.
+# The end of a story costs about a third of its beginning: here 0.47 nats per token, after 1.34,
+# though the loss does not fall evenly. One reason is that the grammar chooses less there. But
+# compare the same words: a town costs 4.25 nats the first time and 0.00 when it comes back. The
+# model has learned to look it up, in a text that it has never seen: **learning in context**.
 #
-# Where do the 6.5 nats lie that the model spends in addition?
+# Where do the 6.5 nats lie that the model spends in addition? (They are 5% of 123. The 6.0% above
+# came from other stories.) The last column says it:
 #
-# - **Drawn words** cost a little more than in the grammar, because the model has not made them
-#   quite equally likely.
-# - **Heroes** cost 1.99 nats again. A town follows the word *from*, but nothing announces the name
-#   of the hero. Whether it comes is sometimes a choice of the grammar. For that part of the cost,
-#   every model has to pay.
-# - **Passwords and surnames** are rare, and the model has hardly learned to repeat them: they cost
-#   3.90 and 4.73 nats again.
+# - **Heroes** have 4.5 of them, most in column "again". A town follows the word *from*, but nothing
+#   announces the name of the hero. Part of this is no fault of the model: whether the name comes,
+#   or *she*, or a friend, is often a choice of sentence, which column "grammar" leaves out. Every
+#   model pays for it.
+# - **Passwords and surnames** have 0.5 and 0.6, though few stories contain them. The model has
+#   hardly learned to repeat these rare words: 3.90 and 4.73 nats in column "again".
+# - **The other five facts** have 0.3 together, nearly all at the first mention.
+# - The rest of the story has 0.6. It would be more if we counted the choices of sentence here that
+#   are paid at the name of the hero.
 #
 # ## Exercises
 #
@@ -341,7 +348,7 @@ numbers = torch.tensor([0.2, 0.7, 0.1])
 values, order = numbers.sort(descending=True)
 print("sorted:           ", values, "from the places", order)
 print("sums so far:      ", values.cumsum(0))
-result = torch.zeros(3)
+result = torch.zeros_like(values)  # zeros, as many as values, and of the same type
 result[order] = values  # values[0] goes to place order[0], and so on
 print("back in its place:", result)
 
@@ -376,7 +383,8 @@ check_bits_per_byte(my_bits_per_byte)
 # - B: training 3.1, 7.4, 6.2, 6.9, validation 3.2, 7.4, 6.3, 6.9
 # - C: training 1.60, 1.02, 0.94, 0.93, validation 1.60, 1.02, 0.94, 0.93
 #
-# Is each run "overfitting", is its "learning rate" too high, or is it "done"?
+# Give each run one of these three strings: `"overfitting"`, `"learning rate"` (it is too high), or
+# `"done"`.
 
 # %% tags=["exercise"]
 my_diagnoses = ...  # such as ["done", "done", "done"]

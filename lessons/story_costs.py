@@ -11,14 +11,15 @@ from torch import Tensor
 from thinker.data.tales import Story
 from thinker.generation import Generator
 
-COLUMNS = ("grammar", "first time", "again")
+PER_MENTION = ("grammar", "first time", "again")
+COLUMNS = (*PER_MENTION, "excess per story")
 
 
 class StoryCosts(NamedTuple):
     """Mean costs in nats."""
 
     by_position: list[float]  # per token, of the first `width` tokens, the next, ...
-    by_fact: Tensor  # (facts, 3): what the grammar pays for the word, and the model at first and later mentions
+    by_fact: Tensor  # (facts, 4): what the grammar pays for a word, the model at first and later mentions, and excess
     excess: float  # of the model over the grammar, per story
 
 
@@ -37,11 +38,11 @@ def story_costs(
             by_position[position // width].append(-logprob)
         for name, costs in fact_costs(story, nats).items():
             by_fact[name] += costs
-    return StoryCosts(
-        [mean(by_position[group]) for group in range(n_groups)],
-        torch.tensor([[mean(by_fact[name, column]) for column in COLUMNS] for name in facts]),
-        excess,
-    )
+    rows = []
+    for name in facts:
+        paid, first, again = (by_fact[name, column] for column in PER_MENTION)
+        rows.append([mean(paid), mean(first), mean(again), (sum(first) + sum(again) - sum(paid)) / len(stories)])
+    return StoryCosts([mean(by_position[group]) for group in range(n_groups)], torch.tensor(rows), excess)
 
 
 def fact_costs(story: Story, nats: Sequence[float]) -> dict[tuple[str, str], list[float]]:

@@ -8,7 +8,7 @@ import torch
 from thinker.generation.sampler import SamplingParams, distribution
 from thinker.lessons.exercise import call, exercise, is_near
 
-PROBABILITIES = torch.tensor([0.1, 0.45, 0.15, 0.25, 0.05], dtype=torch.float64)  # not sorted
+PROBABILITIES = torch.tensor([0.1, 0.45, 0.15, 0.25, 0.05])  # not sorted; fp32, as torch.zeros(5) is
 NATS, BYTES_PER_TOKEN = 1.2, 4.0
 RUNS = {"A": "overfitting", "B": "learning rate", "C": "done"}
 EVIDENCE = {
@@ -23,7 +23,7 @@ EVIDENCE = {
 
 def top_p(probabilities: torch.Tensor, p: float) -> torch.Tensor:
     """What Thinker's sampler makes of probabilities (V,)."""
-    return distribution(probabilities.log()[None], SamplingParams(top_p=p))[0].double()
+    return distribution(probabilities.log()[None], SamplingParams(top_p=p))[0]
 
 
 @exercise

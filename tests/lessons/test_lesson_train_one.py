@@ -68,8 +68,17 @@ def test_a_mistake_gets_its_hint(check, answer, hint, capsys):
     assert hint in capsys.readouterr().out
 
 
+def top_p_into_zeros(probabilities, p):
+    ordered, order = probabilities.sort(descending=True)
+    kept = ordered * (ordered.cumsum(0) - ordered < p)
+    result = torch.zeros(len(probabilities))
+    result[order] = kept / kept.sum()
+    return result
+
+
 def test_right_answers_are_right():
     assert check_top_p(top_p())
+    assert check_top_p(top_p_into_zeros)
     assert check_bits_per_byte(1.2 / math.log(2) / 4)
     assert check_bits_per_byte(0.433)
     assert check_diagnoses(["overfitting", "learning rate", "done"])
@@ -98,6 +107,7 @@ def test_costs_belong_to_words_and_positions():
     costs = story_costs(WordGenerator(words), [story, story], ["town", "hero", "food"], width=2, n_groups=5)
     assert costs.by_position[:4] == [1.5, 3.5, 5.5, 7.0]
     assert math.isnan(costs.by_position[4])
-    assert costs.by_fact[:2].tolist() == [[3.0, 3.0, 7.0], [2.0, 1.0, 5.0]]
-    assert costs.by_fact[2].isnan().all()
+    assert costs.by_fact[:2].tolist() == [[3.0, 3.0, 7.0, 7.0], [2.0, 1.0, 5.0, 4.0]]
+    assert costs.by_fact[2, :3].isnan().all()
+    assert costs.by_fact[2, 3] == 0
     assert costs.excess == 28 - 6
