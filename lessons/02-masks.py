@@ -297,8 +297,9 @@ assert influence(untrained, new[0]).max() == 0 < 0.1 < tests["no mask"].triu(1).
 
 # %% [markdown]
 # The causal model has only zeros above the diagonal. The other has large numbers there: it leaks.
-# But an untrained model without a mask passes: Thinker starts with matrices at 0, so nothing gets
-# through. **A test for leaks must also check that something arrives**: the diagonal must not be 0.
+# (Its last row has no answer to copy, so it depends on all tokens.) But an untrained model without
+# a mask passes: Thinker starts with matrices at 0, so nothing gets through. **A test for leaks must
+# also check that something arrives**: the diagonal must not be 0.
 #
 # ## Several texts in one sequence
 #

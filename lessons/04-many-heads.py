@@ -333,8 +333,8 @@ if not is_fast():
 #
 # **1. Grouped attention.** q has shape (H, T, D), k and v have (K, T, D). Give each query head the
 # keys and values of its group, compute causal attention, and merge the heads: the result has shape
-# (T, H · D). Use `attention` from above, which needs as many keys as queries. (`attend` would do
-# the grouping for you.)
+# (T, H · D). Take H and K from the shapes: `len(q)` and `len(k)`. Use `attention` from above, which
+# needs as many keys as queries. (`attend` would do the grouping for you.)
 
 
 # %% tags=["exercise"]

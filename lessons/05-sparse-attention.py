@@ -158,8 +158,10 @@ assert torch.equal(two_layers["strided(4)"], visible("full", 64))
 # ## Linear attention: the same sum in another order
 #
 # Patterns drop keys. **Linear attention** keeps all of them, but never computes the scores. Leave
-# out the softmax for a moment: the weight of a key is q · k, divided by the sum of all q · k. Take
-# the query (1, 2), the keys (1, 0), (0, 1), (1, 1) and the values (6, 0), (0, 6), (6, 6).
+# out the softmax for a moment: the weight of a key is q · k, divided by the sum of all q · k. (All
+# products are positive in this example. In general they are not, which is one more reason for the
+# exponential.) Take the query (1, 2), the keys (1, 0), (0, 1), (1, 1) and the values (6, 0), (0,
+# 6), (6, 6).
 #
 # - **Scores first.** The scores are 1, 2 and 3. The weighted values 1 · (6, 0) + 2 · (0,
 #   6) + 3 · (6, 6) = (24, 30), divided by 1 + 2 + 3 = 6, are (4, 5).

@@ -367,7 +367,8 @@ check_bytes(my_bytes)
 # %% [markdown]
 # **3. Find the broken cache.** A model reads seven tokens: the first three in one pass (rows 0 to
 # 2), the others one by one. The tables show their logits. One of the caches A, B and C has a bug.
-# Another only computes in bf16, which rounds. Which is broken, and how?
+# Another only computes in bf16, which rounds: it changes all rows a little. Which is broken, and
+# how?
 #
 # - `"position"`: a token that is read alone gets a position that is too high.
 # - `"mask"`: a token that is read alone does not see the oldest key.

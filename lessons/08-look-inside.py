@@ -334,8 +334,12 @@ assert is_fast() or torch.equal(is_found, is_one_token)
 # So the next table compares each head with one that sees **only distances**: it gives each distance
 # the weight that the real head gives it on average, whatever the words are. For example, if a head
 # gives 30% to the token two places back, on average, and the subject is two places back, then
-# chance is 30%. The numbers are means over 32 stories. The last column is the cost: by how much
-# does the loss on facts that return rise, in nats, if the head is set to zero?
+# chance is 30%. The numbers are means over 32 stories.
+#
+# - **next fact**: from the word before a fact that returns to its first mention, as above.
+# - **subject**: from a verb to its subject.
+# - **class**: from a word to earlier words of the same class, such as names.
+# - **cost**: by how much the loss on facts that return rises, in nats, if the head is set to zero.
 
 # %%
 stories = content_heads.make_stories(stories_model, tokenizer, 2 if is_fast() else 32)
@@ -354,10 +358,9 @@ assert is_fast() or found["next fact"].score.flatten()[best] > 0.15 > 0.05 > fou
 assert is_fast() or cost.max() > 0.5
 
 # %% [markdown]
-# - **next fact**: head 0.0 gives 27% of its weight to the fact that comes next, where chance gives
+# - *Next fact*: head 0.0 gives 27% of its weight to the fact that comes next, where chance gives
 #   1%. Without this head, the loss on facts rises by 2.5 nats.
-# - **subject**, from a verb to its subject, and **class**, from a word to earlier words of the same
-#   class, such as names: no head is clearly above chance. A picture of a head that looks from a
+# - *Subject* and *class*: no head is clearly above chance. A picture of a head that looks from a
 #   verb to its subject would have looked like grammar, but distance explains it.
 #
 # So the weights follow references, and beyond distance they follow neither subjects nor classes.
