@@ -11,14 +11,15 @@ import pytest
 import thinker
 
 ROOT = Path(__file__).parents[1]
-ONLY_IN_A_CHECKOUT = {"benchmarks", "tests"}
+NOT_IN_A_WHEEL = {".venv", "benchmarks", "build", "tests"}  # `pip install .` leaves build
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+FOLDERS = [path.parent.relative_to(ROOT) for path in ROOT.rglob("__init__.py")]
+PACKAGES = [folder for folder in FOLDERS if not {*folder.parts} & NOT_IN_A_WHEEL]
 
 
 def test_a_wheel_holds_every_package():
     listed = re.search(r"^packages = \[(.*?)\]", PROJECT, re.DOTALL | re.MULTILINE)[1]
-    folders = [path.parent.relative_to(ROOT) for path in ROOT.rglob("__init__.py") if ".venv" not in path.parts]
-    packages = {".".join(["thinker", *folder.parts]) for folder in folders if not {*folder.parts} & ONLY_IN_A_CHECKOUT}
+    packages = {".".join(["thinker", *folder.parts]) for folder in PACKAGES}
     assert set(re.findall(r'"(thinker[\w.]*)"', listed)) == packages
 
 
@@ -31,8 +32,8 @@ def test_a_wheel_holds_the_files_that_packages_read():
         for path in ROOT.joinpath(*package.split(".")[1:]).glob(pattern)
         if path.is_file()
     }
-    folders = [path.parent for path in ROOT.rglob("__init__.py") if not {*path.parts} & {".venv", *ONLY_IN_A_CHECKOUT}]
-    files = {path for folder in folders if folder != ROOT for path in folder.iterdir() if path.is_file()}
+    folders = [ROOT / folder for folder in PACKAGES if folder.parts]
+    files = {path for folder in folders for path in folder.iterdir() if path.is_file()}
     files |= {path for path in (ROOT / "lessons" / "page").rglob("*") if path.is_file()}
     files -= {ROOT / "lessons" / "README.md"}  # for readers of the repository
     assert {path for path in files if path.suffix not in (".py", ".pyc")} == included
