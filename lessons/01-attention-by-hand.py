@@ -31,11 +31,14 @@ torch.set_printoptions(precision=4, sci_mode=False)
 #   2).
 # - `a @ b` multiplies matrices: each row of a with each column of b, as a dot product. `b.T` swaps
 #   the rows and columns of b.
-# - `x.softmax(dim=-1)` works along the last dimension, so along each row. `x.sum()` adds all
-#   numbers.
+# - `x.shape` is the shape, and `x.shape[-1]` its last number. `x.sum()` adds all numbers.
+# - `x.softmax(dim=-1)` works along the last dimension, so along each row.
 # - `x[3:]` is the part from number 3 on; counting starts at 0. `x[None]` adds a dimension of size 1
 #   in front: it makes a table with one row of a list.
 # - `x.triu(1)` keeps what is at least 1 place to the right of the diagonal, and sets the rest to 0.
+#   `.bool()` turns 0 into False and other numbers into True. `torch.ones_like(x)` has the shape of
+#   x and a 1 everywhere.
+# - `x.masked_fill(b, value)` puts the value where b is True.
 #
 # </details>
 
@@ -258,8 +261,9 @@ assert torch.allclose(scores.softmax(0), torch.tensor([0.1317, 0.3113, 0.2600, 0
 # ## Why √D?
 #
 # A score is a sum of D products. Suppose that the numbers in queries and keys are random:
-# independent of each other, with mean 0 and standard deviation 1. (The standard deviation says how
-# far numbers typically are from their mean. The variance is its square.) For such numbers,
+# independent of each other (like two dice, one says nothing about the other), with mean 0 and
+# standard deviation 1. (The standard deviation says how far numbers typically are from their mean.
+# The variance is its square.) For such numbers,
 #
 # - the variance of a product is the product of the variances, because the means are 0: here
 #   1 · 1 = 1;
@@ -328,8 +332,8 @@ assert sizes["not scaled"][-1] < 1e-7 < 0.02 < min(sizes["divided by √D"])
 # Replace the dots, run the cell, and read what it says. Then run it again.
 #
 # **1. Build your own attention.** q, k and v have shape (T, D). Scale the scores, and hide later
-# tokens. Try it without looking at the five lines above. You need `@`, `.T`, `triu`, `masked_fill`
-# and `softmax`.
+# tokens. Try it without looking at the five lines above. The signs of torch at the top of this page
+# help.
 
 
 # %% tags=["exercise"]

@@ -43,7 +43,9 @@ show(model_diagram(), "Token ids, embedding, layers with attention and an MLP, l
 # %% [markdown]
 # Training compares these probabilities with the token that did come next. The **loss** of a token
 # is −ln of the probability that the model gave to it. Its unit is called **nat**. The loss of a
-# text is the mean over its tokens. Here are three possible next tokens with the logits 2, 1 and 0:
+# text is the mean over its tokens. (Why ln? The probability of a text is the product of those of
+# its tokens, and the logarithm of a product is a sum.) Here are three possible next tokens with the
+# logits 2, 1 and 0:
 
 # %%
 logits = torch.tensor([2.0, 1.0, 0.0])
@@ -293,13 +295,16 @@ print(f"no mask, untrained: largest change {influence(untrained, new[0]).max()}"
 
 # %% tags=["check"]
 assert tests["causal"].triu(1).max() < 1e-5 < 0.1 < tests["causal"].diagonal().min()
+assert tests["causal"].tril(-1).max() > 0.01
 assert influence(untrained, new[0]).max() == 0 < 0.1 < tests["no mask"].triu(1).max()
 
 # %% [markdown]
-# The causal model has only zeros above the diagonal. The other has large numbers there: it leaks.
-# (Its last row has no answer to copy, so it depends on all tokens.) But an untrained model without
-# a mask passes: Thinker starts with matrices at 0, so nothing gets through. **A test for leaks must
-# also check that something arrives**: the diagonal must not be 0.
+# The causal model has only zeros above the diagonal (below 0.00001). The other has large numbers
+# there: it leaks. (Its last row has no answer to copy, so it depends on all tokens.) But an
+# untrained model without a mask passes: Thinker starts with matrices at 0, so nothing gets through.
+# **A test for leaks must also check that something arrives**: some number *below* the diagonal must
+# not be 0. (The diagonal proves nothing. Each layer adds to the token's own vector, whatever
+# attention does.)
 #
 # ## Several texts in one sequence
 #

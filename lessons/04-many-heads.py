@@ -320,7 +320,8 @@ if not is_fast():
 # - With 1, the runs get 22%, 87% and 18% here. But the first of them gets 100% after twice the
 #   steps.
 #
-# So one KV head *can* do this task, but it takes longer to learn.
+# So one KV head *can* do this task, but here it takes longer to learn. (Only one seed was trained
+# longer.)
 #
 # Do not expect the same numbers of large models. These heads are tiny: with K = 1, a key of 8
 # numbers has to tell 32 letters apart. Three runs are few, and models with fewer KV heads also have
@@ -333,8 +334,9 @@ if not is_fast():
 #
 # **1. Grouped attention.** q has shape (H, T, D), k and v have (K, T, D). Give each query head the
 # keys and values of its group, compute causal attention, and merge the heads: the result has shape
-# (T, H · D). Take H and K from the shapes: `len(q)` and `len(k)`. Use `attention` from above, which
-# needs as many keys as queries. (`attend` would do the grouping for you.)
+# (T, H · D). Take H and K from the shapes: `len(q)` and `len(k)`. Dimensions count from 0: in (K,
+# T, D), the heads are dimension 0. Use `attention` from above, which needs as many keys as queries.
+# (`attend` would do the grouping for you.)
 
 
 # %% tags=["exercise"]

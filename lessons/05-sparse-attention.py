@@ -262,9 +262,9 @@ show(figure, "With the length, the time with the causal mask alone grows fastest
 # %% [markdown]
 # Your times will differ, and a busy machine makes them jump. With the causal mask alone, the scores
 # take four times as long for twice the tokens, but the rest of the model, such as its MLP, takes
-# only twice as long. So together we expect two to four times as long, and nearer to four as texts
-# grow. Windows and linear attention take about twice as long for twice the tokens. In short texts,
-# there is little to save.
+# only twice as long. So for long texts, the time should grow between two and four times. Windows
+# and linear attention should take about twice as long for twice the tokens. (Short runs have a
+# fixed cost on top, so here it can be less.) In short texts, there is little to save.
 #
 # ## What it loses
 #
@@ -318,7 +318,8 @@ if not is_fast():
 # - `window(8)` is too short. It gets 6% right, so it can only guess. With `global(4)`, it could see
 #   2 of the 16 answers of a text, but it has not learned to use them. `strided(8)` sees none: the
 #   distances of all answers are odd, and those that it sees further back are 8, 16, 24 and so on.
-# - The random blocks of `bigbird` meet some of the answers: 18% here.
+# - `bigbird` sees some of the answers through its random blocks and its first tokens. It gets 18%
+#   right here.
 # - `linear(8)` sees every token, but gets only 21% right here. It is bad at looking at one token,
 #   and each of its heads keeps only 8 · (16 + 1) = 136 numbers. The keys and values of 96 tokens
 #   are 96 · 2 · 16 = 3,072.

@@ -190,8 +190,11 @@ assert is_fast() or (slow[-1] > 2 * fast[-1] and slow[-1] / slow[0] > fast[-1] /
 
 # %% [markdown]
 # With a cache, twice the tokens take about twice as long: a few hundred keys cost little beside the
-# rest of the model. Without it, twice the tokens take up to four times as long. The last line
-# compares both at 512 tokens.
+# rest of the model. Without it, there are twice as many passes, each over twice as many tokens. So
+# most of the work grows four times, and the scores grow eight times.
+#
+# The last line compares both at 512 tokens. The gain is much less than 342 times, because the
+# scores are only a part of the work.
 #
 # ## Scores that are never stored
 #

@@ -301,7 +301,9 @@ if not is_fast():
 # - by position: the first 20 tokens, the next 20, and so on;
 # - by **facts**: words such as the town, which are drawn once and then repeated. "grammar" is the
 #   cost of the draw, "first time" and "again" are what the model pays per mention, and "excess per
-#   story" adds up all mentions, less the draw.
+#   story" adds up all mentions, less the draw, and is a mean over all stories, also those without
+#   the word. For the hero, that is 4.71 − 4.03, and then 1.99 for each time that the name comes
+#   back.
 
 # %%
 sample = [tales.generate_story(seed=3, index=i) for i in range(3 if is_fast() else 200)]
@@ -336,8 +338,7 @@ if not is_fast():
 # - **Passwords and surnames** have 0.5 and 0.6, though few stories contain them. The model has
 #   hardly learned to repeat these rare words: 3.90 and 4.73 nats in column "again".
 # - **The other five facts** have 0.3 together, nearly all at the first mention.
-# - The rest of the story has 0.6. It would be more if we counted the choices of sentence here that
-#   are paid at the name of the hero.
+# - The rest of the story has 0.6.
 #
 # ## Exercises
 #

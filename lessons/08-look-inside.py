@@ -95,7 +95,8 @@ assert is_fast() or torch.equal(second.argmax(dim=1)[6:-1], torch.arange(1, 6))
 #
 # A few numbers sum up each map. Take the weights of three tokens from the first lesson:
 #
-# - **Entropy** of a row: −Σ weight · ln weight. 0 if one key has it all, ln n if n keys share it.
+# - **Entropy** of a row: −Σ weight · ln weight, where 0 · ln 0 counts as 0. 0 if one key has it
+#   all, ln n if n keys share it.
 # - **Mean distance** of a row: Σ weight · distance. The token itself has distance 0.
 # - **Previous-token score**: the mean weight of the token before, over all rows but the first.
 #
@@ -206,9 +207,10 @@ assert is_fast() or bytes(97 + i for i in says) == b"dkk"
 # costs many runs. Two methods try to see what matters in one run.
 #
 # **Rollout** multiplies the weights of all layers to see where information can come from. A layer
-# adds its output to its input, so rollout takes half of each: Ã = (A + I) / 2. If both layers have
-# our 3 × 3 weights A, the last row of Ã is (0.1060, 0.1060, 0.7881). What reaches the last token
-# through two layers is the sum of the rows of Ã, weighted by this last row: Ã · Ã.
+# adds its output to its input, so rollout takes half of each: Ã = (A + I) / 2, where I has 1 on its
+# diagonal and 0 elsewhere. If both layers have our 3 × 3 weights A, the last row of Ã is (0.1060,
+# 0.1060, 0.7881). What reaches the last token through two layers is the sum of the rows of Ã,
+# weighted by this last row: Ã · Ã.
 
 # %%
 mixed = (A + torch.eye(3)) / 2
@@ -328,7 +330,8 @@ assert is_fast() or torch.equal(is_found, is_one_token)
 #
 # Where a head looks at the fact, the loss is 0.00 or 0.01 here. No head finds *Basil*, *Ned*, *mug*
 # and *opossum*, and they cost between 1.6 and 6.3 nats. They have one thing in common: the
-# tokenizer cuts them into several tokens, such as *m* and *ug*.
+# tokenizer cuts them into several tokens, such as *m* and *ug*. (*Basil* also pays for the choice
+# of a sentence that begins with the name.)
 #
 # Is that more than chance? A head that always looks at the near past also meets facts and subjects.
 # So the next table compares each head with one that sees **only distances**: it gives each distance
@@ -373,7 +376,7 @@ assert is_fast() or cost.max() > 0.5
 #
 # **1. Another score.** A duplicate-token head looks at the earlier copy of the same letter. Write
 # its score: the mean over the second half. weights has shape (2n, 2n), for n letters and their
-# repetition.
+# repetition. (`A.diagonal(-1)` has the numbers one place below the diagonal of A.)
 
 
 # %% tags=["exercise"]

@@ -148,7 +148,7 @@ assert is_fast() or (0.8 < fp32 < 1.05 and abs(losses[8] - fp32) < 0.003 < losse
 
 # %% [markdown]
 # Here 8 bits lower the loss by 0.0003 nats. That is chance: on other stories, it may rise as much.
-# 4 bits cost 0.015 nats here. (Do not compare 0.931 with lesson 7's 0.972: other tokenizer.)
+# 4 bits cost 0.015 nats here. (Lesson 7's 0.972 had another tokenizer. bf16 takes half of fp32.)
 #
 # **Question.** 4.5 of 32 bits are 14%. Why is the 4-bit model 31% as large?
 #
@@ -353,7 +353,7 @@ assert is_fast() or results["original", 4][1] < results["student alone, longer",
 
 # %% [markdown]
 # - **Few bits** cost least. In 4 bits, the original takes 0.84 MB instead of 2.76, at +0.015. In 8
-#   bits (the point in the middle), it takes 1.12 MB and costs nothing.
+#   bits (the point in the middle), it takes 1.12 MB, and no cost can be measured.
 # - **Pruning** goes a little further: healed and in 4 bits, the pruned model takes 0.74 MB, at
 #   +0.042. The fair comparison is the original with 60 more steps in 4 bits: +0.003 at 0.84 MB.
 # - **A student** is smallest: trained longer and in 4 bits, it takes 0.36 MB, at +0.092. In fp32 it
