@@ -359,7 +359,7 @@ check_window(my_mask)
 
 # %% [markdown]
 # **2. A row on paper.** Tokens 0 and 1 are one text, tokens 2 to 5 another. The mask is causal and
-# keeps the texts apart. Token 4 has the scaled scores 3, 3, 0, 1, 1, 2. Which weights do the six
+# keeps the texts apart. Token 4 has the scaled scores 3, 3, 0, 1, 3, 2. Which weights do the six
 # keys get?
 
 # %% tags=["exercise"]
@@ -391,8 +391,8 @@ def window_mask(T, w):
 
 check_window(window_mask)
 
-# Token 4 sees tokens 2, 3 and 4, with the scores 0, 1, 1. Exponentials: 1, 2.718, 2.718, in all 6.437.
-check_weights([0, 0, 1 / 6.437, 2.718 / 6.437, 2.718 / 6.437, 0])
+# Token 4 sees tokens 2, 3 and 4, with the scores 0, 1, 3. Exponentials: 1, 2.718, 20.086, in all 23.804.
+check_weights([0, 0, 1 / 23.804, 2.718 / 23.804, 20.086 / 23.804, 0])
 
 # The entropies are ln 2 = 0.693, ln 6 = 1.792, ln 64 = 4.159, and 0 for D, where nothing is random.
 check_cheat("C")

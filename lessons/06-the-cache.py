@@ -57,7 +57,7 @@ assert (n_without, n_with) == (sum(t * t for t in range(513)), sum(range(513)))
 assert round(n_without / n_with) == 342
 
 # %% [markdown]
-# For 512 tokens, the model with a cache computes one score where there were 342.
+# For 512 tokens, the model with a cache computes 342 times fewer scores.
 #
 # **Question.** Why does nobody cache the queries?
 #

@@ -301,7 +301,7 @@ if not is_fast():
 # - by position: the first 20 tokens, the next 20, and so on;
 # - by **facts**: words such as the town, which are drawn once and then repeated. "grammar" is the
 #   cost of the draw, "first time" and "again" are what the model pays per mention, and "excess per
-#   story" adds up all mentions, less the draw, and is a mean over all stories, also those without
+#   story" adds up all mentions, minus the draw, and is a mean over all stories, also those without
 #   the word. For the hero, that is 4.71 − 4.03, and then 1.99 for each time that the name comes
 #   back.
 

@@ -323,10 +323,10 @@ is_one_token = torch.tensor([len(tokenizer.encode(" " + text[i])) == 1 for i in 
 assert is_fast() or torch.equal(is_found, is_one_token)
 
 # %% [markdown]
-# Here head 0.0 looks from *from* to the town and from *loved* to the hobby, 0.1 from *some* to the
-# food, 0.2 from *very* to the trait, and 1.0 from *With the* to the animal. (In your run, other
-# heads may do it.) So heads divide the work. Those of layer 0 need no other layer for it: *from*
-# can ask for any town, and the story has only one.
+# At the word "from", head 0.0 looks at the town, and at "loved" it looks at the hobby. At "some",
+# head 0.1 looks at the food; at "very", head 0.2 looks at the trait; at "With the", head 1.0 looks
+# at the animal. (In your run, other heads may do it.) So heads divide the work. Those of layer 0
+# need no other layer for it: "from" can ask for any town, and the story has only one.
 #
 # Where a head looks at the fact, the loss is 0.00 or 0.01 here. No head finds *Basil*, *Ned*, *mug*
 # and *opossum*, and they cost between 1.6 and 6.3 nats. They have one thing in common: the

@@ -10,7 +10,7 @@ from thinker.lessons.exercise import call, exercise, is_near
 from thinker.model.pattern_parser import parse_pattern
 from thinker.model.patterns import TokenInfo
 
-SCORES = torch.tensor([3.0, 3.0, 0.0, 1.0, 1.0, 2.0], dtype=torch.float64)  # of token 4
+SCORES = torch.tensor([3.0, 3.0, 0.0, 1.0, 3.0, 2.0], dtype=torch.float64)  # of token 4
 ENTROPIES = {"A": math.log(2), "B": math.log(6), "C": math.log(64), "D": 0.0}
 
 

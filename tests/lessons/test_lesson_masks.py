@@ -40,15 +40,15 @@ WRONG = [
     (check_window, lambda T, w: mask()(T, 3), "not for all T and w"),
     (check_window, lambda T, w: torch.ones(T, T), "row 0 only key 0"),
     (check_window, lambda T, w: torch.ones(T), "shape"),
-    (check_weights, [0, 0, 0.072, 0.196, 0.196, 0.533], "token 5 comes after"),
-    (check_weights, [0.431, 0.431, 0.021, 0.058, 0.058, 0], "the other text"),
-    (check_weights, [0.371, 0.371, 0.018, 0.050, 0.050, 0.137], "without a mask"),
+    (check_weights, [0, 0, 0.032, 0.087, 0.644, 0.237], "token 5 comes after"),
+    (check_weights, [0.314, 0.314, 0.016, 0.042, 0.314, 0], "the other text"),
+    (check_weights, [0.281, 0.281, 0.014, 0.038, 0.281, 0.104], "without a mask"),
     (check_weights, [0, 0, 0.269, 0.731, 0, 0], "Count from 0"),
-    (check_weights, [0, 0, 1, 2.718, 2.718, 0], "their sum, 6.437"),
-    (check_weights, [0.106, 0.106, 0.106, 0.288, 0.288, 0.106], "Leave them out"),
-    (check_weights, [0, 0, 0.106, 0.288, 0.288, 0], "Leave them out"),
-    (check_weights, [0, 0, 0.018, 0.050, 0.050, 0], "sum to 0.118"),
-    (check_weights, [0.155, 0.422, 0.422], "shape"),
+    (check_weights, [0, 0, 1, 2.718, 20.086, 0], "their sum, 23.804"),
+    (check_weights, [0.037, 0.037, 0.037, 0.101, 0.749, 0.037], "Leave them out"),
+    (check_weights, [0, 0, 0.037, 0.101, 0.749, 0], "Leave them out"),
+    (check_weights, [0, 0, 0.014, 0.038, 0.281, 0], "sum to 0.333"),
+    (check_weights, [0.042, 0.114, 0.844], "shape"),
     (check_weights, [0, 0, 0.2, 0.4, 0.4, 0], "neither later"),
     (check_cheat, "a", "ln 2"),
     (check_cheat, "B", "six equally likely"),
@@ -66,6 +66,6 @@ def test_a_mistake_gets_its_hint(check, answer, hint, capsys):
 def test_right_answers_are_right():
     assert check_window(mask())
     assert check_window(lambda T, w: torch.ones(T, T).tril() - torch.ones(T, T).tril(-w))
-    assert check_weights([0, 0, 0.155, 0.422, 0.422, 0])
+    assert check_weights([0, 0, 0.042, 0.114, 0.844, 0])
     assert check_cheat("C")
     assert check_cheat(" c")
