@@ -274,8 +274,8 @@ if not is_fast():
 # 100%. From position 64 on, ALiBi still gets 92%. The others get about 10%, not much better than
 # guessing, which is right once in 15 times. (Your run may differ a little.)
 #
-# - **learned**: the rows from 32 on were never trained, so it fails at once. A table of 32 rows
-#   would end there.
+# - **learned**: the rows from 32 on were never trained, so it fails within about ten tokens. A
+#   table of 32 rows would end there.
 # - **sinusoidal**: the vectors from 32 on are new to the model, too. Near position 100, it gets
 #   some answers right again, here 26% at 97 to 103. In vectors of 32 numbers, the three fastest
 #   waves have the speeds 1, 0.56 and 0.32. So at position 100, they have made almost exactly 16, 9

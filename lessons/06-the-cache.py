@@ -149,9 +149,9 @@ assert is_fast() or (error > 0.5 and abs(loss - right_loss) < 0.05)
 # %% [markdown]
 # You cannot see the mistake in the story. (A girl named *Edmund* is no sign of it: the small model
 # makes this mistake with the right cache, too.) The losses are nearly equal: here 1.155 and 1.158.
-# But one logit is wrong by 5.3, many thousand times as much as rounding. Why does the loss hardly
-# change? On average a logit is off by 0.08, and some tokens get likelier by that, others less
-# likely. The test even says where: the 16 tokens of the prompt are right, so the mistake is in
+# But one logit is wrong by 5.3, almost half a million times as much as rounding. Why does the loss
+# hardly change? On average a logit is off by 0.08, and some tokens get likelier by that, others
+# less likely. The test even says where: the 16 tokens of the prompt are right, so the mistake is in
 # reading single tokens.
 #
 # Why does the story survive? RoPE depends only on the distance of two positions (lesson 3). All

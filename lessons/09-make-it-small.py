@@ -295,7 +295,7 @@ assert round(float(terms.sum()), 4) == 0.0851 == round(0.2355 - 0.0811 - 0.0693,
 # Now train three students of half the width: one alone, one on the teacher's probabilities instead
 # of the text (`train.distill`), and one alone for twice as many steps.
 #
-# The last two cost about as much. For each token, a weight takes 2 operations to compute the output
+# The last two cost about the same. For each token, a weight takes 2 operations to compute the output
 # (multiply, add), and 4 more in training, for its gradients: 6 in all. The teacher only computes
 # its output, but its matrices have 557,056 / 172,032 = 3.2 times as many weights: 4 times in the
 # layers, and twice in the matrix for the logits. So a step with a teacher costs 6 + 2 · 3.2 = 12.4
