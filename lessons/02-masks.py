@@ -342,9 +342,10 @@ assert max(padding[0], padding[2]) < 1e-4 < 0.1 < padding[1]
 # ## Exercises
 #
 # **1. Write a mask.** Each token sees the w newest tokens, itself included: `my_mask(T, w)` returns
-# a table of shape (T, T), where True means visible. `torch.arange(T)` has the positions 0 to T − 1
-# in a row, and `torch.arange(T)[:, None]` in a column. `column - row` is then a table of all
-# differences. `&` joins two conditions; put each in parentheses.
+# a table of shape (T, T), where True means visible. Rows are queries, columns are keys.
+# `k = torch.arange(T)` has the positions 0 to T − 1 in a row, and `q = torch.arange(T)[:, None]`
+# has them in a column. Then `q - k` is a table of all differences: how far back each key is. `&`
+# joins two conditions; put each in parentheses.
 
 
 # %% tags=["exercise"]
