@@ -111,3 +111,10 @@ def test_costs_belong_to_words_and_positions():
     assert costs.by_fact[2, :3].isnan().all()
     assert costs.by_fact[2, 3] == 0
     assert costs.excess == 28 - 6
+
+
+def test_a_word_that_is_drawn_twice_has_two_first_mentions():
+    words = ["The", " old", " man", " old"]
+    story = Story("".join(words), 2 * (Choice("filler", "trait", "old", -1.0),), -2.0)
+    costs = story_costs(WordGenerator(words), [story], ["trait"], width=4, n_groups=1)
+    assert costs.by_fact[0, :3].tolist() == [1.0, 3.0, 4.0]  # first mentions cost 2 and 4
