@@ -273,9 +273,9 @@ show(figure, "With the length, the time with the causal mask alone grows fastest
 # each, the model has to name the number that stood after it.
 
 # %%
-from thinker.lessons.checks.sparse_attention import NAMES, make_recall_batch
+from thinker.lessons.recall import NAMES, make_recall_in_parts
 
-tokens, _ = make_recall_batch(torch.Generator().manual_seed(1))
+tokens, _ = make_recall_in_parts(torch.Generator().manual_seed(1))
 print("first part:", " ".join(NAMES[token] for token in tokens[0, :24]))
 
 # %% [markdown]
@@ -290,8 +290,8 @@ tested = ["full", "window(8)", "window(16)", "window(24)"]  # `full` is causal
 tested += ["window(8) | global(4)", "strided(8)", "bigbird(8, 4, 4, 2)", "linear(8)"]
 for text in tested:
     config = ThinkerConfig(**sizes, attention=text, token_shift=True)
-    model, _ = train_on_task(config, make_recall_batch, n_steps=300, lr=1e-2)
-    tokens, targets = make_recall_batch(torch.Generator().manual_seed(99), B=256)
+    model, _ = train_on_task(config, make_recall_in_parts, n_steps=300, lr=1e-2)
+    tokens, targets = make_recall_in_parts(torch.Generator().manual_seed(99), B=256)
     with torch.no_grad():
         is_right = (model(tokens).argmax(-1) == targets)[targets >= 0]
     accuracy[text] = float(is_right.float().mean())

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import trange
 
 from thinker.data.tokenizer import Tokenizer
@@ -16,6 +16,8 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.training.config_file import validate_config
 from thinker.training.run import train
 
+MakeBatch = Callable[[torch.Generator], tuple[Tensor, Tensor]]
+
 
 def is_fast() -> bool:
     """Whether the lessons are tested: train little, and do not expect good models."""
@@ -23,9 +25,8 @@ def is_fast() -> bool:
 
 
 def train_on_task(
-    config: ThinkerConfig, make_batch: Callable[[torch.Generator], tuple[Tensor, Tensor]], n_steps: int,
-    lr: float = 3e-3, seed: int = 0,
-) -> tuple[Thinker, list[float]]:  # fmt: skip
+    config: ThinkerConfig, make_batch: MakeBatch, n_steps: int, lr: float = 3e-3, seed: int = 0
+) -> tuple[Thinker, list[float]]:
     """Train a new model on batches made on the fly; returns it and the loss of each step (nats per counted target).
 
     Args:
@@ -34,21 +35,34 @@ def train_on_task(
         lr: the learning rate of AdamW, which falls linearly to 0.
     """
     torch.manual_seed(seed)
-    model, generator = Thinker(config), torch.Generator().manual_seed(seed)
+    model = Thinker(config)
+
+    def mean_loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        total, count = model(tokens, targets=targets)
+        return total / count
+
     n_steps = max(2, n_steps // 10) if is_fast() else n_steps
+    losses = take_steps(model, mean_loss, make_batch, n_steps, lr, seed)
+    return model.eval(), losses
+
+
+def take_steps(
+    model: nn.Module, mean_loss: Callable[[Tensor, Tensor], Tensor], make_batch: MakeBatch, n_steps: int,
+    lr: float = 3e-3, seed: int = 0,
+) -> list[float]:  # fmt: skip
+    """Train with AdamW on batches made on the fly; returns the loss of each step. See train_on_task."""
+    generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     losses = []
     for step in trange(n_steps, desc="training", disable=is_fast()):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / n_steps)
-        tokens, targets = make_batch(generator)
-        total, count = model(tokens, targets=targets)
-        loss = total / count
+        loss = mean_loss(*make_batch(generator))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-    return model.eval(), losses
+    return losses
 
 
 def train_on_tales() -> tuple[Thinker, Tokenizer]:

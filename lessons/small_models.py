@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from thinker.data.tales import generate_story
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.lessons.practice import is_fast, train_on_task
+from thinker.lessons.practice import is_fast, take_steps, train_on_task
+from thinker.lessons.recall import N_KEYS, make_recall
 from thinker.model import KVCache, Thinker, ThinkerConfig
 
-N_KEYS = 24  # tokens 0 to 23 are keys, 24 to 47 are values
-V = 2 * N_KEYS
+V = 2 * N_KEYS  # keys and values
 
 
 def train_on_stories(n_tokens: int = 96) -> tuple[Thinker, Tokenizer, Tensor]:
@@ -90,34 +90,13 @@ class Convolution(nn.Module):
         return self.head(x.transpose(1, 2))
 
 
-def make_recall(generator: torch.Generator, n_pairs: int | None = None, n_texts: int = 64) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (B, 4n) of n pairs (by default 1 to 12), then the same pairs in another order.
+def train(model: nn.Module, n_steps: int) -> None:
+    """Train a network on recall."""
 
-    Only the values of the second half count; the other targets are -1.
-    """
-    n = n_pairs or int(torch.randint(1, 13, (), generator=generator))
-    keys = torch.rand(n_texts, N_KEYS, generator=generator).argsort(1)[:, :n]  # each key at most once
-    values = torch.randint(N_KEYS, V, (n_texts, n), generator=generator)
-    order = torch.rand(n_texts, n, generator=generator).argsort(1)
-    asked, answers = keys.gather(1, order), values.gather(1, order)
-    halves = [torch.stack(pair, dim=2).flatten(1) for pair in ((keys, values), (asked, answers))]
-    tokens = torch.cat(halves, dim=1)
-    targets = torch.full_like(tokens, -1)
-    targets[:, 2 * n :: 2] = answers
-    return tokens, targets
+    def mean_loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-
-def train(model: nn.Module, n_steps: int, lr: float = 3e-3) -> None:
-    """Train a network on recall, on batches made on the fly; the learning rate falls linearly to 0."""
-    generator = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0)
-    for step in range(n_steps):
-        optimizer.param_groups[0]["lr"] = lr * (1 - step / n_steps)
-        tokens, targets = make_recall(generator)
-        optimizer.zero_grad()
-        F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-1).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    take_steps(model, mean_loss, make_recall, n_steps)
 
 
 @torch.no_grad()

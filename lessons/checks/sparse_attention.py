@@ -10,25 +10,8 @@ from thinker.lessons.exercise import call, exercise, is_near
 from thinker.model.pattern_parser import parse_pattern
 from thinker.runtime.errors import UserError
 
-NAMES = [*"abcdefghijklmnop", *map(str, range(16)), "."]  # of the tokens of the recall task: letters, numbers, blank
 LENGTH = 512  # of the texts in the third exercise
 FIRST, BACK = 8, 50  # what each of their tokens needs: the first tokens, itself, and tokens before it
-
-
-def make_recall_batch(generator: torch.Generator, B: int = 32) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, (B, 96): four parts of 24 tokens, in which letters and numbers are shown and asked for.
-
-    A part shows four pairs of a letter and a number, then eight blanks, and then the pairs in another order. Only the
-    numbers there are targets. No letter is in two pairs of a text.
-    """
-    letters = torch.rand(B, 16, generator=generator).argsort(dim=1).view(B, 4, 4)
-    pairs = torch.stack([letters, torch.randint(16, 32, (B, 4, 4), generator=generator)], dim=-1)
-    order = torch.rand(B, 4, 4, 1, generator=generator).argsort(dim=2).expand(-1, -1, -1, 2)
-    parts = pairs.flatten(2), torch.full((B, 4, 8), 32), pairs.gather(2, order).flatten(2)
-    tokens = torch.cat(parts, dim=2).flatten(1)
-    place = torch.arange(96)
-    is_asked = (place % 24 >= 16) & (place % 2 == 0)
-    return tokens, torch.where(is_asked, tokens.roll(-1, dims=1), -1)
 
 
 def visible(text: str, length: int) -> Tensor:

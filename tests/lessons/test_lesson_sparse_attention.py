@@ -3,13 +3,8 @@
 import pytest
 import torch
 
-from thinker.lessons.checks.sparse_attention import (
-    check_cheapest,
-    check_count,
-    check_pattern,
-    make_recall_batch,
-    visible,
-)
+from thinker.lessons.checks.sparse_attention import check_cheapest, check_count, check_pattern
+from thinker.lessons.recall import make_recall_in_parts
 
 WRONG = [
     (check_pattern, lambda q, k: (k <= q) & (q - k < 9), "the whole window"),
@@ -63,7 +58,7 @@ def test_right_answers_are_right():
 
 
 def test_the_recall_task_asks_for_numbers_that_it_has_shown():
-    tokens, targets = make_recall_batch(torch.Generator().manual_seed(0), B=3)
+    tokens, targets = make_recall_in_parts(torch.Generator().manual_seed(0), B=3)
     assert tokens.shape == targets.shape == (3, 96)
     for row, wanted in zip(tokens.tolist(), targets.tolist()):
         for start in range(0, 96, 24):
@@ -72,18 +67,3 @@ def test_the_recall_task_asks_for_numbers_that_it_has_shown():
             assert len(number_of) == 4
             for place, target in enumerate(wanted[start : start + 24]):
                 assert target == (number_of[part[place]] if place in (16, 18, 20, 22) else -1)
-
-
-FORMULAS = {
-    "full": lambda q: q + 1,
-    "window(4)": lambda q: min(q + 1, 4),
-    "window(4) | global(2)": lambda q: min(q + 1, 6),
-    "dilated(8, 2)": lambda q: min(q, 7) // 2 + 1,
-    "strided(4)": lambda q: min(q + 1, 4) + q // 4,
-    "retrieve(4, 1)": lambda q: q % 4 + 1 + 4 * (q >= 4),
-}
-
-
-@pytest.mark.parametrize("text", FORMULAS)
-def test_the_keys_of_each_query_follow_a_formula(text):
-    assert visible(text, 64).sum(dim=1).tolist() == [FORMULAS[text](q) for q in range(64)]

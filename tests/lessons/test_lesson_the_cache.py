@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from thinker.lessons.checks.the_cache import check_bytes, check_decoding, check_suspect, mystery_tables
-from thinker.lessons.small_models import GRU, Convolution, make_recall
+from thinker.lessons.recall import make_recall
+from thinker.lessons.small_models import GRU, Convolution
 
 
 def likeliest(logits):
