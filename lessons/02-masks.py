@@ -35,7 +35,7 @@ from thinker.model.attention_dispatch import AttentionMask, attention_weights
 #    is two or three matrices with a nonlinear function between them, such as max(0, x). *Norms*
 #    rescale the vectors before each step.)
 # 4. **Logits.** A last matrix turns each vector into V numbers, one **logit** for each token that
-#    could come next. Softmax makes probabilities of them.
+#    could come next. Softmax turns them into probabilities.
 
 # %% tags=["folded"]
 show(model_diagram(), "Token ids, embedding, layers with attention and an MLP, logits, probabilities.")
