@@ -26,7 +26,16 @@ _MODULES = {
     "load": "thinker.interop",
 }
 
-__all__ = ["Completion", "Generator", "KVCache", "SamplingParams", "Thinker", "ThinkerConfig", "UserError", "load"]
+__all__ = [
+    "Completion",
+    "Generator",
+    "KVCache",
+    "SamplingParams",
+    "Thinker",
+    "ThinkerConfig",
+    "UserError",
+    "load",
+]
 __version__ = "0.1.0"
 
 

@@ -10,12 +10,12 @@ import torch
 
 from thinker.benchmarks.environment import time_alternately
 from thinker.benchmarks.training_runs import ROOT, TrainingRun, train_all
-from thinker.data.prefetch import Batch
+from thinker.data.batches.prefetch import Batch
 from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import BLUE, GREY, new_figure
-from thinker.training.config_file import load_config
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.config.load import load_config
+from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 # token(46) is the full stop in both corpora.
@@ -36,21 +36,44 @@ VARIANTS: dict[str, list[str]] = {
     "attention sinks": ["model.attention_sinks=true"],
     "document masking": ["data.document_masking=true"],
 }  # fmt: skip
-CORPORA = {"tales": ("tales-default.yaml", 16, 100), "pysource": ("pysource-default.yaml", 8, 120)}  # batch size, steps
-COMMON_OVERRIDES = ["train.eval_every=null", "train.precision=bf16", "train.compile=false", "train.device=cpu"]
+CORPORA = {
+    "tales": ("tales-default.yaml", 16, 100),
+    "pysource": ("pysource-default.yaml", 8, 120),
+}  # batch size, steps
+COMMON_OVERRIDES = [
+    "train.eval_every=null",
+    "train.precision=bf16",
+    "train.compile=false",
+    "train.device=cpu",
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--seeds", type=int, default=3, help="training runs per variant, with seeds 1 to N")
-    parser.add_argument("--steps", type=int, help="training steps, for a quick test (default: 100 or 120 by corpus)")
-    parser.add_argument("--jobs", type=int, default=2, help="training runs in parallel, which share the cores")
-    parser.add_argument("--rounds", type=int, default=5, help="timing rounds, each with one step per variant")
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/ablation"), help="folder for runs; finished runs are reused"
+        "--seeds", type=int, default=3, help="training runs per variant, with seeds 1 to N"
     )
-    parser.add_argument("--only", nargs="*", metavar="VARIANT", help="variants to run, besides full (default: all)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="plot losses and speeds relative to full attention")
+    parser.add_argument(
+        "--steps", type=int, help="training steps, for a quick test (default: 100 or 120 by corpus)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="training runs in parallel, which share the cores"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="timing rounds, each with one step per variant"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/ablation"),
+        help="folder for runs; finished runs are reused",
+    )
+    parser.add_argument(
+        "--only", nargs="*", metavar="VARIANT", help="variants to run, besides full (default: all)"
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="plot losses and speeds relative to full attention"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -66,20 +89,37 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         steps = arguments.steps or default_steps
         for name, variant in variants.items():
             for seed in seeds:
-                overrides = [*COMMON_OVERRIDES, *variant, f"run.seed={seed}", f"train.max_steps={steps}"]
+                overrides = [
+                    *COMMON_OVERRIDES,
+                    *variant,
+                    f"run.seed={seed}",
+                    f"train.max_steps={steps}",
+                ]
                 overrides.append(f"train.batch_size={batch_size}")
-                folder = arguments.folder / f"{corpus}-{name.translate(str.maketrans(' (),|:', '------'))}-{seed}"
+                folder = (
+                    arguments.folder
+                    / f"{corpus}-{name.translate(str.maketrans(' (),|:', '------'))}-{seed}"
+                )
                 path = ROOT / "benchmarks" / "configs" / file
-                runs[corpus, name, seed] = TrainingRun(f"{corpus}, {name}, {seed}", path, overrides, folder)
+                runs[corpus, name, seed] = TrainingRun(
+                    f"{corpus}, {name}, {seed}", path, overrides, folder
+                )
     train_all(list(runs.values()), arguments.jobs)
     rows = []
     for corpus in CORPORA:
         speeds = time_variants(corpus, variants, arguments.rounds)
         losses = {name: [runs[corpus, name, seed].loss for seed in seeds] for name in variants}
-        print(f"{corpus}, {len(seeds)} seeds: nats per token, difference from full, tokens/s, speed relative to full")
+        print(
+            f"{corpus}, {len(seeds)} seeds: nats per token, difference from full, tokens/s, speed relative to full"
+        )
         for name, values in losses.items():
             differences = [loss - full_loss for loss, full_loss in zip(values, losses["full"])]
-            row = {"corpus": corpus, "variant": name, "losses": values, "mean_loss": statistics.mean(values)}
+            row = {
+                "corpus": corpus,
+                "variant": name,
+                "losses": values,
+                "mean_loss": statistics.mean(values),
+            }
             row["loss_difference"] = statistics.mean(differences)
             row["loss_difference_std"] = statistics.stdev(differences) if len(values) > 1 else 0.0
             row |= {"tokens": runs[corpus, name, 1].final["tokens"], **speeds[name]}
@@ -93,18 +133,29 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def time_variants(corpus: str, variants: dict[str, list[str]], rounds: int) -> dict[str, dict[str, float]]:
+def time_variants(
+    corpus: str, variants: dict[str, list[str]], rounds: int
+) -> dict[str, dict[str, float]]:
     """Median training speed of each variant, and its median ratio to full attention in the same round."""
     device, steps = torch.device("cpu"), []
     configure_backend(device)
     file, batch_size, _ = CORPORA[corpus]
     for variant in variants.values():
-        overrides = [*COMMON_OVERRIDES, *variant, f"train.batch_size={batch_size}", "train.micro_batch_size=null"]
+        overrides = [
+            *COMMON_OVERRIDES,
+            *variant,
+            f"train.batch_size={batch_size}",
+            "train.micro_batch_size=null",
+        ]
         config = load_config(ROOT / "benchmarks" / "configs" / file, overrides)
         model_config = config.thinker_config(vocab_size=3072 if corpus == "tales" else 2048)
-        step = TrainingStep(build_model(model_config, 1, device), resolve_settings(config, model_config, device))
+        step = TrainingStep(
+            build_model(model_config, 1, device), resolve_settings(config, model_config, device)
+        )
         tokens = torch.randint(1, model_config.vocab_size, (batch_size, config.data.seq_len))
-        documents = (torch.rand(tokens.shape) < 1 / 200).cumsum(1) if config.data.document_masking else None
+        documents = (
+            (torch.rand(tokens.shape) < 1 / 200).cumsum(1) if config.data.document_masking else None
+        )
         steps.append(partial(step, Batch(tokens, tokens, tokens.numel(), documents), 1e-3))
     speeds, seconds = {}, dict(zip(variants, time_alternately(steps, rounds, device)))
     for name, times in seconds.items():
@@ -125,11 +176,22 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             color = GREY if row["variant"].startswith("prefix") else BLUE
             axes.errorbar(row["loss_difference"], y, xerr=row["loss_difference_std"], color=color, marker="o",
                           markersize=4)  # fmt: skip
-            axes.annotate(f"{row['relative_speed']:.2f}", (1.02, y), xycoords=("axes fraction", "data"), va="center")
+            axes.annotate(
+                f"{row['relative_speed']:.2f}",
+                (1.02, y),
+                xycoords=("axes fraction", "data"),
+                va="center",
+            )
         axes.axvline(0, color=GREY, linewidth=1)
         axes.set_yticks(range(len(variants)), variants)
         axes.set_ylim(len(variants) - 0.5, -1)
         axes.set_xlabel("loss minus full attention's (nats per token)")
         axes.set_title(corpus, loc="left")
-        axes.annotate("tokens/s, full = 1", (1.02, -0.75), xycoords=("axes fraction", "data"), ha="center", fontsize=8)
+        axes.annotate(
+            "tokens/s, full = 1",
+            (1.02, -0.75),
+            xycoords=("axes fraction", "data"),
+            ha="center",
+            fontsize=8,
+        )
     figure.savefig(path)

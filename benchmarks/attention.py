@@ -16,16 +16,21 @@ from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import KERNELS, attend
 from thinker.model.kernels.linear_attention import linear_attention, random_features
 from thinker.model.masks import MaskBuilder
-from thinker.model.pattern_parser import parse_pattern
-from thinker.model.patterns import CAUSAL, Pattern, TokenInfo
+from thinker.model.patterns.pattern_parser import parse_pattern
+from thinker.model.patterns.patterns import CAUSAL, Pattern, TokenInfo
 from thinker.runtime.device import DTYPES, configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import new_figure
-from thinker.training.memory_estimate import LiveTensorMeter
+from thinker.training.settings.memory_estimate import LiveTensorMeter
 
 PATTERNS = ("full", "window(128)", "dilated(512, 4)", "window(128) | global(16)", "block(128, 2)", "strided(64)",
             "longformer(64, 4, 16)", "bigbird(64, 16, 64, 2)", "topk(64)", "retrieve(64, 2)", "linear(64)")  # fmt: skip
-QUANTITIES = {"forward": "forward_s", "train": "train_s", "memory": "memory_bytes", "decode": "decode_s"}
+QUANTITIES = {
+    "forward": "forward_s",
+    "train": "train_s",
+    "memory": "memory_bytes",
+    "decode": "decode_s",
+}
 MAX_SECONDS = 20.0  # lengths whose passes could take longer are left out
 MIN_SECONDS = 0.1  # each call is repeated for at least this long in each round
 N_DECODED = 20  # tokens per timed call
@@ -35,13 +40,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     patterns_help = "patterns, as in model.attention (default: one of each kind)"
     parser.add_argument("--patterns", nargs="*", default=list(PATTERNS), help=patterns_help)
-    parser.add_argument("--kernels", nargs="*", default=["auto", "sdpa"], choices=KERNELS, help="attention kernels")
-    parser.add_argument("--lengths", default="512,1024,2048,4096,8192", metavar="N,...", help="increasing lengths")
+    parser.add_argument(
+        "--kernels", nargs="*", default=["auto", "sdpa"], choices=KERNELS, help="attention kernels"
+    )
+    parser.add_argument(
+        "--lengths", default="512,1024,2048,4096,8192", metavar="N,...", help="increasing lengths"
+    )
     parser.add_argument("--heads", type=int, default=4, help="number of heads")
     parser.add_argument("--head-dim", type=int, default=64, help="dimension of a head")
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"), help="data type of q, k and v")
+    parser.add_argument(
+        "--precision",
+        default="fp32",
+        choices=("fp32", "bf16", "fp16"),
+        help="data type of q, k and v",
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device to time")
-    parser.add_argument("--repeats", type=int, default=5, help="timing rounds; medians are reported")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timing rounds; medians are reported"
+    )
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot times on log axes")
 
 
@@ -49,7 +65,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure each pattern with each kernel at each length and print a table."""
     lengths = [int(text) for text in arguments.lengths.split(",") if text.isdecimal()]
     if not lengths or sorted(lengths) != lengths:
-        raise UserError(f"--lengths is {arguments.lengths}; use increasing integers, such as 512,1024")
+        raise UserError(
+            f"--lengths is {arguments.lengths}; use increasing integers, such as 512,1024"
+        )
     configure_backend(torch.device(arguments.device))
     cases = [(pattern, kernel) for pattern in arguments.patterns for kernel in arguments.kernels]
     rows: list[dict[str, Any]] = []
@@ -66,9 +84,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "fits": fits}
 
 
-def measure(text: str, kernel: str, lengths: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(
+    text: str, kernel: str, lengths: list[int], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
     """One row of measurements per length, for a pattern and a kernel; no rows if the kernel does not support it."""
-    device, dtype, pattern = torch.device(arguments.device), DTYPES[arguments.precision], parse_pattern(text)
+    device, dtype, pattern = (
+        torch.device(arguments.device),
+        DTYPES[arguments.precision],
+        parse_pattern(text),
+    )
     if pattern.n_features and kernel != arguments.kernels[0]:
         return []
     passes = []
@@ -81,13 +105,24 @@ def measure(text: str, kernel: str, lengths: list[int], arguments: argparse.Name
         if 4 * measure_seconds(passes[-1].train, device) > MAX_SECONDS:
             break  # at twice the length a pass takes up to four times as long
     calls = [call for one_pass in passes for call in (one_pass.forward, one_pass.train)]
-    seconds = [statistics.median(s) for s in time_alternately(calls, arguments.repeats, device, MIN_SECONDS)]
+    seconds = [
+        statistics.median(s)
+        for s in time_alternately(calls, arguments.repeats, device, MIN_SECONDS)
+    ]
     rows = [
-        {"pattern": text, "kernel": kernel, **one_pass.facts, "forward_s": forward_s, "train_s": train_s}
+        {
+            "pattern": text,
+            "kernel": kernel,
+            **one_pass.facts,
+            "forward_s": forward_s,
+            "train_s": train_s,
+        }
         for one_pass, forward_s, train_s in zip(passes, seconds[::2], seconds[1::2])
     ]
     if rows and kernel == arguments.kernels[0]:
-        for row, decode_s in zip(rows, time_decoding(text, [row["length"] for row in rows], arguments)):
+        for row, decode_s in zip(
+            rows, time_decoding(text, [row["length"] for row in rows], arguments)
+        ):
             row["decode_s"] = decode_s
     return rows
 
@@ -109,15 +144,23 @@ class AttentionPass:
     ) -> None:
         B, H, T, D = shape
         self.pattern = pattern
-        self.qkv = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+        self.qkv = [
+            torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+        ]
         self.grad = torch.randn(shape, device=device, dtype=dtype)
         if pattern.n_features:
             self.features = random_features(pattern.n_features, D, 0).to(device)
-            n_keys = 2.0 * pattern.n_features  # adding a key and reading the sums costs as much as this many keys
+            n_keys = (
+                2.0 * pattern.n_features
+            )  # adding a key and reading the sums costs as much as this many keys
         else:
             tokens = TokenInfo(torch.arange(T, device=device))
-            self.mask = MaskBuilder(H, dtype, kernel=kernel).build(pattern, tokens, tokens, aligned=True)
-            n_keys = mean_visible_keys(CAUSAL if pattern.by_content else pattern, T)  # all scores are computed
+            self.mask = MaskBuilder(H, dtype, kernel=kernel).build(
+                pattern, tokens, tokens, aligned=True
+            )
+            n_keys = mean_visible_keys(
+                CAUSAL if pattern.by_content else pattern, T
+            )  # all scores are computed
         self.facts = {
             "length": T, "memory_bytes": self.measure_memory(device), "forward_flops": 4 * B * H * D * T * n_keys
         }  # fmt: skip
@@ -156,7 +199,10 @@ def mean_visible_keys(pattern: Pattern, length: int) -> float:
     positions, n_visible = torch.arange(length), 0.0
     for rows in positions.split(512):
         for head in range(2):
-            queries, keys = TokenInfo(rows[:, None], token_id=rows[:, None]), TokenInfo(positions, token_id=positions)
+            queries, keys = (
+                TokenInfo(rows[:, None], token_id=rows[:, None]),
+                TokenInfo(positions, token_id=positions),
+            )
             n_visible += float(pattern(torch.tensor(head), queries, keys).sum())
     return n_visible / 2 / length
 
@@ -181,7 +227,10 @@ def time_decoding(pattern: str, lengths: list[int], arguments: argparse.Namespac
             for chunk in torch.zeros(1, length, dtype=torch.long, device=device).split(512, dim=1):
                 model(chunk, cache=cache, last_logits_only=True)
         calls = [partial(decode, cache) for cache in caches]
-        return [statistics.median(seconds) / N_DECODED for seconds in time_alternately(calls, 10, device)]
+        return [
+            statistics.median(seconds) / N_DECODED
+            for seconds in time_alternately(calls, 10, device)
+        ]
 
 
 def select(rows: list[dict[str, Any]], pattern: str, kernel: str) -> list[dict[str, Any]]:
@@ -201,13 +250,18 @@ def fit_exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def print_table(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> None:
     """Print the exponents of each pattern and kernel, and the measurements at the greatest length."""
-    print(f"{'':<33} exponents of T in {'at the longest:':>38} {'GFLOP':>7} {'ms':>9} {'ms':>9} {'MB':>8} {'µs':>9}")
+    print(
+        f"{'':<33} exponents of T in {'at the longest:':>38} {'GFLOP':>7} {'ms':>9} {'ms':>9} {'MB':>8} {'µs':>9}"
+    )
     print(
         f"{'pattern':<26} {'kernel':<6} {'forward':>9} {'training':>9} {'memory':>9} {'decoding':>9} {'T':>6} "
         f"{'forward':>9} {'forward':>9} {'training':>9} {'memory':>8} {'per token':>9}"
     )
     for fit in fits:
-        cells = [f"{fit[key]:9.2f}" if (key := f"{name}_exponent") in fit else " " * 9 for name in QUANTITIES]
+        cells = [
+            f"{fit[key]:9.2f}" if (key := f"{name}_exponent") in fit else " " * 9
+            for name in QUANTITIES
+        ]
         longest = select(rows, fit["pattern"], fit["kernel"])[-1]
         cells += [f"{longest['length']:>6}", f"{longest['forward_flops'] / 1e9:9.2f}"]
         cells += [f"{1e3 * longest[key]:9.1f}" for key in ("forward_s", "train_s")]
@@ -226,7 +280,11 @@ def plot(rows: list[dict[str, Any]], fits: list[dict[str, Any]], path: Path) -> 
     for axes, (name, scale, unit) in zip(panels, units):
         lines = []
         for fit in fits:
-            case_rows = [row for row in select(rows, fit["pattern"], fit["kernel"]) if QUANTITIES[name] in row]
+            case_rows = [
+                row
+                for row in select(rows, fit["pattern"], fit["kernel"])
+                if QUANTITIES[name] in row
+            ]
             if not case_rows:
                 continue
             points = [(row["length"], scale * row[QUANTITIES[name]]) for row in case_rows]
@@ -234,7 +292,9 @@ def plot(rows: list[dict[str, Any]], fits: list[dict[str, Any]], path: Path) -> 
             (line,) = axes.plot(*zip(*points), marker="o", markersize=3, color=f"C{patterns.index(fit['pattern'])}",
                                 linestyle="-" if is_auto else "--", alpha=1 if is_auto else 0.5)  # fmt: skip
             if is_auto:
-                lines.append((points[-1][1], line, f"{fit['pattern']}: T^{fit[f'{name}_exponent']:.2f}"))
+                lines.append(
+                    (points[-1][1], line, f"{fit['pattern']}: T^{fit[f'{name}_exponent']:.2f}")
+                )
         lines.sort(key=lambda entry: -entry[0])  # from top to bottom, as at the right edge
         axes.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel=unit)
         axes.set_xticks(lengths, [str(length) for length in lengths])
@@ -243,7 +303,12 @@ def plot(rows: list[dict[str, Any]], fits: list[dict[str, Any]], path: Path) -> 
         axes.set_yticks([tick for tick in ticks if lowest < tick < highest])
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
-        axes.legend([line for _, line, _ in lines], [label for _, _, label in lines], frameon=False, fontsize=8)
+        axes.legend(
+            [line for _, line, _ in lines],
+            [label for _, _, label in lines],
+            frameon=False,
+            fontsize=8,
+        )
     others = ", ".join(sorted({fit["kernel"] for fit in fits} - {"auto"}))
     panels[0].set_title(f"training (dashed: {others})" if others else "training", loc="left")
     panels[1].set_title("decoding, one layer", loc="left")

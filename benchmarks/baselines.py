@@ -15,7 +15,9 @@ def to_transformers(model: Thinker) -> Any:
     """The transformers model that computes the same function, with the same weights in fp32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(model.config, None))).eval()
+    reference = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**to_hf_config(model.config, None))
+    ).eval()
     tensors = fold_attention_temperature(model.state_dict(), model.config)
     reference.load_state_dict({to_hf_name(name): tensor for name, tensor in tensors.items()})
     return reference
@@ -24,9 +26,14 @@ def to_transformers(model: Thinker) -> Any:
 class PlainGPT(nn.Module):
     """GPT-2 as it is usually written for training: learned positions, LayerNorm, GELU, a tied head, no biases."""
 
-    def __init__(self, n_layers: int, d_model: int, n_heads: int, vocab_size: int, seq_len: int) -> None:
+    def __init__(
+        self, n_layers: int, d_model: int, n_heads: int, vocab_size: int, seq_len: int
+    ) -> None:
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(seq_len, d_model)
+        self.embedding, self.positions = (
+            nn.Embedding(vocab_size, d_model),
+            nn.Embedding(seq_len, d_model),
+        )
         self.blocks = nn.ModuleList(PlainBlock(d_model, n_heads) for _ in range(n_layers))
         self.norm = nn.LayerNorm(d_model, bias=False)
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
@@ -45,8 +52,13 @@ class PlainGPT(nn.Module):
 
     def flops_per_token(self) -> int:
         """FLOPs of a training step per token, counted as in training.metrics.flops_per_token()."""
-        n_parameters = sum(parameter.numel() for parameter in self.parameters()) - self.positions.weight.numel()
-        return 6 * n_parameters + 12 * len(self.blocks) * self.positions.weight.numel()  # T · d_model per layer
+        n_parameters = (
+            sum(parameter.numel() for parameter in self.parameters())
+            - self.positions.weight.numel()
+        )
+        return (
+            6 * n_parameters + 12 * len(self.blocks) * self.positions.weight.numel()
+        )  # T · d_model per layer
 
 
 class PlainBlock(nn.Module):
@@ -57,12 +69,18 @@ class PlainBlock(nn.Module):
         self.n_heads = n_heads
         self.attention_norm, self.mlp_norm = (nn.LayerNorm(d_model, bias=False) for _ in range(2))
         self.qkv_proj, self.o_proj = (nn.Linear(d_model, n * d_model, bias=False) for n in (3, 1))
-        self.up_proj, self.down_proj = (nn.Linear(m * d_model, n * d_model, bias=False) for m, n in ((1, 4), (4, 1)))
+        self.up_proj, self.down_proj = (
+            nn.Linear(m * d_model, n * d_model, bias=False) for m, n in ((1, 4), (4, 1))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         B, T, C = x.shape
-        heads = self.qkv_proj(self.attention_norm(x)).view(B, T, 3 * self.n_heads, -1).transpose(1, 2)
-        attention = F.scaled_dot_product_attention(*heads.chunk(3, dim=1), is_causal=True)  # (B, H, T, D)
+        heads = (
+            self.qkv_proj(self.attention_norm(x)).view(B, T, 3 * self.n_heads, -1).transpose(1, 2)
+        )
+        attention = F.scaled_dot_product_attention(
+            *heads.chunk(3, dim=1), is_causal=True
+        )  # (B, H, T, D)
         x = x + self.o_proj(attention.transpose(1, 2).reshape(B, T, C))
         return x + self.down_proj(F.gelu(self.up_proj(self.mlp_norm(x))))

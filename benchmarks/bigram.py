@@ -11,17 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from thinker.data.batches import PackedDataset, sequential_batches
-from thinker.data.shards import TokenShards
+from thinker.data.batches.batches import PackedDataset, sequential_batches
+from thinker.data.corpus.shards import TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
-from thinker.training.config_file import load_config
+from thinker.training.config.load import load_config
 from thinker.training.run import build_trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("--minutes", type=float, default=1.0, help="training time in minutes")
-    parser.add_argument("--run", default="runs/bigram-baseline", help="run directory; a finished run is reused")
+    parser.add_argument(
+        "--run", default="runs/bigram-baseline", help="run directory; a finished run is reused"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -35,13 +37,22 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trainer.train()
     loss = trainer.evaluator(trainer.model).loss
     corpus, state, windows = trainer.corpus, trainer.state, trainer.evaluator.windows
-    baseline = bigram_loss(corpus.train, windows, corpus.tokenizer.vocab_size, config.train.eval_sequences)
+    baseline = bigram_loss(
+        corpus.train, windows, corpus.tokenizer.vocab_size, config.train.eval_sequences
+    )
     print(f"after {state.elapsed_s:.0f} s and {state.tokens:,} tokens, in nats per token:")
     print(f"thinker {loss:.4f}, bigram {baseline:.4f}")
-    return {"seconds": state.elapsed_s, "tokens": state.tokens, "loss": loss, "bigram_loss": baseline}
+    return {
+        "seconds": state.elapsed_s,
+        "tokens": state.tokens,
+        "loss": loss,
+        "bigram_loss": baseline,
+    }
 
 
-def bigram_loss(train: TokenShards, windows: PackedDataset, vocab_size: int, limit: int | None) -> float:
+def bigram_loss(
+    train: TokenShards, windows: PackedDataset, vocab_size: int, limit: int | None
+) -> float:
     """Nats per token of a bigram model of `train`, on the targets of the first `limit` windows."""
     pair_counts = np.zeros((vocab_size, vocab_size), dtype=np.int32)
     for shard in train.shards:

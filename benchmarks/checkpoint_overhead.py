@@ -13,18 +13,26 @@ from thinker import checkpoint
 from thinker.benchmarks.environment import measure_seconds
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.weights import to_cpu
-from thinker.training.config_file import load_config
+from thinker.training.config.load import load_config
+from thinker.training.optim.schedule import lr_multiplier
 from thinker.training.run import build_trainer
-from thinker.training.schedule import lr_multiplier
 from thinker.training.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run to measure")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the config")
-    parser.add_argument("--rounds", type=int, default=15, help="pairs of a plain step and a resumable step")
-    parser.add_argument("--saves", type=int, default=9, help="number of foreground saves, and of background saves")
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="YAML file of the run to measure"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="override keys of the config"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="pairs of a plain step and a resumable step"
+    )
+    parser.add_argument(
+        "--saves", type=int, default=9, help="number of foreground saves, and of background saves"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -43,8 +51,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         result |= measure_saves(trainer, Path(folder), arguments.saves)
         trainer.batches.close()
         trainer.run.unlock()
-    print(f"a resumable step takes {result['step_s']:.4f} s, {result['step_ratio']:.4f} times a plain one")
-    print(f"copying the state takes {result['copy_s']:.4f} s, saving it {result['foreground_save_s']:.4f} s")
+    print(
+        f"a resumable step takes {result['step_s']:.4f} s, {result['step_ratio']:.4f} times a plain one"
+    )
+    print(
+        f"copying the state takes {result['copy_s']:.4f} s, saving it {result['foreground_save_s']:.4f} s"
+    )
     print(
         f"a background save delays its step by {result['delay_s']:.4f} s (standard error "
         f"{result['delay_error_s']:.4f}) and the next step by {result['next_delay_s']:.4f} s"
@@ -60,7 +72,11 @@ def bare_step(trainer: Trainer) -> None:
     loss, norm = trainer.step(batch, multiplier)
     trainer.step.skip_nonfinite = True
     trainer.state.step += 1
-    line = {"train_loss": loss.item(), "lr": trainer.step.optimizers.lr * multiplier, "grad_norm": float(norm)}
+    line = {
+        "train_loss": loss.item(),
+        "lr": trainer.step.optimizers.lr * multiplier,
+        "grad_norm": float(norm),
+    }
     trainer.log(line | {"tokens_per_second": 1.0, "flops_per_second": 1.0})
 
 
@@ -82,12 +98,16 @@ def measure_saves(trainer: Trainer, folder: Path, n_saves: int) -> dict[str, flo
     foreground_folder.mkdir()
     background_folder.mkdir()
     foreground = CheckpointManager(foreground_folder, 1)
-    background = CheckpointManager(background_folder, 1, background=True, cpu_share=trainer.checkpoints.cpu_share)
+    background = CheckpointManager(
+        background_folder, 1, background=True, cpu_share=trainer.checkpoints.cpu_share
+    )
 
     def save(manager: CheckpointManager) -> None:
         tensors = trainer.step.optimizers.tensors()
         state = trainer.state.model_dump(mode="json")
-        manager.save("step", trainer.state.step, checkpoint.checkpoint_files(trainer.model, state, tensors))
+        manager.save(
+            "step", trainer.state.step, checkpoint.checkpoint_files(trainer.model, state, tensors)
+        )
 
     def save_and_step() -> None:
         save(background)
@@ -108,7 +128,14 @@ def measure_saves(trainer: Trainer, folder: Path, n_saves: int) -> dict[str, flo
         copies.append(measure_seconds(copy, trainer.device))
         saves.append(measure_seconds(partial(save, foreground), trainer.device))
     background.close()
-    samples = {"copy_s": copies, "foreground_save_s": saves, "delay_s": delays, "next_delay_s": next_delays}
+    samples = {
+        "copy_s": copies,
+        "foreground_save_s": saves,
+        "delay_s": delays,
+        "next_delay_s": next_delays,
+    }
     result = {name: statistics.median(seconds) for name, seconds in samples.items()}
-    result["delay_error_s"] = 1.25 * statistics.stdev(delays) / len(delays) ** 0.5  # standard error of a median
+    result["delay_error_s"] = (
+        1.25 * statistics.stdev(delays) / len(delays) ** 0.5
+    )  # standard error of a median
     return result

@@ -43,15 +43,21 @@ BENCHMARKS = {  # by name, the arguments of two examples
 def main() -> int:
     """Run a benchmark and record its result. Returns the exit status."""
     description = "Run a benchmark and print its results, with a line of JSON at the end."
-    parser = ArgumentParser(description=description, examples=("decode --shape 124m", "BENCHMARK --help"))
+    parser = ArgumentParser(
+        description=description, examples=("decode --shape 124m", "BENCHMARK --help")
+    )
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, examples in BENCHMARKS.items():
         module = import_module(f"thinker.benchmarks.{name.replace('-', '_')}")
         doc = module.__doc__.strip().splitlines()[0].rstrip(".")
-        command = commands.add_parser(name, help=doc[0].lower() + doc[1:], description=f"{doc}.", examples=examples)
+        command = commands.add_parser(
+            name, help=doc[0].lower() + doc[1:], description=f"{doc}.", examples=examples
+        )
         module.add_arguments(command)
         if name != "gpu":  # writes its own files
-            command.add_argument("--out", type=output_file, metavar="FILE", help="append a line of JSON to FILE")
+            command.add_argument(
+                "--out", type=output_file, metavar="FILE", help="append a line of JSON to FILE"
+            )
         command.set_defaults(run_benchmark=module.run)
     arguments = parser.parse_args()
     if getattr(arguments, "png", None) is not None:

@@ -47,7 +47,13 @@ class Worker:
     `log`: a file that gets its output; `eager`: torch.compile returns what it is given.
     """
 
-    def __init__(self, function: Callable[..., None], *args: Any, log: Path | None = None, eager: bool = False) -> None:
+    def __init__(
+        self,
+        function: Callable[..., None],
+        *args: Any,
+        log: Path | None = None,
+        eager: bool = False,
+    ) -> None:
         context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             context.set_forkserver_preload(PRELOADED)  # none of them may touch the GPU
@@ -86,7 +92,13 @@ def kill_group(pid: int) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _work(connection: Connection, log: Path | None, eager: bool, function: Callable[..., None], args: tuple) -> None:
+def _work(
+    connection: Connection,
+    log: Path | None,
+    eager: bool,
+    function: Callable[..., None],
+    args: tuple,
+) -> None:
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # a group of its own, to be killed as a whole
     if log is not None:
@@ -100,7 +112,9 @@ def _work(connection: Connection, log: Path | None, eager: bool, function: Calla
     except BaseException as error:  # also SystemExit; the parent reports it
         is_mistake = isinstance(error, UserError)
         with contextlib.suppress(BrokenPipeError):
-            connection.send((UserError, str(error)) if is_mistake else (RunError, traceback.format_exc()))
+            connection.send(
+                (UserError, str(error)) if is_mistake else (RunError, traceback.format_exc())
+            )
     sys.stdout.flush()
     sys.stderr.flush()
 
@@ -117,7 +131,9 @@ def stream(
         worker.kill()
 
 
-def _send_all(connection: Connection, function: Callable[..., Iterator[dict[str, Any]]], *args: Any) -> None:
+def _send_all(
+    connection: Connection, function: Callable[..., Iterator[dict[str, Any]]], *args: Any
+) -> None:
     for result in function(*args):
         connection.send((None, result))
     connection.send((None, None))
@@ -138,11 +154,18 @@ def race(
         while waiting or workers.keys() - ready.keys():
             busy = [each for each in contenders if each.name in workers and each.name not in ready]
             memory = sum(each.gigabytes for each in busy)
-            if waiting and (not busy or (len(busy) < n_at_once and memory + waiting[0].gigabytes <= MEMORY_GB)):
+            if waiting and (
+                not busy or (len(busy) < n_at_once and memory + waiting[0].gigabytes <= MEMORY_GB)
+            ):
                 each = waiting.pop(0)
-                workers[each.name] = Worker(_contend, each.make, each.args, device, min_seconds, **options)
+                workers[each.name] = Worker(
+                    _contend, each.make, each.args, device, min_seconds, **options
+                )
                 continue
-            wait([workers[each.name].connection for each in busy], max(0.0, warm_up_end - time.monotonic()))
+            wait(
+                [workers[each.name].connection for each in busy],
+                max(0.0, warm_up_end - time.monotonic()),
+            )
             for each in busy:
                 worker = workers[each.name]
                 if worker.connection.poll() or time.monotonic() >= warm_up_end:
@@ -158,7 +181,9 @@ def race(
                     break
                 try:
                     workers[name].connection.send(None)
-                    for call, value in workers[name].receive(max(deadline, time.monotonic() + 10)).items():
+                    for call, value in (
+                        workers[name].receive(max(deadline, time.monotonic() + 10)).items()
+                    ):
                         seconds[name][call].append(value)
                 except (RunError, TimeoutError, BrokenPipeError) as error:
                     yield {"name": name, "error": str(error)}
@@ -171,7 +196,11 @@ def race(
 
 
 def _contend(
-    connection: Connection, make: Callable[..., Calls], args: tuple, device: torch.device, min_seconds: float
+    connection: Connection,
+    make: Callable[..., Calls],
+    args: tuple,
+    device: torch.device,
+    min_seconds: float,
 ) -> None:
     configure_backend(device)
     meter = MemoryMeter(device)

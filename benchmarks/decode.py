@@ -13,18 +13,30 @@ from thinker.benchmarks import llama_cpp
 from thinker.benchmarks.baselines import to_transformers
 from thinker.benchmarks.decode_plot import plot
 from thinker.benchmarks.environment import time_alternately
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import DTYPES, choose_device
 from thinker.runtime.errors import UserError
 
 SHAPES = {
-    "2m": {"vocab_size": 3072, "d_model": 192, "n_layers": 2, "n_heads": 6},  # that of configs/quickstart.yaml
+    "2m": {
+        "vocab_size": 3072,
+        "d_model": 192,
+        "n_layers": 2,
+        "n_heads": 6,
+    },  # that of configs/quickstart.yaml
     "tiny": {"vocab_size": 512, "d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 128},
     "110m": {"vocab_size": 32000, "d_model": 768, "n_layers": 12, "n_heads": 12, "d_ff": 2048},
     "124m": {"vocab_size": 50304, "d_model": 768, "n_layers": 12, "n_heads": 12, "d_ff": 2048},
-    "1.1b": {"vocab_size": 32000, "d_model": 2048, "n_layers": 22, "n_heads": 32, "n_kv_heads": 4, "d_ff": 5632},
+    "1.1b": {
+        "vocab_size": 32000,
+        "d_model": 2048,
+        "n_layers": 22,
+        "n_heads": 32,
+        "n_kv_heads": 4,
+        "d_ff": 5632,
+    },
 }
 BITS = {"int8": 8, "int4": 4}
 CPU_VARIANTS = "transformers-fp32,fp32-eager,fp32,fp32@8,bf16,bf16@8,int8,int8@8,int4,int4@8"
@@ -37,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--prompt", type=int, default=32, help="tokens in the prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens to generate")
-    parser.add_argument("--repeats", type=int, default=5, help="timing rounds; medians are reported")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timing rounds; medians are reported"
+    )
     variants_help = "list of [transformers-]PRECISION[-eager|-compiled][@BATCH], or llama.cpp-q8_0, -q4_0, -f16, "
     variants_help += "-f32 (default: depends on the device)"
     parser.add_argument("--variants", metavar="NAME,...", help=variants_help)
@@ -48,15 +62,21 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time every variant and print a table."""
     device = choose_device(arguments.device)
     if arguments.new < 2 or arguments.prompt < 2 or arguments.repeats < 1:
-        raise UserError("--new, --prompt or --repeats is too small; use at least --new 2 --prompt 2 --repeats 1")
+        raise UserError(
+            "--new, --prompt or --repeats is too small; use at least --new 2 --prompt 2 --repeats 1"
+        )
     names = arguments.variants or (CUDA_VARIANTS if device.type == "cuda" else CPU_VARIANTS)
     model = make_random_model(arguments.shape, arguments.prompt + arguments.new, device)
-    variants = [make_variant(model, name, arguments.prompt, arguments.new) for name in names.split(",")]
+    variants = [
+        make_variant(model, name, arguments.prompt, arguments.new) for name in names.split(",")
+    ]
     data = torch.ones(1 << 26, device=device)
     calls = [data.sum]
     for variant in variants:
         calls += [partial(variant.generate, 1), partial(variant.generate, arguments.new)]
-    data_s, *seconds = [statistics.median(s) for s in time_alternately(calls, arguments.repeats, device)]
+    data_s, *seconds = [
+        statistics.median(s) for s in time_alternately(calls, arguments.repeats, device)
+    ]
     bandwidth = data.nbytes / data_s
     rows = []
     for variant, prefill_s, total_s in zip(variants, seconds[::2], seconds[1::2]):
@@ -93,13 +113,17 @@ class Variant(NamedTuple):
 def make_random_model(shape: str, max_seq_len: int, device: torch.device) -> Thinker:
     """A model of one of SHAPES with random weights, as `llama` (without QK-norm)."""
     with device:
-        model = Thinker(ThinkerConfig(**SHAPES[shape], max_seq_len=max_seq_len, qk_norm=False)).eval()
+        model = Thinker(
+            ThinkerConfig(**SHAPES[shape], max_seq_len=max_seq_len, qk_norm=False)
+        ).eval()
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, 0.02, generator=generator)
-        model.lm_head.weight[make_tokenizer("byte", []).eos_id] = 0  # never the likeliest, so no row ends early
+        model.lm_head.weight[make_tokenizer("byte", []).eos_id] = (
+            0  # never the likeliest, so no row ends early
+        )
     return model
 
 
@@ -110,7 +134,9 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
     is_transformers, is_llama_cpp = words[0] == "transformers", words[0] == "llama.cpp"
     compile = {"compiled": True, "eager": False}.get(words[-1])
     precision = words[1] if (is_transformers or is_llama_cpp) and len(words) > 1 else words[0]
-    supported = llama_cpp.TYPES if is_llama_cpp else [*DTYPES] if is_transformers else [*DTYPES, *BITS]
+    supported = (
+        llama_cpp.TYPES if is_llama_cpp else [*DTYPES] if is_transformers else [*DTYPES, *BITS]
+    )
     if precision not in supported or not (batch_text or "1").isdecimal():
         raise UserError(
             f"unknown variant {name} in --variants; use names such as transformers-fp32, llama.cpp-q8_0 or bf16-eager@8"
@@ -126,7 +152,10 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
     else:
         options = {"dtype": dtype, "bits": BITS.get(precision), "compile": compile}
         generator = Generator(model, make_tokenizer("byte", []), **options)
-        generate, n_bytes = thinker_generate(generator, batch, n_prompt), matrix_bytes(generator.model)
+        generate, n_bytes = (
+            thinker_generate(generator, batch, n_prompt),
+            matrix_bytes(generator.model),
+        )
     kv_per_token = 2 * model.config.n_layers * model.config.n_kv_heads * model.config.head_dim
     cache_bytes = batch * (n_prompt + n_new // 2) * kv_per_token * dtype.itemsize
     return Variant(label, batch, n_bytes + cache_bytes, generate)
@@ -170,4 +199,6 @@ def transformers_generate(
 
 def matrix_bytes(model: Thinker) -> int:
     """Bytes of weights that one decode step reads: every matrix once, without the embedding."""
-    return sum(weight.nbytes for name, weight in model.state_dict().items() if name != "embedding.weight")
+    return sum(
+        weight.nbytes for name, weight in model.state_dict().items() if name != "embedding.weight"
+    )

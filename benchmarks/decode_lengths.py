@@ -12,8 +12,8 @@ from tqdm import tqdm
 from thinker.benchmarks.decode import SHAPES, make_random_model
 from thinker.benchmarks.environment import measure_bandwidth, measure_seconds
 from thinker.benchmarks.kv_cache import fill
-from thinker.generation.inference_model import prepare_for_inference
-from thinker.generation.sink_cache import SinkCache
+from thinker.generation.caches.sink_cache import SinkCache
+from thinker.generation.decoders.inference_model import prepare_for_inference
 from thinker.model import Thinker
 from thinker.runtime.device import choose_device
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
@@ -26,8 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("--shape", default="110m", choices=SHAPES, help="size of the model")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--window", type=int, default=256, help="length of the sliding window in tokens")
-    parser.add_argument("--repeats", type=int, default=5, help="timing rounds; medians are reported")
+    parser.add_argument(
+        "--window", type=int, default=256, help="length of the sliding window in tokens"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timing rounds; medians are reported"
+    )
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot times")
 
 
@@ -64,7 +68,9 @@ def measure(model: Thinker, window: int, repeats: int) -> dict[str, Any]:
         for (length, kind), cache in caches.items():
             for step in range(4):  # consecutive steps on one cache, as in decoding
                 cache.lengths = [length - 1]
-                duration = measure_seconds(partial(inference_model, token, cache=cache), model.device)
+                duration = measure_seconds(
+                    partial(inference_model, token, cache=cache), model.device
+                )
                 if step > 0:  # the first step finds the processor's caches cold
                     seconds[length, kind].append(duration)
     bandwidth = statistics.median(bandwidths)
@@ -91,7 +97,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.plot(lengths, [row["full_ms"] for row in rows], color=BLUE, marker="o", label="full cache")
     axes.plot(lengths, [row["window_ms"] for row in rows], color=ORANGE, marker="o",
               label=f"window of {result['window']}, 4 sinks")  # fmt: skip
-    for factor, linestyle, label in ((1, "--", "time to read the bytes"), (1.3, ":", "1.3 times that")):
+    for factor, linestyle, label in (
+        (1, "--", "time to read the bytes"),
+        (1.3, ":", "1.3 times that"),
+    ):
         axes.plot(lengths, [base + factor * row["bytes_ms"] for row in rows], color=GREY, linestyle=linestyle,
                   label=label)  # fmt: skip
     axes.set_xscale("log", base=2)

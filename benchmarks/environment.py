@@ -67,7 +67,9 @@ def time_alternately(
     return [result[1:] for result in results]
 
 
-def measure_median(call: Callable[[], Any], device: torch.device, min_seconds: float = 0.0) -> float:
+def measure_median(
+    call: Callable[[], Any], device: torch.device, min_seconds: float = 0.0
+) -> float:
     """Median seconds of a call that is repeated for at least `min_seconds`."""
     seconds = [measure_seconds(call, device)]
     while sum(seconds) < min_seconds:
@@ -93,7 +95,9 @@ def device_seconds(call: Callable[[], Any], device: torch.device, repeats: int =
 def measure_bandwidth(device: torch.device) -> float:
     """Bytes per second that the device moves: on a GPU copies of 4 GiB, read and written; elsewhere sums of 256 MiB."""
     if device.type == "cuda":
-        source = torch.randint(2**31 - 1, (2**30,), dtype=torch.int32, device=device)  # zeros may be compressed
+        source = torch.randint(
+            2**31 - 1, (2**30,), dtype=torch.int32, device=device
+        )  # zeros may be compressed
         target = torch.empty_like(source)
         return 2 * source.nbytes / device_seconds(lambda: target.copy_(source), device)
     data = torch.ones(1 << 26, device=device)

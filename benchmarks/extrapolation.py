@@ -12,31 +12,46 @@ from tqdm import tqdm
 
 from thinker.benchmarks.ablation import COMMON_OVERRIDES, CORPORA
 from thinker.benchmarks.training_runs import ROOT, TrainingRun, train_all
-from thinker.data.batches import PackedDataset
+from thinker.data.batches.batches import PackedDataset
 from thinker.evaluation.long_context import loss_by_position, override_rope_scaling
 from thinker.interop import load
 from thinker.runtime.device import choose_device, configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure
-from thinker.training.config_file import load_config
+from thinker.training.config.load import load_config
 from thinker.training.training_data import prepare_training_data
 
 MULTIPLES = (1, 2, 4)  # of the trained length
 LONGEST = max(MULTIPLES)
 POSITIONS = ("rope", "alibi", "learned", "sinusoidal", "none")
-SCALINGS = ("linear", "dynamic", "yarn", "llama3")  # of the model with RoPE, without further training
+SCALINGS = (
+    "linear",
+    "dynamic",
+    "yarn",
+    "llama3",
+)  # of the model with RoPE, without further training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--seeds", type=int, default=3, help="training runs per encoding, with seeds 1 to N")
-    parser.add_argument("--steps", type=int, default=CORPORA["pysource"][2], help="training steps")
-    parser.add_argument("--jobs", type=int, default=2, help="training runs in parallel, which share the cores")
     parser.add_argument(
-        "--windows", type=int, default=64, help="windows of the longest length; shorter lengths use the same text"
+        "--seeds", type=int, default=3, help="training runs per encoding, with seeds 1 to N"
+    )
+    parser.add_argument("--steps", type=int, default=CORPORA["pysource"][2], help="training steps")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="training runs in parallel, which share the cores"
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/extrapolation"), help="folder for runs; finished runs are reused"
+        "--windows",
+        type=int,
+        default=64,
+        help="windows of the longest length; shorter lengths use the same text",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/extrapolation"),
+        help="folder for runs; finished runs are reused",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot loss by length")
 
@@ -62,9 +77,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     train_all(list(runs.values()), arguments.jobs)
     validation_tokens = prepare_training_data(config).val
     configure_backend(choose_device("cpu"))
-    print(f"trained at {trained_length}; nats per token at the end of windows of that length times {MULTIPLES}")
+    print(
+        f"trained at {trained_length}; nats per token at the end of windows of that length times {MULTIPLES}"
+    )
     rows: list[dict[str, Any]] = []
-    cases = [(positions, None) for positions in POSITIONS] + [("rope", scaling) for scaling in SCALINGS]
+    cases = [(positions, None) for positions in POSITIONS] + [
+        ("rope", scaling) for scaling in SCALINGS
+    ]
     for positions, scaling in tqdm(cases, desc="evaluating"):
         losses: dict[int, list[float]] = {multiple: [] for multiple in MULTIPLES}
         for seed in range(1, arguments.seeds + 1):
@@ -74,17 +93,29 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 override_rope_scaling(model, {"type": scaling, "factor": LONGEST, **original})
             for multiple in MULTIPLES:
                 windows = PackedDataset(validation_tokens, multiple * trained_length, "contiguous")
-                every = LONGEST // multiple  # each every-th window ends where one of the longest does
+                every = (
+                    LONGEST // multiple
+                )  # each every-th window ends where one of the longest does
                 result = loss_by_position(model, windows, 4, arguments.windows * every)
-                losses[multiple].append(result.nats[every - 1 :: every, -trained_length:].nanmean().item())
+                losses[multiple].append(
+                    result.nats[every - 1 :: every, -trained_length:].nanmean().item()
+                )
         row = {
             "name": positions if scaling is None else scaled_name(scaling),
             "losses": losses,
-            "mean_losses": {multiple: statistics.mean(values) for multiple, values in losses.items()},
-            "stds": {multiple: statistics.stdev(v) if len(v) > 1 else 0.0 for multiple, v in losses.items()},
+            "mean_losses": {
+                multiple: statistics.mean(values) for multiple, values in losses.items()
+            },
+            "stds": {
+                multiple: statistics.stdev(v) if len(v) > 1 else 0.0
+                for multiple, v in losses.items()
+            },
         }
         rows.append(row)
-        cells = [f"  {row['mean_losses'][multiple]:.3f} ± {row['stds'][multiple]:.3f}" for multiple in MULTIPLES]
+        cells = [
+            f"  {row['mean_losses'][multiple]:.3f} ± {row['stds'][multiple]:.3f}"
+            for multiple in MULTIPLES
+        ]
         tqdm.write(f"{row['name']:<20}" + "".join(cells))
     if arguments.png:
         plot(rows, trained_length, arguments.png)
@@ -108,7 +139,9 @@ def plot(rows: list[dict[str, Any]], trained_length: int, path: Path) -> None:
             means, stds = (by_name[name][key].values() for key in ("mean_losses", "stds"))
             axes.errorbar(lengths, list(means), list(stds), color=colors[name], marker="o", markersize=4, capsize=3,
                           label=name)  # fmt: skip
-        axes.axvline(trained_length, color=GREY, linestyle="--", label=f"trained length, {trained_length}")
+        axes.axvline(
+            trained_length, color=GREY, linestyle="--", label=f"trained length, {trained_length}"
+        )
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [str(length) for length in lengths])
         axes.margins(y=0.22)

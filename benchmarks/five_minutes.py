@@ -15,7 +15,12 @@ from thinker.runtime.files import atomic_write
 
 ROOT = Path(__file__).resolve().parent
 RESULTS, LEADERBOARD = ROOT / "results" / "five_minutes.jsonl", ROOT / "leaderboard.md"
-QUIET = ["train.save_every=null", "train.sample_every=null", "train.max_steps=null", "data.val_fraction=0.05"]
+QUIET = [
+    "train.save_every=null",
+    "train.sample_every=null",
+    "train.max_steps=null",
+    "data.val_fraction=0.05",
+]
 # By text: config and overrides. Validation splits are equal on all machines with the same version of Python.
 RUNS = {
     "pysource": ("small-text.yaml", ["data.source=pysource", *QUIET]),
@@ -25,9 +30,17 @@ RUNS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of both configs")
-    parser.add_argument("--minutes", type=float, default=5.0, help="training time per text in minutes (default: 5)")
-    parser.add_argument("--table", action="store_true", help=f"only write {LEADERBOARD.name} from the recorded results")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="override keys of both configs"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="training time per text in minutes (default: 5)"
+    )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help=f"only write {LEADERBOARD.name} from the recorded results",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -42,7 +55,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, (config, overrides) in RUNS.items():
             where = [f"data.cache_dir={folder}/cache", f"train.max_minutes={arguments.minutes}"]
             path = ROOT.parent / "configs" / config
-            runs[name] = TrainingRun(name, path, [*overrides, *where, *arguments.overrides], Path(folder) / name)
+            runs[name] = TrainingRun(
+                name, path, [*overrides, *where, *arguments.overrides], Path(folder) / name
+            )
         train_all(list(runs.values()))
         for name, training in runs.items():
             results[name] = measure(training)
@@ -52,14 +67,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure(training: TrainingRun) -> dict[str, Any]:
     """Bits per byte of a finished run on its validation split, with a 95% interval, and what was trained."""
-    from thinker.data.batches import PackedDataset
-    from thinker.data.text_bytes import scaled_byte_lengths
+    from thinker.data.batches.batches import PackedDataset
+    from thinker.data.tokenizers.text_bytes import scaled_byte_lengths
     from thinker.evaluation.perplexity import text_loss
     from thinker.interop import load
     from thinker.training.run_data import load_validation_data
 
     model, tokenizer = load(training.folder)
-    config, tokens = load_validation_data(training.folder, tokenizer, "--read-data", training.folder)
+    config, tokens = load_validation_data(
+        training.folder, tokenizer, "--read-data", training.folder
+    )
     windows = PackedDataset(tokens, config.data.seq_len, config.data.val_packing)
     loss = text_loss(model, windows, scaled_byte_lengths(tokens, tokenizer))
     bits, state = loss.bits_per_byte, training.final
@@ -73,7 +90,10 @@ def measure(training: TrainingRun) -> dict[str, Any]:
 
 def leaderboard(rows: list[dict[str, Any]]) -> str:
     """The table of all recorded results of five minutes, best on pysource first."""
-    rows = sorted((row for row in rows if row["minutes"] == 5), key=lambda row: row["pysource"]["bits_per_byte"])
+    rows = sorted(
+        (row for row in rows if row["minutes"] == 5),
+        key=lambda row: row["pysource"]["bits_per_byte"],
+    )
     lines = [
         "# Bits per byte after five minutes of training",
         "",

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from thinker.benchmarks.training_runs import TrainingRun
-from thinker.data.batch_loader import BatchLoader
-from thinker.data.batches import PackedDataset
-from thinker.data.text_bytes import token_byte_lengths
+from thinker.data.batches.batch_loader import BatchLoader
+from thinker.data.batches.batches import PackedDataset
+from thinker.data.tokenizers.text_bytes import token_byte_lengths
 from thinker.evaluation.loss import Evaluator
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import UserError
-from thinker.training.config_file import load_config
+from thinker.training.config.load import load_config
 from thinker.training.metrics import MemoryMeter
-from thinker.training.schedule import lr_multiplier
+from thinker.training.optim.schedule import lr_multiplier
 from thinker.training.training_data import prepare_training_data
 
 
@@ -32,8 +32,14 @@ class Gpt2Run(TrainingRun):
     def __post_init__(self) -> None:
         """Raises UserError if the config leaves the optimizer, its rate or the number of steps to defaults."""
         config = load_config(self.config, self.overrides)
-        if config.optimizer.name != "adamw" or config.optimizer.lr is None or config.train.max_steps is None:
-            raise UserError(f"{self.config}: --gpt2 needs optimizer.name=adamw, optimizer.lr and train.max_steps")
+        if (
+            config.optimizer.name != "adamw"
+            or config.optimizer.lr is None
+            or config.train.max_steps is None
+        ):
+            raise UserError(
+                f"{self.config}: --gpt2 needs optimizer.name=adamw, optimizer.lr and train.max_steps"
+            )
 
     def train(self, threads: int | None = None) -> None:
         """Train, and evaluate at the end."""
@@ -73,10 +79,14 @@ class Gpt2Run(TrainingRun):
             tokens += int(count)
         elapsed = time.perf_counter() - start
         val_set = PackedDataset(corpus.val, seq_len, config.data.val_packing)
-        evaluate = Evaluator(val_set, train.batch_size, token_byte_lengths(corpus.tokenizer), train.eval_sequences)
+        evaluate = Evaluator(
+            val_set, train.batch_size, token_byte_lengths(corpus.tokenizer), train.eval_sequences
+        )
         val_loss = evaluate(model).loss
         self.resolved, self.peak_memory = config.model_dump(mode="json"), meter.peak()
-        self.curve = [{"step": train.max_steps, "tokens": tokens, "val_loss": val_loss, "elapsed_s": elapsed}]
+        self.curve = [
+            {"step": train.max_steps, "tokens": tokens, "val_loss": val_loss, "elapsed_s": elapsed}
+        ]
 
 
 class LossModel(nn.Module):
@@ -86,7 +96,9 @@ class LossModel(nn.Module):
         super().__init__()
         self.model, self.device = model.train(), torch.device("cpu")
 
-    def forward(self, tokens: Tensor, targets: Tensor, document_ids: None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, targets: Tensor, document_ids: None = None
+    ) -> tuple[Tensor, Tensor]:
         """`document_ids` is ignored: GPT-2 attends across documents."""
         logits = self.model(input_ids=tokens, use_cache=False).logits  # (B, T, V)
         loss = nn.functional.cross_entropy(

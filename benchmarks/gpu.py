@@ -63,10 +63,18 @@ PARTS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("--part", choices=PARTS, help="part to run")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the part in minutes")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for results.jsonl, log.txt and plots")
-    parser.add_argument("--rehearse", action="store_true", help="run every stage on the CPU at toy size")
-    parser.add_argument("--imports", action="store_true", help="only list the packages that the benchmark imports")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="time limit of the part in minutes"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for results.jsonl, log.txt and plots"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run every stage on the CPU at toy size"
+    )
+    parser.add_argument(
+        "--imports", action="store_true", help="only list the packages that the benchmark imports"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -82,10 +90,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     arguments.out.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(arguments.out / "results.jsonl", arguments.part)
     options = {"log": (arguments.out / "log.txt").absolute(), "eager": arguments.rehearse}
-    device, precision = (torch.device("cpu"), "fp32") if arguments.rehearse else (torch.device("cuda"), "bf16")
+    device, precision = (
+        (torch.device("cpu"), "fp32") if arguments.rehearse else (torch.device("cuda"), "bf16")
+    )
     campaign = Campaign(device, precision, arguments.rehearse, options)
     try:
-        recorder.write("start", next(stream(try_device, device, deadline=time.monotonic() + 90, **options)))
+        recorder.write(
+            "start", next(stream(try_device, device, deadline=time.monotonic() + 90, **options))
+        )
     except (RunError, TimeoutError) as error:
         recorder.write("start", {"name": "forked workers", "note": f"not used: {error}"})
         contenders.start_method = "spawn"
@@ -116,7 +128,9 @@ class Recorder:
             file.write(json.dumps(line) + "\n")
         shown = {key: value for key, value in result.items() if isinstance(value, (int, float))}
         text = ", ".join(f"{key} {value:.4g}" for key, value in shown.items())
-        error = f"FAILED: {result['error'].strip().splitlines()[-1][:200]}" if "error" in result else ""
+        error = (
+            f"FAILED: {result['error'].strip().splitlines()[-1][:200]}" if "error" in result else ""
+        )
         print(f"{stage}: {result['name']} {error or text}", flush=True)
 
 
@@ -128,7 +142,10 @@ def run_stage(stage: Stage, campaign: Campaign, deadline: float, recorder: Recor
             recorder.write(stage.name, result)
     except Exception:  # later stages still run
         recorder.write(stage.name, {"name": "stage", "error": traceback.format_exc()})
-    recorder.write(stage.name, {"name": "end", "wall_s": time.monotonic() - start, "allowed_s": deadline - start})
+    recorder.write(
+        stage.name,
+        {"name": "end", "wall_s": time.monotonic() - start, "allowed_s": deadline - start},
+    )
 
 
 def try_device(device: torch.device) -> Results:

@@ -24,7 +24,9 @@ from thinker.benchmarks.gpu_training import Campaign, Results
 ROOT = Path(__file__).resolve().parents[1]
 LONG_TEST = "test_bf16_compiled_follows_fp32_resumes_and_samples"
 CUDA_TESTS = sorted(map(str, ROOT.glob("tests/**/test_cuda*.py")))
-OUTCOME = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] |tests/.* )(PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
+OUTCOME = re.compile(
+    r"^(?:\[gw\d+\] \[ *\d+%\] |tests/.* )(PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE
+)
 MAX_CORPUS_BYTES = 100_000_000
 
 
@@ -32,9 +34,21 @@ def cuda_tests(campaign: Campaign, deadline: float) -> Results:
     """The tests that need a GPU, in parallel if pytest-xdist is there, and the long training test beside them."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        command = [sys.executable, "-m", "pytest", *CUDA_TESTS, "-m", "cuda", "-vv", "-p", "no:cacheprovider"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *CUDA_TESTS,
+            "-m",
+            "cuda",
+            "-vv",
+            "-p",
+            "no:cacheprovider",
+        ]
         n_workers = min(12, (os.cpu_count() or 1) * 3 // 4)
-        parallel = ["-n", str(n_workers)] if importlib.util.find_spec("xdist") and n_workers > 1 else []
+        parallel = (
+            ["-n", str(n_workers)] if importlib.util.find_spec("xdist") and n_workers > 1 else []
+        )
         commands = {"tests": [*command, *parallel, "-k", f"not {LONG_TEST}"]}
         if importlib.util.find_spec("rustbpe") and not campaign.is_rehearsal:
             commands["long training test"] = [*command, "-k", LONG_TEST]
@@ -48,7 +62,11 @@ def cuda_tests(campaign: Campaign, deadline: float) -> Results:
             outcomes = Counter(OUTCOME.findall(text))
             failures = text[text.find("= FAILURES =") :] if "= FAILURES =" in text else ""
             result = {"name": name, "exit_status": status, "outcomes": dict(outcomes)}
-            yield result if status == 0 else result | {"error": describe_failure(status, failures or text)}
+            yield (
+                result
+                if status == 0
+                else result | {"error": describe_failure(status, failures or text)}
+            )
 
 
 class Command:
@@ -80,7 +98,11 @@ class Command:
         """Its output as a result, or as an error if it fails or is still running at `deadline`."""
         status = self.wait(deadline)
         result = {"name": name, "exit_status": status, "output": self.output()[-4000:]}
-        return result if status == 0 else result | {"error": describe_failure(status, result["output"])}
+        return (
+            result
+            if status == 0
+            else result | {"error": describe_failure(status, result["output"])}
+        )
 
     def output(self) -> str:
         """Return the output so far."""
@@ -119,7 +141,9 @@ class RealRun:
         yield self.train_until(train_s, interrupt_after=0.1 if toy else train_s / 3)
         lines = self.read_metrics()
         if not toy:
-            train_s = (lines[-1]["elapsed_s"] if lines else 0) + max(20.0, self.deadline - time.monotonic() - 75)
+            train_s = (lines[-1]["elapsed_s"] if lines else 0) + max(
+                20.0, self.deadline - time.monotonic() - 75
+            )
         yield self.train_until(train_s)
         curve = [line for line in self.read_metrics() if {"train_loss", "val_loss"} & line.keys()]
         yield {"name": "metrics", "lines": curve}
@@ -131,7 +155,9 @@ class RealRun:
         }  # fmt: skip
         with contextlib.ExitStack() as stack:
             running = {
-                name: stack.enter_context(Command([sys.executable, *command], self.folder / f"{name}.txt"))
+                name: stack.enter_context(
+                    Command([sys.executable, *command], self.folder / f"{name}.txt")
+                )
                 for name, command in commands.items()
             }
             for name, process in running.items():
@@ -155,17 +181,28 @@ class RealRun:
     def train_until(self, seconds: float, interrupt_after: float | None = None) -> dict[str, Any]:
         """Train until `seconds` of training in all; with SIGTERM after `interrupt_after` of them."""
         start = time.monotonic()
-        line = [sys.executable, "train.py", str(self.folder / "config.yaml"), f"train.max_minutes={seconds / 60}"]
+        line = [
+            sys.executable,
+            "train.py",
+            str(self.folder / "config.yaml"),
+            f"train.max_minutes={seconds / 60}",
+        ]
         with Command(line, self.log) as command:
             while interrupt_after is not None and command.wait(time.monotonic() + 0.1) is None:
                 lines = self.read_metrics()
-                if time.monotonic() > self.deadline or (lines and lines[-1]["elapsed_s"] > interrupt_after):
+                if time.monotonic() > self.deadline or (
+                    lines and lines[-1]["elapsed_s"] > interrupt_after
+                ):
                     command.process.terminate()
                     break
             status = command.wait(self.deadline)
         name, expected = ("resumed", 0) if interrupt_after is None else ("interrupted", 143)
         result = {"name": name, "wall_s": time.monotonic() - start, "exit_status": status}
-        return result if status == expected else result | {"error": describe_failure(status, command.output())}
+        return (
+            result
+            if status == expected
+            else result | {"error": describe_failure(status, command.output())}
+        )
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The complete lines of metrics.jsonl so far."""
@@ -176,7 +213,9 @@ class RealRun:
 def write_corpus(path: Path, max_bytes: int) -> int:
     """Write the UTF-8 Python files of site-packages and the standard library into one; returns its size in bytes."""
     n_bytes = 0
-    folders = dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
+    folders = dict.fromkeys(
+        sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")
+    )
     with path.open("wb") as corpus:
         for file in (file for folder in folders for file in sorted(Path(folder).rglob("*.py"))):
             with contextlib.suppress(OSError, UnicodeDecodeError):

@@ -12,7 +12,7 @@ from thinker.benchmarks.attention import PATTERNS, AttentionPass
 from thinker.benchmarks.contenders import Calls, Contender, race
 from thinker.benchmarks.decode import make_random_model, make_variant
 from thinker.benchmarks.gpu_training import Campaign, Results
-from thinker.model.pattern_parser import parse_pattern
+from thinker.model.patterns.pattern_parser import parse_pattern
 from thinker.runtime.device import DTYPES
 
 DECODING = (  # those that compile longest first
@@ -28,14 +28,22 @@ def decode(shape: str, campaign: Campaign, deadline: float) -> Results:
     """Decoding by precision and batch, beside transformers with a static cache; names as in benchmarks.decode."""
     names, (n_prompt, n_new) = DECODING, (32, 128)
     if campaign.is_rehearsal:  # importing transformers once is enough
-        names, (n_prompt, n_new) = REHEARSED_DECODING if shape == "124m" else REHEARSED_DECODING[:-1], (8, 4)
+        names, (n_prompt, n_new) = (
+            REHEARSED_DECODING if shape == "124m" else REHEARSED_DECODING[:-1],
+            (8, 4),
+        )
         shape = "tiny"
     contenders = [
-        Contender(name, decoding_calls, (shape, name, n_prompt, n_new, campaign.device), 8.0) for name in names
+        Contender(name, decoding_calls, (shape, name, n_prompt, n_new, campaign.device), 8.0)
+        for name in names
     ]
-    for result in race(contenders, campaign.device, 3, deadline, campaign.n_at_once, **campaign.options):
+    for result in race(
+        contenders, campaign.device, 3, deadline, campaign.n_at_once, **campaign.options
+    ):
         if "error" not in result:
-            prefill_s, total_s = (statistics.median(seconds) for seconds in result["seconds"].values())
+            prefill_s, total_s = (
+                statistics.median(seconds) for seconds in result["seconds"].values()
+            )
             step_s = max(1e-9, total_s - prefill_s) / (n_new - 1)  # noise may exceed a few tokens
             result |= {"first_token_s": prefill_s, "step_s": step_s, "tokens_per_second": result["batch"] / step_s,
                        "bytes_per_second": result["step_bytes"] / step_s}  # fmt: skip
@@ -44,8 +52,13 @@ def decode(shape: str, campaign: Campaign, deadline: float) -> Results:
 
 def decoding_calls(shape: str, name: str, n_prompt: int, n_new: int, device: torch.device) -> Calls:
     """Generate one token, and `n_new` of them."""
-    variant = make_variant(make_random_model(shape, n_prompt + n_new, device), name, n_prompt, n_new)
-    calls = {"first token": partial(variant.generate, 1), "all tokens": partial(variant.generate, n_new)}
+    variant = make_variant(
+        make_random_model(shape, n_prompt + n_new, device), name, n_prompt, n_new
+    )
+    calls = {
+        "first token": partial(variant.generate, 1),
+        "all tokens": partial(variant.generate, n_new),
+    }
     return Calls(calls, {"shape": shape, "batch": variant.batch, "step_bytes": variant.step_bytes})
 
 
@@ -53,24 +66,45 @@ def attention(campaign: Campaign, deadline: float) -> Results:
     """Time and memory of each pattern, and of each backend of SDPA for full attention, by length."""
     lengths = (64, 128) if campaign.is_rehearsal else (1024, 4096, 16384)
     is_cuda = campaign.device.type == "cuda"
-    backends = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION") if is_cuda else ("FLASH_ATTENTION", "MATH")
+    backends = (
+        ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+        if is_cuda
+        else ("FLASH_ATTENTION", "MATH")
+    )
     patterns = ("full", "window(16)", "linear(8)") if campaign.is_rehearsal else PATTERNS
-    cases = [("full", "sdpa", name) for name in backends] + [(pattern, "auto", None) for pattern in patterns]
+    cases = [("full", "sdpa", name) for name in backends] + [
+        (pattern, "auto", None) for pattern in patterns
+    ]
     cases += [("window(16)" if campaign.is_rehearsal else "window(128)", "sdpa", None)]
     dtype = DTYPES[campaign.precision]
     contenders = [
-        Contender(" ".join(filter(None, case)), attention_calls, (*case, lengths, campaign.device, dtype), 14.0)
+        Contender(
+            " ".join(filter(None, case)),
+            attention_calls,
+            (*case, lengths, campaign.device, dtype),
+            14.0,
+        )
         for case in cases
     ]
-    options = {"n_at_once": campaign.n_at_once, "min_seconds": 0.0 if campaign.is_rehearsal else 0.02}
+    options = {
+        "n_at_once": campaign.n_at_once,
+        "min_seconds": 0.0 if campaign.is_rehearsal else 0.02,
+    }
     for result in race(contenders, campaign.device, 3, deadline, **options, **campaign.options):
         if "error" not in result:
-            result["median_s"] = {name: statistics.median(seconds) for name, seconds in result["seconds"].items()}
+            result["median_s"] = {
+                name: statistics.median(seconds) for name, seconds in result["seconds"].items()
+            }
         yield result
 
 
 def attention_calls(
-    text: str, kernel: str, backend: str | None, lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype
+    text: str,
+    kernel: str,
+    backend: str | None,
+    lengths: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Calls:
     """Forward passes, and forward and backward passes, by length: 16 heads of width 64."""
     pattern, facts = parse_pattern(text), []

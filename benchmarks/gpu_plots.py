@@ -13,9 +13,16 @@ Rows = list[dict[str, Any]]
 def plot_part(part: str) -> dict[str, Callable[[Rows, Path], None]]:
     """Return the plot functions of a part by file name."""
     if part == "A":
-        return {"training.png": partial(plot_rates, ("training, 124m", "training, 350m")), "profile.png": plot_profile}
+        return {
+            "training.png": partial(plot_rates, ("training, 124m", "training, 350m")),
+            "profile.png": plot_profile,
+        }
     plot_decoding = partial(plot_rates, ("decoding, 124m", "decoding, 1.1b"))
-    return {"decoding.png": plot_decoding, "attention.png": plot_attention, "losses.png": plot_losses}
+    return {
+        "decoding.png": plot_decoding,
+        "attention.png": plot_attention,
+        "losses.png": plot_losses,
+    }
 
 
 def select(rows: Rows, stage: str, key: str) -> Rows:
@@ -27,7 +34,9 @@ def plot_rates(stages: tuple[str, ...], rows: Rows, path: Path) -> None:
     """Tokens per second: one panel of horizontal bars per stage, ours in blue."""
     key = "tokens_per_second"
     selected = [select(rows, stage, key) for stage in stages]
-    figure, panels = new_figure(15, 1 + 0.35 * max(map(len, selected)), columns=len(stages), share=False)
+    figure, panels = new_figure(
+        15, 1 + 0.35 * max(map(len, selected)), columns=len(stages), share=False
+    )
     for axes, stage, panel_rows in zip(panels, stages, selected):
         scale, room = ("log", 30) if stage.startswith("decoding") else ("linear", 1.8)
         axes.set(xscale=scale, xticks=[], xlabel=f"tokens/s ({scale} scale)", title=stage)
@@ -52,7 +61,10 @@ def plot_profile(rows: Rows, path: Path) -> None:
     colors = [ORANGE if name == "idle" else BLUE for name in parts]
     bars = axes.barh([*parts], [1000 * seconds for seconds in parts.values()], color=colors)
     axes.bar_label(bars, fmt="%.1f", padding=4)
-    axes.set(xlabel="ms per step", title=f"{row['launches']:.0f} kernels in {1000 * row['step_s']:.1f} ms")
+    axes.set(
+        xlabel="ms per step",
+        title=f"{row['launches']:.0f} kernels in {1000 * row['step_s']:.1f} ms",
+    )
     axes.invert_yaxis()
     figure.savefig(path)
 
@@ -66,7 +78,12 @@ def plot_attention(rows: Rows, path: Path) -> None:
                   if name.startswith("train")]  # fmt: skip
         axes.plot(*zip(*points), marker="o", markersize=3, label=row["name"])
         lengths = sorted({*lengths, *(length for length, _ in points)})
-    axes.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel="ms forward and backward, 16 heads of 64")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="T, tokens",
+        ylabel="ms forward and backward, 16 heads of 64",
+    )
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
@@ -83,7 +100,13 @@ def plot_losses(rows: Rows, path: Path) -> None:
         for key, color in (("train_loss", GREY), ("val_loss", BLUE)):
             points = [(line["elapsed_s"] / 60, line[key]) for line in row["lines"] if key in line]
             if points:
-                panels[1].plot(*zip(*points), color=color, label=key.replace("_", " "), marker=".", markersize=4)
+                panels[1].plot(
+                    *zip(*points),
+                    color=color,
+                    label=key.replace("_", " "),
+                    marker=".",
+                    markersize=4,
+                )
     panels[0].set(xlabel="step", ylabel="loss (nats per token)", title="the same training")
     panels[1].set(xlabel="minutes", title="real training")
     for axes in panels:

@@ -15,15 +15,20 @@ import torch
 
 from thinker.benchmarks.contenders import race, stream
 from thinker.benchmarks.environment import describe_environment, device_seconds, measure_bandwidth
-from thinker.benchmarks.train import SHAPES, Shape, add_rates, contender, make_batch, make_training_step
+from thinker.benchmarks.train import (
+    SHAPES,
+    Shape,
+    add_rates,
+    contender,
+    make_batch,
+    make_training_step,
+)
 from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import RunError
 
 Results = Iterator[dict[str, Any]]
 PACKAGES = ("torch", "triton", "transformers", "pydantic", "tiktoken", "rustbpe", "numpy")
-NVIDIA_SMI = (
-    "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,memory.total"
-)
+NVIDIA_SMI = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,memory.total"
 SECTIONS = ("head and loss", "optimizer")  # named ranges of a step
 GROUPS = {  # of kernels by their names; the first that matches counts
     "elementwise and norm": r"^triton_(poi|per|red)",
@@ -54,14 +59,25 @@ class Campaign(NamedTuple):
 
 def facts(campaign: Campaign, deadline: float) -> Results:
     """Versions, clocks, power, and what the device can do: copies, and products of the models' shapes."""
-    return stream(measure_facts, campaign.device, campaign.is_rehearsal, deadline=deadline, **campaign.options)
+    return stream(
+        measure_facts, campaign.device, campaign.is_rehearsal, deadline=deadline, **campaign.options
+    )
 
 
 def measure_facts(device: torch.device, is_rehearsal: bool) -> Results:
     """The results of facts(), in a process of its own."""
     configure_backend(device)
-    versions = {each.name: each.version for each in importlib.metadata.distributions() if each.name in PACKAGES}
-    yield {"name": "environment", **describe_environment(), "cuda": torch.version.cuda, "packages": versions}
+    versions = {
+        each.name: each.version
+        for each in importlib.metadata.distributions()
+        if each.name in PACKAGES
+    }
+    yield {
+        "name": "environment",
+        **describe_environment(),
+        "cuda": torch.version.cuda,
+        "packages": versions,
+    }
     yield {"name": "state of the GPU, idle", **gpu_state()}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -81,9 +97,16 @@ def measure_facts(device: torch.device, is_rehearsal: bool) -> Results:
     for name, (m, k, n) in sizes.items():
         if is_rehearsal:
             m, k, n = min(m, 64), min(k, 64), min(n, 64)
-        a, b = torch.randn(m, k, device=device).bfloat16(), torch.randn(k, n, device=device).bfloat16()
+        a, b = (
+            torch.randn(m, k, device=device).bfloat16(),
+            torch.randn(k, n, device=device).bfloat16(),
+        )
         seconds = device_seconds(partial(torch.mm, a, b), device)
-        yield {"name": f"product: {name}", "size": [m, k, n], "flops_per_second": 2 * m * k * n / seconds}
+        yield {
+            "name": f"product: {name}",
+            "size": [m, k, n],
+            "flops_per_second": 2 * m * k * n / seconds,
+        }
     yield {"name": "state of the GPU, after the products", **gpu_state()}
 
 
@@ -109,15 +132,23 @@ def train_beside(name: str, campaign: Campaign, deadline: float) -> Results:
         "plain compiled, adamw": (shape, 30),
         "transformers compiled, adamw": (shape, 40),
         "thinker compiled, muon": (shape, 20),
-        f"thinker compiled, muon, micro-batch {size}, {heads} heads": (large._replace(n_heads=heads), 35),
+        f"thinker compiled, muon, micro-batch {size}, {heads} heads": (
+            large._replace(n_heads=heads),
+            35,
+        ),
         "thinker compiled, adamw": (shape, 20),
         f"thinker compiled, muon, micro-batch {size}": (large, 35),
     }
     if campaign.is_rehearsal and name != "124m":  # importing transformers once is enough
         del cases["transformers compiled, adamw"]
     args = campaign.device, campaign.precision
-    contenders = [contender(case, shape, *args, gigabytes) for case, (shape, gigabytes) in cases.items()]
-    options = {"n_at_once": campaign.n_at_once, "min_seconds": 0.0 if campaign.is_rehearsal else 1.0}
+    contenders = [
+        contender(case, shape, *args, gigabytes) for case, (shape, gigabytes) in cases.items()
+    ]
+    options = {
+        "n_at_once": campaign.n_at_once,
+        "min_seconds": 0.0 if campaign.is_rehearsal else 1.0,
+    }
     for result in race(contenders, campaign.device, 3, deadline, **options, **campaign.options):
         yield result if "error" in result else add_rates(result)
 
@@ -134,7 +165,9 @@ def profile_steps(shape: Shape, device: torch.device, precision: str, n_steps: i
 
     configure_backend(device)
     step = make_training_step(shape, device, precision, is_compiled=True)
-    batch = make_batch(torch.randint(shape.vocab_size, (shape.batch_size, shape.seq_len + 1)), device)
+    batch = make_batch(
+        torch.randint(shape.vocab_size, (shape.batch_size, shape.seq_len + 1)), device
+    )
     head_and_loss, update = transformer.linear_cross_entropy, step.optimizers.step
     transformer.linear_cross_entropy = torch.profiler.record_function(SECTIONS[0])(head_and_loss)
     step.optimizers.step = torch.profiler.record_function(SECTIONS[1])(update)
@@ -161,7 +194,11 @@ def summarize(events: Any, device: torch.device, n_steps: int) -> dict[str, Any]
     for kernel in kernels:
         start, stop = kernel.time_range.start, kernel.time_range.end  # in µs
         inside = [s.name for s in sections if s.time_range.start <= start < s.time_range.end]
-        group = inside[0] if inside else next(name for name, text in GROUPS.items() if re.search(text, kernel.name))
+        group = (
+            inside[0]
+            if inside
+            else next(name for name, text in GROUPS.items() if re.search(text, kernel.name))
+        )
         groups[group.split(", rest")[0]] += (stop - start) / 1e6 / n_steps
         names[kernel.name[:100]] += (stop - start) / 1e6 / n_steps
         counts[kernel.name[:100]] += 1
@@ -184,7 +221,9 @@ def precisions(campaign: Campaign, deadline: float) -> Results:
     if not campaign.is_rehearsal:
         shape = shape._replace(micro_batch_size=16)
     n_steps = 6 if campaign.is_rehearsal else 150
-    return stream(compare_precisions, shape, campaign.device, n_steps, deadline=deadline, **campaign.options)
+    return stream(
+        compare_precisions, shape, campaign.device, n_steps, deadline=deadline, **campaign.options
+    )
 
 
 def compare_precisions(shape: Shape, device: torch.device, n_steps: int) -> Results:
@@ -198,7 +237,9 @@ def compare_precisions(shape: Shape, device: torch.device, n_steps: int) -> Resu
         losses = []
         for number in range(n_steps):
             start = number * n_bytes % (len(text) - n_bytes)
-            tokens = torch.frombuffer(bytearray(text[start : start + n_bytes]), dtype=torch.uint8).long()
+            tokens = torch.frombuffer(
+                bytearray(text[start : start + n_bytes]), dtype=torch.uint8
+            ).long()
             batch = make_batch(tokens.view(shape.batch_size, -1), device)
             losses.append(step(batch, min(1.0, (number + 1) / 10))[0])
         losses = torch.stack(losses).tolist()

@@ -26,12 +26,19 @@ class Cost:
     def seconds(self, rungs: Sequence[Rung]) -> float:
         """Seconds of all rungs, one after the other."""
         return sum(
-            math.ceil(rung.n_trials / self.jobs) * (self.start_s + rung.n_sequences * self.sequence_s) for rung in rungs
+            math.ceil(rung.n_trials / self.jobs)
+            * (self.start_s + rung.n_sequences * self.sequence_s)
+            for rung in rungs
         )
 
 
 def plan_rungs(
-    n_trials: int, batch_sizes: Sequence[int], min_steps: int, cost: Cost, seconds: float, max_sequences: float
+    n_trials: int,
+    batch_sizes: Sequence[int],
+    min_steps: int,
+    cost: Cost,
+    seconds: float,
+    max_sequences: float,
 ) -> list[Rung]:
     """Divide the seconds among rungs. Each has half as many trials as the one before, with twice the sequences.
 
@@ -57,11 +64,17 @@ def plan_rungs(
         )
     start = cost.seconds(rungs(0))
     in_time = int((seconds - start) / (cost.seconds(rungs(1)) - start))
-    in_length = int(max_sequences // (unit * 2 ** (len(sizes) - 1))) if math.isfinite(max_sequences) else in_time
+    in_length = (
+        int(max_sequences // (unit * 2 ** (len(sizes) - 1)))
+        if math.isfinite(max_sequences)
+        else in_time
+    )
     return rungs(max(least, min(in_time, in_length)))
 
 
 def better_half(losses: Sequence[float]) -> list[int]:
     """Indices of the lower half (rounded up) of the losses, lowest first, without those that are not finite."""
-    order = sorted(range(len(losses)), key=lambda i: losses[i] if math.isfinite(losses[i]) else math.inf)
+    order = sorted(
+        range(len(losses)), key=lambda i: losses[i] if math.isfinite(losses[i]) else math.inf
+    )
     return [i for i in order[: math.ceil(len(losses) / 2)] if math.isfinite(losses[i])]

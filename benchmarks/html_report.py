@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interpretability import html_report, reports
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
@@ -60,18 +60,29 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure the page of a random model, and one whose weights cannot be compressed; print medians."""
     from playwright.sync_api import sync_playwright
 
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    chromium = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if chromium is None:
         raise UserError("chromium is not installed; run apt-get install chromium")
     explorer = random_explorer(arguments.tokens, arguments.layers, arguments.heads)
-    noise = {head: zlib.compress(os.urandom(len(zlib.decompress(data)))) for head, data in explorer.weights.items()}
+    noise = {
+        head: zlib.compress(os.urandom(len(zlib.decompress(data))))
+        for head, data in explorer.weights.items()
+    }
     rows = []
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
         for name, page in (("random model", explorer), ("noise", replace(explorer, weights=noise))):
             path = Path(folder) / "page.html"
             html_report.write_html_report(path, name, None, page)
-            row = {"weights": name, "megabytes": path.stat().st_size / 1e6, **measure(browser, path, arguments.repeats)}
+            row = {
+                "weights": name,
+                "megabytes": path.stat().st_size / 1e6,
+                **measure(browser, path, arguments.repeats),
+            }
             rows.append(row)
             print(
                 f"{name}: {row['megabytes']:.1f} MB, opens in {row['open_s']:.2f} s, shows a head in "
@@ -87,7 +98,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def random_explorer(tokens: int, layers: int, heads: int) -> html_report.Explorer:
     """The page of a random model whose heads attend sharply to different tokens."""
     torch.manual_seed(1)
-    shape = {"vocab_size": 257, "d_model": 8 * heads, "n_layers": layers, "n_heads": heads, "max_seq_len": tokens}
+    shape = {
+        "vocab_size": 257,
+        "d_model": 8 * heads,
+        "n_layers": layers,
+        "n_heads": heads,
+        "max_seq_len": tokens,
+    }
     model = Thinker(ThinkerConfig(**shape, qk_norm=False)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -98,7 +115,9 @@ def random_explorer(tokens: int, layers: int, heads: int) -> html_report.Explore
     words = ["the", "fox", "and", "a", "bird", "said", "saw", "little", "then", "who", "one", "day"]
     text = " ".join(random.Random(1).choices(words, k=tokens))[: tokens - 1]
     tokenizer = make_tokenizer("byte", [])
-    return html_report.make_explorer(model, tokenizer, reports.Prompt.from_text(model, tokenizer, text))
+    return html_report.make_explorer(
+        model, tokenizer, reports.Prompt.from_text(model, tokenizer, text)
+    )
 
 
 def measure(browser: Any, path: Path, repeats: int) -> dict[str, float]:
@@ -115,5 +134,8 @@ def measure(browser: Any, path: Path, repeats: int) -> dict[str, float]:
         tab.close()
     result = {"open_s": statistics.median(opened), "click_s": statistics.median(clicked)}
     for action, times in frames.items():
-        result |= {f"{action}_ms": statistics.median(times), f"{action}_95_ms": statistics.quantiles(times, n=20)[-1]}
+        result |= {
+            f"{action}_ms": statistics.median(times),
+            f"{action}_95_ms": statistics.quantiles(times, n=20)[-1],
+        }
     return result

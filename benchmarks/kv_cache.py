@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from thinker.benchmarks.decode import SHAPES, make_random_model
 from thinker.benchmarks.environment import measure_seconds
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.evaluation.perplexity import estimate_ratio
 from thinker.generation import Generator
-from thinker.generation.quantized_cache import make_cache
+from thinker.generation.caches.quantized_cache import make_cache
 from thinker.interop import load
 from thinker.model import KVCache
 from thinker.runtime.constants import IGNORE_INDEX
@@ -30,15 +30,31 @@ TOKENIZER = make_tokenizer("byte", [])
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--shape", default="110m", choices=SHAPES, help="size of the model that is timed")
+    parser.add_argument(
+        "--shape", default="110m", choices=SHAPES, help="size of the model that is timed"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=DTYPES, help="of the model")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 4096], help="tokens in the cache")
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8], help="texts decoded together")
-    parser.add_argument("--repeats", type=int, default=9, help="timing rounds; medians are reported")
-    parser.add_argument("--runs", nargs="*", default=[], metavar="RUN", help="runs whose loss is measured")
-    parser.add_argument("--texts", type=int, default=200, help="sequences of the validation split for that")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="plot the times of the first number of rows")
+    parser.add_argument(
+        "--precisions", nargs="+", default=["fp32", "bf16"], choices=DTYPES, help="of the model"
+    )
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=[512, 4096], help="tokens in the cache"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=[1, 8], help="texts decoded together"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="timing rounds; medians are reported"
+    )
+    parser.add_argument(
+        "--runs", nargs="*", default=[], metavar="RUN", help="runs whose loss is measured"
+    )
+    parser.add_argument(
+        "--texts", type=int, default=200, help="sequences of the validation split for that"
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="plot the times of the first number of rows"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -76,14 +92,23 @@ def time_steps(generator: Generator, length: int, rows: int, repeats: int) -> li
     tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
     for _ in tqdm(range(repeats), desc=f"{rows} x {length}", leave=False):
         for bits, cache in caches.items():
-            for step in range(3):  # consecutive steps, as in decoding; the first finds the processor's caches cold
+            for step in range(
+                3
+            ):  # consecutive steps, as in decoding; the first finds the processor's caches cold
                 cache.lengths = cache.high_water = cache.high_water_before = [length] * rows
-                duration = measure_seconds(partial(generator.decode_model, tokens, cache=cache), device)
+                duration = measure_seconds(
+                    partial(generator.decode_model, tokens, cache=cache), device
+                )
                 if step > 0:
                     seconds[bits].append(duration)
     medians = {bits: statistics.median(durations) for bits, durations in seconds.items()}
     return [
-        {"bits": bits, "seconds": medians[bits], "ratio": medians[None] / medians[bits], "bytes": caches[bits].nbytes}
+        {
+            "bits": bits,
+            "seconds": medians[bits],
+            "ratio": medians[None] / medians[bits],
+            "bytes": caches[bits].nbytes,
+        }
         for bits in BITS
     ]
 
@@ -104,21 +129,29 @@ def measure_losses(path: str, n_texts: int) -> list[dict[str, Any]]:
     model, tokenizer = load(path)
     generator = Generator(model, tokenizer, dtype="fp32")
     with tempfile.TemporaryDirectory() as scratch:
-        tokens, targets = sample_sequences(model, tokenizer, Path(path), None, n_texts, Path(scratch))
+        tokens, targets = sample_sequences(
+            model, tokenizer, Path(path), None, n_texts, Path(scratch)
+        )
     nats: dict[int | None, list[float]] = {bits: [] for bits in BITS}
     for row, wanted in zip(tqdm(tokens, desc="losses", leave=False), targets):
         for bits in BITS:
             cache = make_cache(generator.model, 1, len(row), bits=bits)
             steps = row[None].split(1, dim=1)
-            logits = torch.cat([generator.decode_model(step, cache=cache)[0] for step in steps]).float()
-            loss = torch.nn.functional.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum")
+            logits = torch.cat(
+                [generator.decode_model(step, cache=cache)[0] for step in steps]
+            ).float()
+            loss = torch.nn.functional.cross_entropy(
+                logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum"
+            )
             nats[bits].append(float(loss))
     counts = (targets != IGNORE_INDEX).sum(1).double()
     plain = torch.tensor(nats[None], dtype=torch.float64)
     rows = [{"bits": None, "loss": float(plain.sum() / counts.sum())}]
     for bits in BITS[1:]:
         change = estimate_ratio(torch.tensor(nats[bits], dtype=torch.float64) - plain, plain, 0.95)
-        rows.append({"bits": bits, "change": change.mean, "interval": (change.high - change.low) / 2})
+        rows.append(
+            {"bits": bits, "change": change.mean, "interval": (change.high - change.low) / 2}
+        )
     return rows
 
 
@@ -131,7 +164,9 @@ def plot(speeds: list[dict[str, Any]], path: Path) -> None:
             rows = [row for row in speeds if (row["precision"], row["bits"]) == (precision, bits)]
             label = f"cache in {f'{bits} bits' if bits else precision}"
             milliseconds = [1000 * row["seconds"] for row in rows]
-            axes.plot([row["length"] for row in rows], milliseconds, color=color, marker="o", label=label)
+            axes.plot(
+                [row["length"] for row in rows], milliseconds, color=color, marker="o", label=label
+            )
         axes.set(title=f"model in {precision}", xlabel="tokens in the cache", ylim=(0, None))
         axes.legend(frameon=False)
     panels[0].set_ylabel("ms per token")

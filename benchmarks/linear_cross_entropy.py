@@ -20,9 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=int, default=50304, help="vocabulary size")
     parser.add_argument("--rows", type=int, default=8192, help="tokens in the batch")
     parser.add_argument("--width", type=int, default=768, help="d_model of the model")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to time")
-    parser.add_argument("--precision", choices=["auto", "fp32", "bf16"], default="auto", help="precision")
-    parser.add_argument("--repeats", type=int, default=3, help="timing rounds; medians are reported")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to time"
+    )
+    parser.add_argument(
+        "--precision", choices=["auto", "fp32", "bf16"], default="auto", help="precision"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timing rounds; medians are reported"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -36,16 +42,32 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, results in measurements.items():
             with spawn.Pool(1) as pool:
                 results.append(pool.apply(measure, (name, shape, str(device), precision)))
-    seconds = {name: statistics.median(s for s, _ in results) for name, results in measurements.items()}
-    peaks = {name: statistics.median(peak for _, peak in results) for name, results in measurements.items()}
+    seconds = {
+        name: statistics.median(s for s, _ in results) for name, results in measurements.items()
+    }
+    peaks = {
+        name: statistics.median(peak for _, peak in results)
+        for name, results in measurements.items()
+    }
     for name in measurements:
         print(f"{name:<8} {seconds[name]:8.2f} s {peaks[name] / 2**20:8.0f} MiB")
-    ratios = {"memory": peaks["chunked"] / peaks["plain"], "time": seconds["chunked"] / seconds["plain"]}
+    ratios = {
+        "memory": peaks["chunked"] / peaks["plain"],
+        "time": seconds["chunked"] / seconds["plain"],
+    }
     print(f"chunked / plain: memory {ratios['memory']:.2f}, time {ratios['time']:.2f}")
-    return {"shape": shape, "precision": precision, "seconds": seconds, "peak_bytes": peaks, "ratios": ratios}
+    return {
+        "shape": shape,
+        "precision": precision,
+        "seconds": seconds,
+        "peak_bytes": peaks,
+        "ratios": ratios,
+    }
 
 
-def measure(name: str, shape: tuple[int, int, int], device_name: str, precision: str) -> tuple[float, int]:
+def measure(
+    name: str, shape: tuple[int, int, int], device_name: str, precision: str
+) -> tuple[float, int]:
     """Seconds of the faster of two passes, and the peak memory in bytes."""
     device = torch.device(device_name)
     configure_backend(device)
@@ -54,7 +76,9 @@ def measure(name: str, shape: tuple[int, int, int], device_name: str, precision:
     return min(time_pass(name, shape, device, precision) for _ in range(2)), meter.peak()
 
 
-def time_pass(name: str, shape: tuple[int, int, int], device: torch.device, precision: str) -> float:
+def time_pass(
+    name: str, shape: tuple[int, int, int], device: torch.device, precision: str
+) -> float:
     """Seconds of one forward and backward pass."""
     rows, width, vocab = shape
     torch.manual_seed(0)
@@ -62,7 +86,11 @@ def time_pass(name: str, shape: tuple[int, int, int], device: torch.device, prec
     weight = (0.02 * torch.randn(vocab, width, device=device)).requires_grad_()
     targets = torch.randint(vocab, (1, rows), device=device)
     start = time.perf_counter()
-    loss = linear_cross_entropy(x, weight, targets)[0] if name == "chunked" else plain_loss(x, weight, targets)
+    loss = (
+        linear_cross_entropy(x, weight, targets)[0]
+        if name == "chunked"
+        else plain_loss(x, weight, targets)
+    )
     (loss / rows).backward()
     weight.grad.sum().item()
     return time.perf_counter() - start

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interop.gguf import write_gguf
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
@@ -24,7 +24,9 @@ class LlamaCpp:
         try:
             import llama_cpp
         except ImportError as error:
-            raise UserError("llama.cpp variants need its package; run pip install llama-cpp-python") from error
+            raise UserError(
+                "llama.cpp variants need its package; run pip install llama-cpp-python"
+            ) from error
         self.library, self.batch_size = llama_cpp, batch
         # Kept, because llama.cpp calls it as long as it runs.
         self.silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
@@ -35,11 +37,19 @@ class LlamaCpp:
             parameters = llama_cpp.llama_model_default_params()
             parameters.use_mmap = False  # the file is removed
             self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
-            self.n_bytes = path.stat().st_size - model.embedding.weight.numel() * path.stat().st_size // sum(
-                parameter.numel() for parameter in model.parameters()
+            self.n_bytes = (
+                path.stat().st_size
+                - model.embedding.weight.numel()
+                * path.stat().st_size
+                // sum(parameter.numel() for parameter in model.parameters())
             )
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx, options.n_seq_max, options.n_batch, options.n_ubatch = max_len * batch, batch, 2048, 512
+        options.n_ctx, options.n_seq_max, options.n_batch, options.n_ubatch = (
+            max_len * batch,
+            batch,
+            2048,
+            512,
+        )
         options.n_threads = options.n_threads_batch = torch.get_num_threads()
         self.context = llama_cpp.llama_init_from_model(self.model, options)
         self.tokens = llama_cpp.llama_batch_init(max(2048, max_len * batch), 0, batch)
@@ -51,7 +61,12 @@ class LlamaCpp:
         for row, ids in enumerate(rows):
             for offset, token in enumerate(ids):
                 n = tokens.n_tokens = row * len(ids) + offset
-                tokens.token[n], tokens.pos[n], tokens.n_seq_id[n], tokens.seq_id[n][0] = token, start + offset, 1, row
+                tokens.token[n], tokens.pos[n], tokens.n_seq_id[n], tokens.seq_id[n][0] = (
+                    token,
+                    start + offset,
+                    1,
+                    row,
+                )
                 tokens.logits[n] = offset == len(ids) - 1
             last.append(n)
         tokens.n_tokens = len(rows) * len(rows[0])

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from thinker.data.batch_loader import BatchLoader
-from thinker.data.batches import PackedDataset
-from thinker.data.corpus import prepare_corpus
-from thinker.data.mixture import Mixture, MixtureSource
+from thinker.data.batches.batch_loader import BatchLoader
+from thinker.data.batches.batches import PackedDataset
+from thinker.data.corpus.corpus import prepare_corpus
+from thinker.features.mixtures.mixture import Mixture, MixtureSource
 
 PACKINGS = ("contiguous", "documents", "best_fit")
 BATCH_TOKENS = 1 << 16
@@ -22,8 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("file", metavar="FILE", help="JSON lines with a column text")
     parser.add_argument("--tokenizer", default="bpe:32768", help="name or path of the tokenizer")
-    parser.add_argument("--cache-dir", default=".cache", metavar="FOLDER", help="folder of the token cache")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048], help="tokens per sequence")
+    parser.add_argument(
+        "--cache-dir", default=".cache", metavar="FOLDER", help="folder of the token cache"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[256, 1024, 2048], help="tokens per sequence"
+    )
     parser.add_argument("--steps", type=int, default=60, help="batches of 65,536 tokens to time")
 
 
@@ -31,7 +35,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time batches of one source, and of a mixture of its two halves. Print a table."""
     torch.set_num_threads(1)
     tokens = prepare_corpus(
-        source="jsonl", path=arguments.file, tokenizer=arguments.tokenizer, cache_dir=arguments.cache_dir
+        source="jsonl",
+        path=arguments.file,
+        tokenizer=arguments.tokenizer,
+        cache_dir=arguments.cache_dir,
     ).train
     rows = []
     for seq_len, packing in itertools.product(arguments.lengths, PACKINGS):
@@ -40,11 +47,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         mixture = Mixture([MixtureSource({0: 0.7}), MixtureSource({0: 0.3})])
         loaders = {
             "one source": BatchLoader(dataset, batch_size, 1),
-            "mixture": BatchLoader(dataset, batch_size, 1, mixture=mixture, bounds=[0, half, len(dataset)]),
+            "mixture": BatchLoader(
+                dataset, batch_size, 1, mixture=mixture, bounds=[0, half, len(dataset)]
+            ),
         }
         for name, loader in loaders.items():
-            rate = batch_size * seq_len / statistics.median(_seconds(loader, step) for step in range(arguments.steps))
-            rows.append({"seq_len": seq_len, "packing": packing, "sources": name, "tokens_per_second": rate})
+            rate = (
+                batch_size
+                * seq_len
+                / statistics.median(_seconds(loader, step) for step in range(arguments.steps))
+            )
+            rows.append(
+                {"seq_len": seq_len, "packing": packing, "sources": name, "tokens_per_second": rate}
+            )
             print(f"{seq_len:5}  {packing:11}  {name:10}  {rate:13,.0f} tokens/s", flush=True)
     return {"file": Path(arguments.file).name, "tokens": tokens.n_tokens, "rows": rows}
 

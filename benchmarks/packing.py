@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from thinker.benchmarks.regularization import train_quietly
-from thinker.data.batches import PackedDataset
-from thinker.data.sources import open_source
-from thinker.data.text_bytes import token_byte_lengths
+from thinker.data.batches.batches import PackedDataset
+from thinker.data.text.sources import open_source
+from thinker.data.tokenizers.text_bytes import token_byte_lengths
 from thinker.evaluation.loss import Evaluator
 from thinker.interop.load import load
-from thinker.training.config import Config
-from thinker.training.config_file import load_config
+from thinker.training.config.config import Config
+from thinker.training.config.load import load_config
 from thinker.training.training_data import prepare_training_data
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000, help="targets to train on")
     parser.add_argument("--seeds", type=int, default=3, help="runs per packing, with seeds 1 to N")
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/packing"), help="folder for runs; finished runs are reused"
+        "--folder",
+        type=Path,
+        default=Path("runs/packing"),
+        help="folder for runs; finished runs are reused",
     )
 
 
@@ -41,7 +44,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     functions = arguments.folder / "functions.jsonl"
     if not functions.exists():
-        functions.write_text("".join(json.dumps({"text": text}) + "\n" for text in _functions()), encoding="utf-8")
+        functions.write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in _functions()), encoding="utf-8"
+        )
     corpora = {"stories": ["data.source=tales"], "functions": [
         "data.source=jsonl", f"data.path={functions}", "data.max_documents=null"]}  # fmt: skip
     rows = []
@@ -54,7 +59,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             rows.append(row)
             print(f"{corpus:10} {packing:11} {row['padding']:8.2%} {row['cut']:14.1%} "
                   f"{row['loss']:9.4f} ±{row['spread']:.4f}", flush=True)  # fmt: skip
-    return {"seq_len": arguments.seq_len, "tokens": arguments.tokens, "seeds": arguments.seeds, "rows": rows}
+    return {
+        "seq_len": arguments.seq_len,
+        "tokens": arguments.tokens,
+        "seeds": arguments.seeds,
+        "rows": rows,
+    }
 
 
 def _measure(overrides: list[str], arguments: argparse.Namespace) -> dict[str, float]:
@@ -66,11 +76,20 @@ def _measure(overrides: list[str], arguments: argparse.Namespace) -> dict[str, f
     fill = n_targets / (len(windows) * config.data.seq_len)
     offsets = train.shards[0].offsets[:]  # both corpora have one shard
     ends = np.array([end for i in range(len(windows)) for _, end in windows.spans(i)[1]])
-    cut = np.unique(np.searchsorted(offsets, np.setdiff1d(ends, offsets), side="right"))  # documents
+    cut = np.unique(
+        np.searchsorted(offsets, np.setdiff1d(ends, offsets), side="right")
+    )  # documents
     steps = round(arguments.tokens / (fill * config.train.batch_size * config.data.seq_len))
     losses = []
     for seed in range(1, arguments.seeds + 1):
-        name = "-".join([Path(config.data.path or "tales").stem, config.data.packing, str(seed), str(arguments.tokens)])
+        name = "-".join(
+            [
+                Path(config.data.path or "tales").stem,
+                config.data.packing,
+                str(seed),
+                str(arguments.tokens),
+            ]
+        )
         run = [f"run.dir={arguments.folder}/{name}", f"run.seed={seed}", f"train.max_steps={steps}"]
         losses.append(_train(load_config(CONFIG, [*overrides, *run])))
     spread = statistics.stdev(losses) if len(losses) > 1 else 0.0

@@ -22,7 +22,11 @@ class ChildProcess:
             if self._is_stopped:
                 return 1, ""
             self._process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                command,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
             )
         stderr = self._process.communicate()[1]
         return self._process.returncode, stderr

@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from thinker.benchmarks.decode import SHAPES
 from thinker.benchmarks.environment import measure_seconds
-from thinker.generation.inference_model import prepare_for_inference
-from thinker.generation.retrieval_cache import RetrievalCache, context_size
-from thinker.generation.sink_cache import SinkCache
+from thinker.features.retrieval.retrieval_cache import RetrievalCache, context_size
+from thinker.generation.caches.sink_cache import SinkCache
+from thinker.generation.decoders.inference_model import prepare_for_inference
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.runtime.device import choose_device
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, save_figure
@@ -25,7 +25,9 @@ STEPS = 9  # per round; the first finds the processor's caches cold and is not c
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--shape", choices=SHAPES, help="size of the model (default: 4 layers of width 192)")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="size of the model (default: 4 layers of width 192)"
+    )
     parser.add_argument("--kv-heads", type=int, default=2, help="KV heads per layer")
     parser.add_argument("--window", type=int, default=128, help="length of the window in tokens")
     parser.add_argument("--retrieve", type=int, default=4, help="blocks that each query retrieves")
@@ -33,28 +35,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="cached tokens")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot the times")
-    parser.add_argument("--repeats", type=int, default=30, help="timing rounds; medians are reported")
+    parser.add_argument(
+        "--repeats", type=int, default=30, help="timing rounds; medians are reported"
+    )
 
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time steps at each length, in turns, and print a table."""
-    device, sizes = choose_device(arguments.device), (arguments.window, SINKS, arguments.retrieve, arguments.block)
+    device, sizes = (
+        choose_device(arguments.device),
+        (arguments.window, SINKS, arguments.retrieve, arguments.block),
+    )
     shape = SHAPES[arguments.shape] if arguments.shape else SHAPES["2m"] | {"n_layers": 4}
     shape = shape | {"n_kv_heads": arguments.kv_heads}
     with device:
-        model = prepare_for_inference(Thinker(ThinkerConfig(**shape, max_seq_len=context_size(*sizes))))
+        model = prepare_for_inference(
+            Thinker(ThinkerConfig(**shape, max_seq_len=context_size(*sizes)))
+        )
     caches: dict[tuple[str, int], KVCache] = {}
     for length in arguments.lengths:
         caches["window", length] = SinkCache(model, 1, arguments.window, SINKS)
         caches["retrieval", length] = filled_cache(model, sizes, length)
         caches["full", length] = KVCache(model.config, 1, length + 1, device, model.dtype)
-    token, seconds = torch.zeros(1, 1, dtype=torch.long, device=device), {case: [] for case in caches}
+    token, seconds = (
+        torch.zeros(1, 1, dtype=torch.long, device=device),
+        {case: [] for case in caches},
+    )
     for _ in tqdm(range(arguments.repeats), desc="rounds", leave=False):
         for (kind, length), cache in caches.items():
             for step in range(STEPS):
                 # The store has all blocks, so that positions that are written again change nothing.
-                cache.lengths = cache.high_water = [length - arguments.block if kind == "retrieval" else length - 1]
+                cache.lengths = cache.high_water = [
+                    length - arguments.block if kind == "retrieval" else length - 1
+                ]
                 duration = measure_seconds(partial(model, token, cache=cache), device)
                 if step > 0:
                     seconds[kind, length].append(duration)
@@ -66,10 +80,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"{length:6}   {kind:9} {ms:13.2f} {n_bytes / 1e6:7.1f}")
     ends = min(arguments.lengths), max(arguments.lengths)
     first, last = (statistics.median(seconds["retrieval", length]) for length in ends)
-    print(f"with retrieval, a token takes {last / first:.3f} times as long at {ends[1]} as at {ends[0]}")
+    print(
+        f"with retrieval, a token takes {last / first:.3f} times as long at {ends[1]} as at {ends[0]}"
+    )
     if arguments.png:
         plot(rows, arguments.png)
-    config = {"shape": shape, "window": arguments.window, "sinks": SINKS, "retrieve": arguments.retrieve}
+    config = {
+        "shape": shape,
+        "window": arguments.window,
+        "sinks": SINKS,
+        "retrieve": arguments.retrieve,
+    }
     return config | {"block": arguments.block, "ratio": last / first, "rows": rows}
 
 

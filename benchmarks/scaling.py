@@ -12,8 +12,8 @@ import numpy as np
 from thinker.benchmarks.training_runs import TrainingRun, parse_shapes, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, ORANGE, new_figure
-from thinker.training.config_file import load_config
-from thinker.training.plan import make_plan
+from thinker.training.config.load import load_config
+from thinker.training.reports.plan import make_plan
 
 
 @dataclass
@@ -39,12 +39,22 @@ class PowerLaw:
         """
         min_points = 4 if floor is None else 3
         if len(losses) < min_points:
-            raise UserError(f"{len(losses)} sizes are too few to fit a power law; use at least {min_points}")
+            raise UserError(
+                f"{len(losses)} sizes are too few to fit a power law; use at least {min_points}"
+            )
         if floor is not None and floor >= min(losses):
-            raise UserError(f"a loss of {min(losses):.4f} is below the floor of {floor:.4f}, so no power law fits")
+            raise UserError(
+                f"a loss of {min(losses):.4f} is below the floor of {floor:.4f}, so no power law fits"
+            )
         x, y = np.log(compute), np.log(losses)
-        floors = np.array([floor]) if floor is not None else np.linspace(0, min(losses), 2000, endpoint=False)
-        slopes, intercepts = np.polyfit(x, np.log(np.array(losses)[:, None] - floors), 1)  # (floors,) each
+        floors = (
+            np.array([floor])
+            if floor is not None
+            else np.linspace(0, min(losses), 2000, endpoint=False)
+        )
+        slopes, intercepts = np.polyfit(
+            x, np.log(np.array(losses)[:, None] - floors), 1
+        )  # (floors,) each
         laws = floors + np.exp(intercepts + slopes * x[:, None])  # (sizes, floors)
         best = np.square(np.log(laws) - y[:, None]).sum(axis=0).argmin()
         return cls(float(floors[best]), float(np.exp(intercepts[best])), float(-slopes[best]))
@@ -53,17 +63,33 @@ class PowerLaw:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file shared by all sizes")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the config")
-    shapes = {"default": "48x2x2,64x3x2,96x3x3,128x4x4,192x4x6", "metavar": "WIDTHxLAYERSxHEADS,..."}
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="override keys of the config"
+    )
+    shapes = {
+        "default": "48x2x2,64x3x2,96x3x3,128x4x4,192x4x6",
+        "metavar": "WIDTHxLAYERSxHEADS,...",
+    }
     parser.add_argument("--shapes", **shapes, help="model sizes")
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--tokens-per-parameter", type=float, help="training tokens (default: 20, compute-optimal)")
-    budget.add_argument("--minutes", type=float, help="total training time instead of --tokens-per-parameter")
-    parser.add_argument("--jobs", type=int, default=1, help="training runs in parallel, which share the cores")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/scaling"), help="folder for runs; finished runs are reused"
+    budget.add_argument(
+        "--tokens-per-parameter", type=float, help="training tokens (default: 20, compute-optimal)"
     )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="plot to write (default: scaling.png in --folder)")
+    budget.add_argument(
+        "--minutes", type=float, help="total training time instead of --tokens-per-parameter"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="training runs in parallel, which share the cores"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/scaling"),
+        help="folder for runs; finished runs are reused",
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="plot to write (default: scaling.png in --folder)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -76,13 +102,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     ratio = arguments.tokens_per_parameter or 20.0
     if arguments.minutes:
         seconds = sum(plan["parameters"] / plan["tokens_per_second"] for _, _, plan in sizes)
-        ratio = 60 * arguments.minutes / seconds  # concurrent runs share the cores whose speed was measured
+        ratio = (
+            60 * arguments.minutes / seconds
+        )  # concurrent runs share the cores whose speed was measured
     runs = []
     for shape, overrides, plan in sizes:
         steps = max(1, round(ratio * plan["parameters"] / plan["tokens_per_step"]))
         overrides = [*overrides, f"train.max_steps={steps}"]
-        runs.append(TrainingRun(shape, arguments.config, overrides, arguments.folder / f"{shape}-{steps}"))
-    train_all(runs[::-1], arguments.jobs)  # the largest first, so that it does not run alone at the end
+        runs.append(
+            TrainingRun(shape, arguments.config, overrides, arguments.folder / f"{shape}-{steps}")
+        )
+    train_all(
+        runs[::-1], arguments.jobs
+    )  # the largest first, so that it does not run alone at the end
 
     rows = []
     for run, (shape, _, plan) in zip(runs, sizes):
@@ -98,16 +130,31 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     entropy = runs[-1].final.get("entropy_floor")
     law = PowerLaw.fit([row["flops"] for row in rows], [row["loss"] for row in rows], entropy)
     floor_name = "fitted floor" if entropy is None else "entropy of the corpus"
-    print(f"loss = {law.floor:.3f} + {law.scale:.3g} · FLOPs^-{law.exponent:.3f} ({floor_name}: {law.floor:.3f})")
-    print(f"at ten times the compute of the largest model, the law predicts {law(10 * rows[-1]['flops']):.3f} nats")
+    print(
+        f"loss = {law.floor:.3f} + {law.scale:.3g} · FLOPs^-{law.exponent:.3f} ({floor_name}: {law.floor:.3f})"
+    )
+    print(
+        f"at ten times the compute of the largest model, the law predicts {law(10 * rows[-1]['flops']):.3f} nats"
+    )
     png = arguments.png or arguments.folder / "scaling.png"
     plot(runs, rows, law, floor_name, png)
     print(f"plot {png}")
-    result = {"config": arguments.config.name, "tokens_per_parameter": ratio, "rows": rows, "floor": law.floor}
-    return result | {"floor_known": entropy is not None, "scale": law.scale, "exponent": law.exponent}
+    result = {
+        "config": arguments.config.name,
+        "tokens_per_parameter": ratio,
+        "rows": rows,
+        "floor": law.floor,
+    }
+    return result | {
+        "floor_known": entropy is not None,
+        "scale": law.scale,
+        "exponent": law.exponent,
+    }
 
 
-def plot(runs: list[TrainingRun], rows: list[dict[str, Any]], law: PowerLaw, floor_name: str, path: Path) -> None:
+def plot(
+    runs: list[TrainingRun], rows: list[dict[str, Any]], law: PowerLaw, floor_name: str, path: Path
+) -> None:
     """Loss by compute on log axes: the curve and end of each run, the power law and its floor."""
     from matplotlib import colormaps
 
@@ -125,8 +172,18 @@ def plot(runs: list[TrainingRun], rows: list[dict[str, Any]], law: PowerLaw, flo
     axes.axhline(law.floor, color=GREY, linestyle=":", label=f"{floor_name}, {law.floor:.3f}")
     top = max(row["loss"] for row in rows) * 1.3
     bottom = max(law.floor * 0.95, 0.6 * law(compute[-1]))
-    axes.set(xscale="log", yscale="log", ylim=(bottom, top), xlabel="training FLOPs", ylabel="loss (nats per token)")
-    ticks = [tick for tick in (0.5, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8) if bottom < tick < top]
+    axes.set(
+        xscale="log",
+        yscale="log",
+        ylim=(bottom, top),
+        xlabel="training FLOPs",
+        ylabel="loss (nats per token)",
+    )
+    ticks = [
+        tick
+        for tick in (0.5, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)
+        if bottom < tick < top
+    ]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=8)

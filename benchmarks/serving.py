@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from thinker.benchmarks.decode import BITS, SHAPES, make_random_model
 from thinker.benchmarks.structured import make_vocabulary
-from thinker.data import tokenizer_conversion
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizers import tokenizer_conversion
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop.huggingface import save_pretrained
 from thinker.model import Thinker
@@ -36,11 +36,17 @@ LONG_PROMPT = 900  # tokens
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("--shape", default="110m", choices=SHAPES, help="size of the model")
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", *BITS), help="of the weights")
-    parser.add_argument("--clients", type=int, nargs="+", default=[8, 32], metavar="N", help="clients at once")
+    parser.add_argument(
+        "--precision", default="fp32", choices=("fp32", "bf16", *BITS), help="of the weights"
+    )
+    parser.add_argument(
+        "--clients", type=int, nargs="+", default=[8, 32], metavar="N", help="clients at once"
+    )
     parser.add_argument("--prompt", type=int, default=32, help="tokens in each prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens to generate for each prompt")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds in which the sides take turns")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="rounds in which the sides take turns"
+    )
     peer_help = "also measure `COMMAND serve`, the transformers command of an environment with its serving extra"
     parser.add_argument("--transformers", metavar="COMMAND", help=peer_help)
 
@@ -57,24 +63,37 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         folder.mkdir()
         save_pretrained(model, tokenizer, folder)
         tokenizer_conversion.write(tokenizer, folder, max_len)
-        port = stack.enter_context(start_thinker(folder, arguments.precision, max(arguments.clients)))
+        port = stack.enter_context(
+            start_thinker(folder, arguments.precision, max(arguments.clients))
+        )
         peer = None
         if arguments.transformers is not None:
-            peer = stack.enter_context(start_transformers(arguments.transformers, folder, arguments.precision))
+            peer = stack.enter_context(
+                start_transformers(arguments.transformers, folder, arguments.precision)
+            )
         generator = make_generator(model, tokenizer, arguments.precision)
-        rows = [measure_clients(arguments, generator, tokenizer, port, peer, str(folder), n) for n in arguments.clients]
+        rows = [
+            measure_clients(arguments, generator, tokenizer, port, peer, str(folder), n)
+            for n in arguments.clients
+        ]
         first_token = measure_first_token(tokenizer, port, 2 * arguments.repeats + 1)
     print(
         "first token of a short prompt: {alone_ms:.0f} ms alone, {beside_ms:.0f} ms while {long_prompt} tokens are "
         "read: {steps:.1f} steps of {step_ms:.0f} ms later".format(**first_token)
     )
     names = ("shape", "precision", "prompt", "new")
-    return {**{name: getattr(arguments, name) for name in names}, "rows": rows, "first_token": first_token}
+    return {
+        **{name: getattr(arguments, name) for name in names},
+        "rows": rows,
+        "first_token": first_token,
+    }
 
 
 def make_generator(model: Thinker, tokenizer: Tokenizer, precision: str) -> Generator:
     """The engine, as the server makes it."""
-    return Generator(model, tokenizer, dtype=DTYPES.get(precision, torch.float32), bits=BITS.get(precision))
+    return Generator(
+        model, tokenizer, dtype=DTYPES.get(precision, torch.float32), bits=BITS.get(precision)
+    )
 
 
 @contextlib.contextmanager
@@ -83,7 +102,10 @@ def start_thinker(folder: Path, precision: str, max_batch: int) -> Iterator[int]
     port = free_port()
     flags = ["--bits", str(BITS[precision])] if precision in BITS else ["--precision", precision]
     command = [sys.executable, "-m", "thinker.serving", str(folder), *flags]
-    with start([*command, "--max-batch", str(max_batch), "--port", str(port)], f"http://127.0.0.1:{port}/health"):
+    with start(
+        [*command, "--max-batch", str(max_batch), "--port", str(port)],
+        f"http://127.0.0.1:{port}/health",
+    ):
         yield port
 
 
@@ -92,9 +114,19 @@ def start_transformers(command: str, folder: Path, precision: str) -> Iterator[i
     """Start `transformers serve` with continuous batching; yields its port."""
     dtypes = {"fp32": "float32", "bf16": "bfloat16"}
     if precision not in dtypes:
-        raise UserError(f"--transformers does not support --precision {precision}; use fp32 or bf16")
+        raise UserError(
+            f"--transformers does not support --precision {precision}; use fp32 or bf16"
+        )
     port = free_port()
-    flags = ["--continuous-batching", "--device", "cpu", "--dtype", dtypes[precision], "--port", str(port)]
+    flags = [
+        "--continuous-batching",
+        "--device",
+        "cpu",
+        "--dtype",
+        dtypes[precision],
+        "--port",
+        str(port),
+    ]
     with start([command, "serve", str(folder), *flags], f"http://localhost:{port}/health"):
         yield port
 
@@ -102,11 +134,15 @@ def start_transformers(command: str, folder: Path, precision: str) -> Iterator[i
 @contextlib.contextmanager
 def start(command: list[str], health: str) -> Iterator[None]:
     """Run a server until the block ends; waits until it answers."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
         while True:
             if process.poll() is not None:
-                raise UserError(f"{command[0]} ended: {process.stderr.read().strip().splitlines()[-1:]}")
+                raise UserError(
+                    f"{command[0]} ended: {process.stderr.read().strip().splitlines()[-1:]}"
+                )
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
                 urllib.request.urlopen(health).read()
                 break
@@ -133,7 +169,9 @@ def measure_clients(
 
     def bodies(model_name: str) -> list[dict[str, Any]]:
         common = {"model": model_name, "max_tokens": arguments.new, "temperature": 1.0, **STREAM}
-        return [common | {"prompt": prompt, "seed": number} for number, prompt in enumerate(prompts)]
+        return [
+            common | {"prompt": prompt, "seed": number} for number, prompt in enumerate(prompts)
+        ]
 
     def engine() -> float:
         params = SamplingParams(arguments.new, seed=1)
@@ -159,13 +197,17 @@ def measure_clients(
     for name, rate in medians.items():
         row[f"{name}_tokens_per_second"] = rate
     shown = "  ".join(f"{name} {rate:.0f}" for name, rate in medians.items())
-    print(f"{n_clients} clients, tokens/s: {shown}; server / engine {medians['server'] / medians['engine']:.2f}")
+    print(
+        f"{n_clients} clients, tokens/s: {shown}; server / engine {medians['server'] / medians['engine']:.2f}"
+    )
     return row
 
 
 def prompt_ids(tokenizer: Tokenizer, n_tokens: int, number: int) -> list[int]:
     """The ids of n tokens, different for every number."""
-    return [(97 * number + 31 * i + 300) % (tokenizer.vocab_size - 400) + 300 for i in range(n_tokens)]
+    return [
+        (97 * number + 31 * i + 300) % (tokenizer.vocab_size - 400) + 300 for i in range(n_tokens)
+    ]
 
 
 def make_prompt(tokenizer: Tokenizer, n_tokens: int, number: int) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from thinker.benchmarks.training_runs import ROOT
-from thinker.data import tales
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.text import tales
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.model import Thinker
-from thinker.training.config_file import load_config
+from thinker.training.config.load import load_config
 from thinker.training.run import build_trainer
 
 LN_2 = 0.6932
@@ -24,7 +24,13 @@ LN_2 = 0.6932
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("--tokens", type=int, default=16, help="length of the window in tokens")
-    parser.add_argument("--minutes", type=float, nargs="+", default=[3.0, 6.0, 12.0], help="training times in minutes")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        nargs="+",
+        default=[3.0, 6.0, 12.0],
+        help="training times in minutes",
+    )
     parser.add_argument("--stories", type=int, default=300, help="number of validation stories")
 
 
@@ -45,7 +51,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         trainer = build_trainer(config)
         trainer.train()
         tokenizer, tokens = trainer.corpus.tokenizer, trainer.state.tokens
-        generated = (tales.generate_story(config.run.seed, index) for index in range(config.data.max_documents))
+        generated = (
+            tales.generate_story(config.run.seed, index)
+            for index in range(config.data.max_documents)
+        )
         by_text = {story.text: story for story in generated}
         stories = [
             by_text[tokenizer.decode(shard.tokens[start:end].tolist())]
@@ -53,8 +62,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for start, end in zip(shard.offsets[:-1], shard.offsets[1:])
         ][: arguments.stories]
         entropy, lower_bound = compute_bounds(tokenizer, stories, width)
-        loss = sliding_window_loss(trainer.model, tokenizer, [story.text for story in stories], width)
-        rows.append({"minutes": minutes, "tokens": tokens, "loss": loss, "entropy": entropy, "bound": lower_bound})
+        loss = sliding_window_loss(
+            trainer.model, tokenizer, [story.text for story in stories], width
+        )
+        rows.append(
+            {
+                "minutes": minutes,
+                "tokens": tokens,
+                "loss": loss,
+                "entropy": entropy,
+                "bound": lower_bound,
+            }
+        )
         print(
             f"{minutes:g} minutes, {tokens:,} tokens: {loss:.4f} nats per token, {loss / entropy:.3f} times the "
             f"entropy {entropy:.4f}; the lower bound with {width} tokens is {lower_bound / entropy:.3f} times"
@@ -63,24 +82,32 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def sliding_window_loss(model: Thinker, tokenizer: Tokenizer, stories: list[str], width: int) -> float:
+def sliding_window_loss(
+    model: Thinker, tokenizer: Tokenizer, stories: list[str], width: int
+) -> float:
     """Nats per token over whole stories, with each token predicted from at most `width` tokens before it."""
     model.eval()
     nats, n_targets = 0.0, 0
     for story in stories:
         ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode(story), tokenizer.eos_id])
         inputs, targets = ids[:-1], ids[1:]
-        log_probs = model(inputs[None, :width])[0].float().log_softmax(-1)  # (width, V): their whole context fits
+        log_probs = (
+            model(inputs[None, :width])[0].float().log_softmax(-1)
+        )  # (width, V): their whole context fits
         nats -= log_probs.gather(1, targets[:width, None]).sum().item()
         if len(inputs) > width:
             windows = inputs.unfold(0, width, 1)[1:]  # (n, width)
-            log_probs = model(windows, last_logits_only=True)[:, 0].float().log_softmax(-1)  # (n, V)
+            log_probs = (
+                model(windows, last_logits_only=True)[:, 0].float().log_softmax(-1)
+            )  # (n, V)
             nats -= log_probs.gather(1, targets[width:, None]).sum().item()
         n_targets += len(targets)
     return nats / n_targets
 
 
-def compute_bounds(tokenizer: Tokenizer, stories: list[tales.Story], width: int) -> tuple[float, float]:
+def compute_bounds(
+    tokenizer: Tokenizer, stories: list[tales.Story], width: int
+) -> tuple[float, float]:
     """The entropy, and the lower bound of the loss with windows of `width` tokens, both in nats per token.
 
     The bound adds the cost of each mention of a fact whose word does not occur in the window before it. Facts are

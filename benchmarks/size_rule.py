@@ -16,7 +16,9 @@ AUTO = "auto"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("text", type=Path, metavar="FILE", help="text file, as long as the largest of --characters")
+    parser.add_argument(
+        "text", type=Path, metavar="FILE", help="text file, as long as the largest of --characters"
+    )
     sizes = [100_000, 1_000_000, 10_000_000]
     parser.add_argument("--characters", type=int, nargs="+", default=sizes, metavar="N",
                         help="characters to read from the start (default: 100000 1000000 10000000)")  # fmt: skip
@@ -24,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="training times (default: 2 10)")  # fmt: skip
     parser.add_argument("--shapes", default="64x2x2,96x4x3,128x4x4,192x4x6,256x6x8", metavar="WIDTHxLAYERSxHEADS,...",
                         help="fixed sizes (default: five)")  # fmt: skip
-    parser.add_argument("--jobs", type=int, default=1, help="training runs in parallel, which share the cores")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="training runs in parallel, which share the cores"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/size_rule"),
                         help="folder for runs; finished runs are reused")  # fmt: skip
 
@@ -45,7 +49,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 name = f"{arguments.text.stem}-{size}-{minutes:g}-{shape}"
                 where = [f"data.path={part}", f"data.cache_dir={arguments.folder}/cache"]
                 runs[size, minutes, shape] = TrainingRun(
-                    name, CONFIG, [*where, f"train.max_minutes={minutes}", *QUIET, *overrides], arguments.folder / name
+                    name,
+                    CONFIG,
+                    [*where, f"train.max_minutes={minutes}", *QUIET, *overrides],
+                    arguments.folder / name,
                 )
     train_all(list(runs.values()), arguments.jobs)
     losses = {key: each.final["val_bits_per_byte"] for key, each in runs.items()}
@@ -56,7 +63,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"{size:12,} {minutes:8g}  {cells}")
     means = {shape: statistics.fmean(losses[(*case, shape)] for case in cases) for shape in shapes}
     print(f"{'mean':>21}  " + "".join(f"{mean:10.4f}" for mean in means.values()))
-    excess = [losses[(*case, AUTO)] / min(losses[(*case, shape)] for shape in shapes) - 1 for case in cases]
+    excess = [
+        losses[(*case, AUTO)] / min(losses[(*case, shape)] for shape in shapes) - 1
+        for case in cases
+    ]
     print(f"bits per byte; {AUTO} is at most {max(excess):.1%} above the best size")
-    rows = [{"characters": n, "minutes": m, "shape": s, "bits_per_byte": loss} for (n, m, s), loss in losses.items()]
-    return {"text": arguments.text.name, "jobs": arguments.jobs, "rows": rows, "worst_excess": max(excess)}
+    rows = [
+        {"characters": n, "minutes": m, "shape": s, "bits_per_byte": loss}
+        for (n, m, s), loss in losses.items()
+    ]
+    return {
+        "text": arguments.text.name,
+        "jobs": arguments.jobs,
+        "rows": rows,
+        "worst_excess": max(excess),
+    }

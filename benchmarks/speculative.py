@@ -13,7 +13,7 @@ from tqdm import tqdm
 from thinker.benchmarks.training_runs import ROOT
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.runtime.device import DTYPES
-from thinker.training.config_file import load_config
+from thinker.training.config.load import load_config
 from thinker.training.run import build_trainer
 from thinker.training.trainer import Trainer
 
@@ -24,24 +24,38 @@ LN_2 = 0.6931471805599453
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     config_help = "config to train if --run is not finished (default: configs/pysource.yaml)"
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "pysource.yaml", help=config_help)
+    parser.add_argument(
+        "--config", type=Path, default=ROOT / "configs" / "pysource.yaml", help=config_help
+    )
     parser.add_argument("--run", default="runs/pysource", help="run directory of --config")
     parser.add_argument("--prompt", type=int, default=96, help="tokens in each prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens to generate")
     parser.add_argument("--prompts", type=int, default=20, help="number of prompts")
-    parser.add_argument("--drafts", type=int, nargs="+", default=[2, 3, 5, 8, 15], help="draft lengths")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.8], help="temperatures")
-    parser.add_argument("--precisions", default="fp32,bf16,int8", metavar="NAME,...", help="precisions")
-    parser.add_argument("--repeats", type=int, default=3, help="timing rounds; medians are reported")
+    parser.add_argument(
+        "--drafts", type=int, nargs="+", default=[2, 3, 5, 8, 15], help="draft lengths"
+    )
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.8], help="temperatures"
+    )
+    parser.add_argument(
+        "--precisions", default="fp32,bf16,int8", metavar="NAME,...", help="precisions"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timing rounds; medians are reported"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure the cost of int8 and the gain of speculation, and print a table."""
-    trainer = build_trainer(load_config(arguments.config, [f"run.dir={arguments.run}", "train.device=cpu"]))
+    trainer = build_trainer(
+        load_config(arguments.config, [f"run.dir={arguments.run}", "train.device=cpu"])
+    )
     trainer.train()
     result = measure_int8(trainer, 300)
     bits = result["bits_per_byte"]
-    print(f"bits per byte: {bits['int8']:.5f} in int8, {bits['fp32']:.5f} in fp32: {result['int8_excess']:+.3%}")
+    print(
+        f"bits per byte: {bits['int8']:.5f} in int8, {bits['fp32']:.5f} in fp32: {result['int8_excess']:+.3%}"
+    )
     result |= measure_speculation(trainer, arguments)
     print("precision  temperature  draft  texts  speedup  accepted  drafted per token  same tokens")
     for row in result["speculation"]:
@@ -79,21 +93,36 @@ def measure_speculation(trainer: Trainer, arguments: argparse.Namespace) -> dict
     # A BOS token inside a passage would be padding or begin another text.
     passages = [passage for passage in passages if tokenizer.bos_id not in passage]
     ratios = sorted(
-        distinct_ngram_ratio(passage[arguments.prompt : arguments.prompt + arguments.new]) for passage in passages
+        distinct_ngram_ratio(passage[arguments.prompt : arguments.prompt + arguments.new])
+        for passage in passages
     )
     threshold = ratios[len(ratios) // 10]
     prompts = [tokenizer.decode(passage[: arguments.prompt]) for passage in passages]
     rows = []
     for precision in arguments.precisions.split(","):
-        options: dict[str, Any] = {"bits": 8} if precision == "int8" else {"dtype": DTYPES[precision]}
+        options: dict[str, Any] = (
+            {"bits": 8} if precision == "int8" else {"dtype": DTYPES[precision]}
+        )
         plain = Generator(trainer.model, tokenizer, **options)
-        speculative = {n: Generator(trainer.model, tokenizer, speculate=n, **options) for n in arguments.drafts}
+        speculative = {
+            n: Generator(trainer.model, tokenizer, speculate=n, **options) for n in arguments.drafts
+        }
         for temperature in arguments.temperatures:
             params = SamplingParams(max_new_tokens=arguments.new, temperature=temperature, seed=1)
-            texts, n_examined = find_varied_texts(plain, prompts, params, threshold, arguments.prompts)
-            row = {"precision": precision, "temperature": temperature, "texts": len(texts), "examined": n_examined}
+            texts, n_examined = find_varied_texts(
+                plain, prompts, params, threshold, arguments.prompts
+            )
+            row = {
+                "precision": precision,
+                "temperature": temperature,
+                "texts": len(texts),
+                "examined": n_examined,
+            }
             if texts:
-                rows += [row | gains for gains in time_drafts(plain, speculative, texts, params, arguments.repeats)]
+                rows += [
+                    row | gains
+                    for gains in time_drafts(plain, speculative, texts, params, arguments.repeats)
+                ]
     return {"distinct_threshold": threshold, "speculation": rows}
 
 
@@ -114,7 +143,10 @@ def find_varied_texts(
         n_examined += len(batch)
         for prompt, completion in zip(batch, generator.generate(batch, [params] * len(batch))):
             tokens = completion.token_ids
-            if len(tokens) > params.max_new_tokens // 2 and distinct_ngram_ratio(tokens) >= threshold:
+            if (
+                len(tokens) > params.max_new_tokens // 2
+                and distinct_ngram_ratio(tokens) >= threshold
+            ):
                 texts.append((prompt, tokens))
     return texts[:count], n_examined
 
@@ -139,13 +171,17 @@ def time_drafts(
     for n in speculative:
         n_drafted = sum(completion.drafted for completion in completions[n])
         n_accepted = sum(completion.accepted for completion in completions[n])
-        n_same = sum(completion.token_ids == tokens for completion, tokens in zip(completions[n], references))
+        n_same = sum(
+            completion.token_ids == tokens for completion, tokens in zip(completions[n], references)
+        )
         rows.append(
             {
                 "draft": n,
                 "plain_tokens_per_second": 1 / statistics.median(plain_seconds),
                 "speedup": sum(plain_seconds) / sum(seconds[n]),
-                "median_speedup": statistics.median(a / b for a, b in zip(plain_seconds, seconds[n])),
+                "median_speedup": statistics.median(
+                    a / b for a, b in zip(plain_seconds, seconds[n])
+                ),
                 "accepted": n_accepted / max(n_drafted, 1),
                 "drafted_per_token": n_drafted / sum(len(tokens) for tokens in references),
                 "same_tokens": n_same / len(references),
@@ -154,7 +190,9 @@ def time_drafts(
     return rows
 
 
-def time_per_token(generator: Generator, prompt: str, params: SamplingParams) -> tuple[float, Completion]:
+def time_per_token(
+    generator: Generator, prompt: str, params: SamplingParams
+) -> tuple[float, Completion]:
     """Seconds per generated token, and the completion."""
     start = time.perf_counter()
     completion = generator.generate([prompt], params)[0]

@@ -14,14 +14,22 @@ import torch
 from torch import Tensor
 
 from thinker.benchmarks.environment import synchronize
-from thinker.data.prefetch import Batch
-from thinker.training import muon
-from thinker.training.config_file import load_config
+from thinker.data.batches.prefetch import Batch
+from thinker.training.config.load import load_config
 from thinker.training.kernels import fused_kernels
+from thinker.training.optim import muon
 from thinker.training.run import build_trainer
 from thinker.training.step import TrainingStep, cached_weight_casts, clip_gradients
 
-PARTS = ("forward", "backward", "clipping", "Muon: orthogonalization", "Muon: other", "AdamW", "other")
+PARTS = (
+    "forward",
+    "backward",
+    "clipping",
+    "Muon: orthogonalization",
+    "Muon: other",
+    "AdamW",
+    "other",
+)
 WARM_UP = 3
 
 
@@ -31,7 +39,9 @@ class Timer:
     def __init__(self, device: torch.device) -> None:
         self.device, self.seconds = device, defaultdict(float)
 
-    def __call__(self, part: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def __call__(
+        self, part: str, function: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
         """Call a function and add its time to a part. Returns its result."""
         synchronize(self.device)
         start = time.perf_counter()
@@ -43,9 +53,15 @@ class Timer:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run to measure")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the config")
-    parser.add_argument("--rounds", type=int, default=20, help="steps to measure; medians are reported")
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="YAML file of the run to measure"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="override keys of the config"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="steps to measure; medians are reported"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -62,7 +78,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             rounds.append(timer.seconds)
         trainer.batches.close()
         trainer.run.unlock()
-    medians = {part: statistics.median(each[part] for each in rounds[WARM_UP:]) for part in ("step", *PARTS)}
+    medians = {
+        part: statistics.median(each[part] for each in rounds[WARM_UP:])
+        for part in ("step", *PARTS)
+    }
     medians["other"] = max(0.0, medians["step"] - sum(medians[part] for part in PARTS))
     for part in (*PARTS, "step"):
         print(f"{part:16} {1e6 * medians[part]:12,.0f} µs  {medians[part] / medians['step']:5.0%}")
@@ -83,14 +102,18 @@ def run_parts(step: TrainingStep, batch: Batch, timer: Timer) -> None:
                 tensor if tensor is None else tensor[start : start + size].to(step.device)
                 for tensor in (batch.inputs, batch.targets, batch.document_ids)
             )
-            loss, _ = timer("forward", step.parallel_model, inputs, targets=targets, document_ids=document_ids)
+            loss, _ = timer(
+                "forward", step.parallel_model, inputs, targets=targets, document_ids=document_ids
+            )
             timer("backward", (loss / max(batch.n_targets, 1)).backward)
     timer("clipping", clip_gradients, step.model, step.train.grad_clip)
     with timed_products(timer):
         for optimizer in step.optimizers.optimizers:
             optimizer.found_inf = None
             timer("Muon" if isinstance(optimizer, muon.Muon) else "AdamW", optimizer.step)
-    timer.seconds["Muon: other"] = timer.seconds.pop("Muon", 0.0) - timer.seconds["Muon: orthogonalization"]
+    timer.seconds["Muon: other"] = (
+        timer.seconds.pop("Muon", 0.0) - timer.seconds["Muon: orthogonalization"]
+    )
     step.optimizers.zero_grad()
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from thinker.benchmarks.decode import BITS, SHAPES, make_random_model
-from thinker.data.tokenizer import BOS_TOKEN, Tokenizer
+from thinker.data.tokenizers.tokenizer import BOS_TOKEN, Tokenizer
+from thinker.features.structured_output.constraints import Constraint
 from thinker.generation import Completion, Generator, SamplingParams
-from thinker.generation.constraints import Constraint
 from thinker.generation.sequence import Sequence
 from thinker.model import KVCache
 from thinker.runtime.device import DTYPES
@@ -23,7 +23,11 @@ ROW = {
         "name": {"type": "string", "maxLength": 20},
         "age": {"type": "integer", "minimum": 0, "maximum": 130},
         "role": {"enum": ["reader", "writer", "owner"]},
-        "tags": {"type": "array", "maxItems": 3, "items": {"type": "string", "pattern": "^[a-z ]{1,12}$"}},
+        "tags": {
+            "type": "array",
+            "maxItems": 3,
+            "items": {"type": "string", "pattern": "^[a-z ]{1,12}$"},
+        },
         "address": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}},
     },
     "required": ["name", "age", "role", "tags"],
@@ -41,26 +45,41 @@ SAMPLING = {"plain": {"temperature": 0.8}, "top-p": {"temperature": 0.8, "top_p"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("--shape", default="110m", choices=SHAPES, help="size of the model")
-    parser.add_argument("--precisions", default="fp32,bf16,int8", metavar="NAME,...", help="fp32, bf16, int8, int4")
-    parser.add_argument("--new", type=int, default=100, help="tokens to generate; medians over them are reported")
+    parser.add_argument(
+        "--precisions", default="fp32,bf16,int8", metavar="NAME,...", help="fp32, bf16, int8, int4"
+    )
+    parser.add_argument(
+        "--new", type=int, default=100, help="tokens to generate; medians over them are reported"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time steps and sampling on the CPU for every precision and constraint, and print a table."""
     precisions = arguments.precisions.split(",")
     if arguments.new < 1 or not {*precisions} <= {"fp32", "bf16", *BITS}:
-        raise UserError("--new or --precisions is not valid; use at least --new 1, and of fp32, bf16, int8, int4")
+        raise UserError(
+            "--new or --precisions is not valid; use at least --new 1, and of fp32, bf16, int8, int4"
+        )
     tokenizer = make_vocabulary(SHAPES[arguments.shape]["vocab_size"])
     model = make_random_model(arguments.shape, arguments.new + 8, torch.device("cpu"))
     with torch.no_grad():
-        model.lm_head.weight *= 8  # logits that vary as much as those of a trained model, which matters to top-p
+        model.lm_head.weight *= (
+            8  # logits that vary as much as those of a trained model, which matters to top-p
+        )
     rows = []
-    print("                                    step ms  free ms  constrained ms  of it mask  constrained / step")
+    print(
+        "                                    step ms  free ms  constrained ms  of it mask  constrained / step"
+    )
     for precision in precisions:
-        generator = Generator(model, tokenizer, dtype=DTYPES.get(precision, torch.float32), bits=BITS.get(precision))
+        generator = Generator(
+            model, tokenizer, dtype=DTYPES.get(precision, torch.float32), bits=BITS.get(precision)
+        )
         for sampling, options in SAMPLING.items():
             for name, constraint in CONSTRAINTS.items():
-                params = [SamplingParams(**options, max_new_tokens=arguments.new, **more) for more in ({}, constraint)]
+                params = [
+                    SamplingParams(**options, max_new_tokens=arguments.new, **more)
+                    for more in ({}, constraint)
+                ]
                 row = {"precision": precision, "sampling": sampling, "constraint": name}
                 row |= measure(generator, *params)
                 rows.append(row)
@@ -68,23 +87,51 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     f"{precision:8} {sampling:8} {name:14} {1000 * row['step_s']:11.2f} {1000 * row['free_s']:8.3f} "
                     f"{1000 * row['constrained_s']:15.3f} {1000 * row['mask_s']:11.3f} {row['share']:19.1%}"
                 )
-    return {"shape": arguments.shape, "vocab_size": tokenizer.vocab_size, "new": arguments.new, "rows": rows}
+    return {
+        "shape": arguments.shape,
+        "vocab_size": tokenizer.vocab_size,
+        "new": arguments.new,
+        "rows": rows,
+    }
 
 
 def make_vocabulary(vocab_size: int) -> Tokenizer:
     """A tokenizer with the bytes, the marks of JSON, numbers and made-up words, as a trained one would have them."""
     rng = random.Random(0)
     pieces = dict.fromkeys([bytes([byte]) for byte in range(256)])
-    marks = ['{"', '"}', '":', '": ', '", "', '",', '"]', "[]", '["', "},", "]}", "\n\n", "  ", "    ", ". ", ", "]
+    marks = [
+        '{"',
+        '"}',
+        '":',
+        '": ',
+        '", "',
+        '",',
+        '"]',
+        "[]",
+        '["',
+        "},",
+        "]}",
+        "\n\n",
+        "  ",
+        "    ",
+        ". ",
+        ", ",
+    ]
     pieces |= dict.fromkeys(mark.encode() for mark in marks)
     pieces |= dict.fromkeys(str(number).encode() for number in range(1000) if vocab_size > 5000)
     while len(pieces) < vocab_size - 1:
-        word = "".join(rng.choices("etaoinshrdlucmfwypvbgkjqxz", weights=range(26, 0, -1), k=rng.randint(2, 9)))
-        pieces[(rng.choice(["", " ", " "]) + rng.choice([word, word, word.title()])).encode()] = None
+        word = "".join(
+            rng.choices("etaoinshrdlucmfwypvbgkjqxz", weights=range(26, 0, -1), k=rng.randint(2, 9))
+        )
+        pieces[(rng.choice(["", " ", " "]) + rng.choice([word, word, word.title()])).encode()] = (
+            None
+        )
     return Tokenizer("bpe", [*pieces, None], {BOS_TOKEN: vocab_size - 1})
 
 
-def measure(generator: Generator, free_params: SamplingParams, params: SamplingParams) -> dict[str, float]:
+def measure(
+    generator: Generator, free_params: SamplingParams, params: SamplingParams
+) -> dict[str, float]:
     """Median seconds of a step, and of sampling a token without and with the constraint, which take turns."""
     texts = [start_text(generator, one) for one in (free_params, params)]
     seconds: dict[str, list[float]] = {"step": [], "free": [], "constrained": []}

@@ -7,21 +7,30 @@ from typing import Any
 from thinker.benchmarks.training_runs import TrainingRun, parse_assignments, parse_shapes, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure
-from thinker.training.config import Config
-from thinker.training.config_file import load_config
-from thinker.training.optimizers import resolve_learning_rates
+from thinker.training.config.config import Config
+from thinker.training.config.load import load_config
+from thinker.training.optim.optimizers import resolve_learning_rates
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file to vary")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the config")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="override keys of the config"
+    )
     parser.add_argument("--vary", action="append", required=True, metavar="KEY=V1,V2,...",
                         help="values of a key; x0.5 multiplies the config's value; repeatable")  # fmt: skip
-    parser.add_argument("--shapes", metavar="WIDTHxLAYERSxHEADS,...", help="model sizes (default: the config's)")
-    parser.add_argument("--jobs", type=int, default=1, help="training runs in parallel, which share the cores")
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/sweep"), help="folder for runs; finished runs are reused"
+        "--shapes", metavar="WIDTHxLAYERSxHEADS,...", help="model sizes (default: the config's)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="training runs in parallel, which share the cores"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/sweep"),
+        help="folder for runs; finished runs are reused",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot losses")
 
@@ -36,11 +45,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for shape, sizes in shapes.items():
         runs[shape] = []
         for key, setting in variations:
-            name = "-".join(part for part in (shape, key.split(".")[-1], setting) if part) or "config"
+            name = (
+                "-".join(part for part in (shape, key.split(".")[-1], setting) if part) or "config"
+            )
             overrides = [*arguments.overrides, *sizes]
             if key:
-                overrides.append(f"{key}={scale_setting(load_config(arguments.config, overrides), key, setting)}")
-            runs[shape].append(TrainingRun(name, arguments.config, overrides, arguments.folder / name))
+                overrides.append(
+                    f"{key}={scale_setting(load_config(arguments.config, overrides), key, setting)}"
+                )
+            runs[shape].append(
+                TrainingRun(name, arguments.config, overrides, arguments.folder / name)
+            )
     train_all([run for shape_runs in runs.values() for run in shape_runs], arguments.jobs)
     rows = []
     for shape, shape_runs in runs.items():
@@ -71,10 +86,14 @@ def scale_setting(config: Config, key: str, setting: str) -> str:
     section, _, name = key.partition(".")
     values = getattr(config, section, None)
     if section == "optimizer":
-        values = resolve_learning_rates(values, config.thinker_config(vocab_size=1), config.train.batch_size)
+        values = resolve_learning_rates(
+            values, config.thinker_config(vocab_size=1), config.train.batch_size
+        )
     base: Any = getattr(values, name, None)
     if not isinstance(base, (int, float)):
-        raise UserError(f"{key} is {base!r} in the config, so {setting} cannot scale it; list values instead")
+        raise UserError(
+            f"{key} is {base!r} in the config, so {setting} cannot scale it; list values instead"
+        )
     try:
         return f"{float(setting[1:]) * base:.6g}"
     except ValueError as error:
@@ -90,7 +109,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             varied = [row for row in rows if row["shape"] == shape and row["key"] == key]
             unchanged = next(row for row in rows if row["shape"] == shape and not row["key"])
             x, y = varied[0]["config_value"], 100 * unchanged["relative_excess"]
-            points = sorted([(x, y), *((row["value"], 100 * row["relative_excess"]) for row in varied)])
+            points = sorted(
+                [(x, y), *((row["value"], 100 * row["relative_excess"]) for row in varied)]
+            )
             (line,) = axes.plot(*zip(*points), marker="o", markersize=4, label=shape or None)
             axes.plot(x, y, marker="o", markersize=11, fillstyle="none", color=line.get_color())
         axes.axhline(1, color=GREY, linestyle="--", linewidth=1)

@@ -10,13 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from thinker.data.rows import read_tables
-from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.data.text.rows import read_tables
+from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
 
 # Each side runs in a separate process and prints tokens, seconds and the peak memory in bytes of its largest process.
 SIDES = {
     "thinker": """
-from thinker.data.corpus import prepare_corpus
+from thinker.data.corpus.corpus import prepare_corpus
 start = time.perf_counter()
 corpus = prepare_corpus(source="jsonl", path=file, tokenizer=tokenizer, cache_dir=folder, progress=False)
 seconds, tokens = time.perf_counter() - start, corpus.train.n_tokens + corpus.val.n_tokens
@@ -25,10 +25,10 @@ seconds, tokens = time.perf_counter() - start, corpus.train.n_tokens + corpus.va
 from functools import partial
 from pathlib import Path
 import numpy as np
-from thinker.data.batches import PackedDataset
-from thinker.data.sources import open_source
-from thinker.data.stream_writer import StreamText
-from thinker.data.token_stream import TokenStream
+from thinker.data.batches.batches import PackedDataset
+from thinker.data.text.sources import open_source
+from thinker.features.streams.stream_writer import StreamText
+from thinker.features.streams.token_stream import TokenStream
 ours = load_tokenizer(tokenizer)
 text = StreamText(open_source("jsonl", path=file), ours, 0.05)
 pack = partial(PackedDataset, seq_len=1024, packing="contiguous")
@@ -84,7 +84,7 @@ def map_and_write(encode, **options):
 """
 START = """
 import json, os, resource, sys, time
-from thinker.data.tokenizer_factory import load_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import load_tokenizer
 file, tokenizer, folder = sys.argv[1:]
 """
 END = """
@@ -96,10 +96,19 @@ print(json.dumps({"tokens": tokens, "seconds": seconds, "peak_bytes": peak}))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("file", metavar="FILE", help="JSON lines with a column text")
-    parser.add_argument("--tokenizer", default="bpe:32768", help="BPE to train on the file, or a saved tokenizer")
-    parser.add_argument("--repeats", type=int, default=3, help="timing rounds; medians are reported")
     parser.add_argument(
-        "--sides", nargs="+", metavar="SIDE", choices=list(SIDES), default=list(SIDES), help="what to time"
+        "--tokenizer", default="bpe:32768", help="BPE to train on the file, or a saved tokenizer"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timing rounds; medians are reported"
+    )
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        metavar="SIDE",
+        choices=list(SIDES),
+        default=list(SIDES),
+        help="what to time",
     )
 
 
@@ -121,9 +130,22 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, rounds in results.items():
         rate = statistics.median(each["tokens"] / each["seconds"] for each in rounds)
         peak = max(each["peak_bytes"] for each in rounds)
-        rows.append({"side": name, "tokens_per_second": rate, "peak_bytes": peak, "tokens": rounds[0]["tokens"]})
-        print(f"{name:20} {rate:13,.0f} tokens/s  {rate / rows[0]['tokens_per_second']:5.2f}  {peak / 1e9:5.2f} GB")
-    return {"file": Path(arguments.file).name, "bytes": Path(arguments.file).stat().st_size, "rows": rows}
+        rows.append(
+            {
+                "side": name,
+                "tokens_per_second": rate,
+                "peak_bytes": peak,
+                "tokens": rounds[0]["tokens"],
+            }
+        )
+        print(
+            f"{name:20} {rate:13,.0f} tokens/s  {rate / rows[0]['tokens_per_second']:5.2f}  {peak / 1e9:5.2f} GB"
+        )
+    return {
+        "file": Path(arguments.file).name,
+        "bytes": Path(arguments.file).stat().st_size,
+        "rows": rows,
+    }
 
 
 def _tokenizer(arguments: argparse.Namespace, scratch: Path) -> str:

@@ -13,14 +13,14 @@ from tqdm import tqdm
 
 from thinker.benchmarks.baselines import PlainGPT, to_transformers
 from thinker.benchmarks.contenders import Calls, Contender, race
-from thinker.data.prefetch import Batch
+from thinker.data.batches.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import DTYPES, choose_device, choose_precision
 from thinker.runtime.errors import RunError
 from thinker.runtime.plot_style import BLUE, GREY, new_figure
-from thinker.training.config_file import validate_config
+from thinker.training.config.load import validate_config
 from thinker.training.metrics import flops_per_token, peak_flops
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 
@@ -33,7 +33,9 @@ class Shape(NamedTuple):
     vocab_size: int
     seq_len: int
     micro_batch_size: int
-    n_micro_batches: int = 1  # several on a GPU, as in a real run: the optimizer's share of a step counts
+    n_micro_batches: int = (
+        1  # several on a GPU, as in a real run: the optimizer's share of a step counts
+    )
 
     def model_config(self) -> ThinkerConfig:
         """The model, as `llama`."""
@@ -64,9 +66,15 @@ MAX_SECONDS = 24 * 3600.0  # of all variants together
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("--shape", choices=SHAPES, default="12m", help="size of the model")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="device to time")
-    parser.add_argument("--precision", choices=["auto", "fp32", "bf16"], default="auto", help="precision")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps per variant; medians are reported")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="device to time"
+    )
+    parser.add_argument(
+        "--precision", choices=["auto", "fp32", "bf16"], default="auto", help="precision"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed steps per variant; medians are reported"
+    )
     parser.add_argument("--no-baseline", action="store_true", help="skip transformers")
     parser.add_argument("--no-compile", action="store_true", help="skip torch.compile")
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot speeds")
@@ -94,7 +102,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if MATRIX_PRODUCT in results:
         product = results.pop(MATRIX_PRODUCT)
         peak = {"peak_flops": product["flops"] / statistics.median(product["seconds"]["step"])}
-        print(f"a large matrix product: {peak['peak_flops'] / 1e9:,.0f} GFLOP/s; MFU is relative to this rate")
+        print(
+            f"a large matrix product: {peak['peak_flops'] / 1e9:,.0f} GFLOP/s; MFU is relative to this rate"
+        )
     rows = {name: add_rates(results[name] | peak) for name in names}
     title = f"{arguments.shape}, {precision}, {device}"
     print(
@@ -123,11 +133,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.png:
         plot(rates, memory, title, arguments.png)
     mfu = {name: row["mfu"] for name, row in rows.items()}
-    result = {"shape": arguments.shape, "precision": precision, **column, "ratios": ratios, "mfu": mfu}
+    result = {
+        "shape": arguments.shape,
+        "precision": precision,
+        **column,
+        "ratios": ratios,
+        "mfu": mfu,
+    }
     return result | ({"matrix_product_flops": peak["peak_flops"]} if peak else {})
 
 
-def contender(name: str, shape: Shape, device: torch.device, precision: str, gigabytes: float = 0.0) -> Contender:
+def contender(
+    name: str, shape: Shape, device: torch.device, precision: str, gigabytes: float = 0.0
+) -> Contender:
     """A training step by its name, as for make_step(), in a process of its own."""
     return Contender(name, make_calls, (name, shape, device, precision), gigabytes)
 
@@ -143,7 +161,9 @@ def make_calls(name: str, shape: Shape, device: torch.device, precision: str) ->
         with torch.device("meta"):
             flops = flops_per_token(Thinker(shape.model_config()), shape.seq_len)
     n_tokens, peak = shape.batch_size * shape.seq_len, peak_flops(device, precision)
-    facts = {"tokens": n_tokens, "flops": flops * n_tokens} | ({} if peak is None else {"peak_flops": peak})
+    facts = {"tokens": n_tokens, "flops": flops * n_tokens} | (
+        {} if peak is None else {"peak_flops": peak}
+    )
     return Calls({"step": make_step(name, shape, device, precision)}, facts)
 
 
@@ -166,14 +186,18 @@ def add_rates(result: dict[str, Any]) -> dict[str, Any]:
     return result | rates
 
 
-def make_step(name: str, shape: Shape, device: torch.device, precision: str) -> Callable[[], Tensor]:
+def make_step(
+    name: str, shape: Shape, device: torch.device, precision: str
+) -> Callable[[], Tensor]:
     """A whole training step by its name, such as "thinker compiled, muon"; calling it returns the loss.
 
     The first word is thinker, transformers or plain (a plain GPT); the last two know AdamW alone.
     """
     library, mode, optimizer = name.replace(",", "").split()[:3]
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(shape.vocab_size, (shape.batch_size, shape.seq_len + 1), generator=generator)
+    tokens = torch.randint(
+        shape.vocab_size, (shape.batch_size, shape.seq_len + 1), generator=generator
+    )
     batch = make_batch(tokens, device)
     if library != "thinker":
         return make_baseline_step(library, shape, device, precision, mode == "compiled", batch)
@@ -197,25 +221,40 @@ def make_training_step(
              "precision": precision, "compile": is_compiled}  # fmt: skip
     config = validate_config({"optimizer": {"name": optimizer}, "train": train})
     model_config = shape.model_config()
-    return TrainingStep(build_model(model_config, 0, device), resolve_settings(config, model_config, device))
+    return TrainingStep(
+        build_model(model_config, 0, device), resolve_settings(config, model_config, device)
+    )
 
 
 def make_baseline_step(
-    library: str, shape: Shape, device: torch.device, precision: str, is_compiled: bool, batch: Batch
+    library: str,
+    shape: Shape,
+    device: torch.device,
+    precision: str,
+    is_compiled: bool,
+    batch: Batch,
 ) -> Callable[[], Tensor]:
     """A whole step of another model: autocast, its own loss, gradient clipping and fused AdamW."""
     if library == "plain":
         torch.manual_seed(0)
-        model: Any = PlainGPT(shape.n_layers, shape.d_model, shape.n_heads, shape.vocab_size, shape.seq_len).to(device)
+        model: Any = PlainGPT(
+            shape.n_layers, shape.d_model, shape.n_heads, shape.vocab_size, shape.seq_len
+        ).to(device)
     else:
-        model = to_transformers(build_model(shape.model_config(), 0, torch.device("cpu"))).to(device).train()
+        model = (
+            to_transformers(build_model(shape.model_config(), 0, torch.device("cpu")))
+            .to(device)
+            .train()
+        )
         model.config.use_cache = False
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     forward = torch.compile(model) if is_compiled else model
 
     def step() -> Tensor:
         total = torch.zeros((), device=device)
-        for part in zip(batch.inputs.split(shape.micro_batch_size), batch.targets.split(shape.micro_batch_size)):
+        for part in zip(
+            batch.inputs.split(shape.micro_batch_size), batch.targets.split(shape.micro_batch_size)
+        ):
             inputs, targets = (tensor.to(device, non_blocking=True) for tensor in part)
             with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
                 if library == "plain":
@@ -238,6 +277,10 @@ def plot(rates: dict[str, float], memory: dict[str, int], title: str, path: Path
     names = sorted(rates, key=lambda name: rates[name])
     colors = [BLUE if name.startswith("thinker") else GREY for name in names]
     bars = axes.barh(names, [rates[name] for name in names], color=colors)
-    axes.bar_label(bars, labels=[f"{rates[name]:,.0f}, {memory[name] / 1e9:.2f} GB" for name in names], padding=4)
+    axes.bar_label(
+        bars,
+        labels=[f"{rates[name]:,.0f}, {memory[name] / 1e9:.2f} GB" for name in names],
+        padding=4,
+    )
     axes.set(xlabel="tokens/s", title=title, xlim=(0, 1.35 * max(rates.values())))
     figure.savefig(path)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from thinker.benchmarks.processes import ChildProcess, train_side_by_side
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.runtime.errors import UserError
-from thinker.training.config_file import load_config
+from thinker.training.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,7 +26,9 @@ class TrainingRun:
     overrides: list[str]
     folder: Path
     resolved: dict[str, Any] = field(default_factory=dict)  # the run's config.yaml
-    curve: list[dict[str, Any]] = field(default_factory=list)  # the lines of metrics.jsonl with a validation loss
+    curve: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # the lines of metrics.jsonl with a validation loss
     peak_memory: int = 0  # bytes
     process: ChildProcess = field(default_factory=ChildProcess, repr=False, compare=False)
 
@@ -49,7 +51,13 @@ class TrainingRun:
         environment = dict(os.environ)
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
-        command = [sys.executable, ROOT / "train.py", self.config, *self.overrides, f"run.dir={self.folder}"]
+        command = [
+            sys.executable,
+            ROOT / "train.py",
+            self.config,
+            *self.overrides,
+            f"run.dir={self.folder}",
+        ]
         status, stderr = self.process.run(command, environment)
         if status:
             lines = stderr.strip().splitlines() or [f"exit status {status}"]
@@ -91,5 +99,7 @@ def parse_shapes(text: str) -> dict[str, list[str]]:
         sizes = shape.split("x")
         if len(sizes) != 3 or not all(size.isdigit() for size in sizes):
             raise UserError(f"{shape!r} is not a shape; write WIDTHxLAYERSxHEADS, such as 192x5x6")
-        shapes[shape] = [f"model.{key}={size}" for key, size in zip(("d_model", "n_layers", "n_heads"), sizes)]
+        shapes[shape] = [
+            f"model.{key}={size}" for key, size in zip(("d_model", "n_layers", "n_heads"), sizes)
+        ]
     return shapes

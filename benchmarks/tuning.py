@@ -26,18 +26,18 @@ from thinker.benchmarks.tuning_report import (
     recommendation,
 )
 from thinker.checkpoint.run_directory import RunDirectory
+from thinker.features.auto_size.auto_size import chosen_overrides
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write, make_folder
 from thinker.runtime.reading import read_text
-from thinker.training.auto_size import chosen_overrides
-from thinker.training.config import Settings
-from thinker.training.config_file import load_config
-from thinker.training.config_sections import OptimizerConfig
+from thinker.training.config.config import Settings
+from thinker.training.config.load import load_config
+from thinker.training.config.sections import OptimizerConfig
 from thinker.training.initial_model import load_initial_model
-from thinker.training.memory_bound import check_run_fits
-from thinker.training.memory_estimate import estimate_memory, free_memory, usable_fraction
-from thinker.training.resolve_settings import resolve_precision, resolve_settings
+from thinker.training.settings.memory_bound import check_run_fits
+from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
+from thinker.training.settings.resolve import resolve_precision, resolve_settings
 from thinker.training.training_data import prepare_training_data
 
 RATES = ("lr", "embedding_lr", "head_lr", "norm_lr")
@@ -71,7 +71,9 @@ class Trial(TrainingRun):
         try:
             super().train(threads)
         except UserError as error:
-            if "lower optimizer.lr" not in str(error).lower():  # what train.py advises if a loss is not finite
+            if (
+                "lower optimizer.lr" not in str(error).lower()
+            ):  # what train.py advises if a loss is not finite
                 raise
             self.curve = [{"val_loss": math.inf, "elapsed_s": math.nan}]
 
@@ -95,7 +97,9 @@ class Search:
     def open(self, question: dict[str, Any]) -> None:
         """Read earlier results. `question`: all that the results depend on, besides the data."""
         self.question = question | {
-            "config": self.config.model_dump(mode="json", exclude={"tracking": True, "run": {"dir"}})
+            "config": self.config.model_dump(
+                mode="json", exclude={"tracking": True, "run": {"dir"}}
+            )
         }
         make_folder(self.folder, "--folder")
         self.results = self.folder / "tuning.jsonl"
@@ -106,9 +110,13 @@ class Search:
             self.rungs = [Rung(**rung) for rung in first.pop("rungs")]
             self.precision, self.size = first.pop("precision"), first.pop("size")
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.results} is damaged; remove it, or give another --folder") from error
+            raise UserError(
+                f"{self.results} is damaged; remove it, or give another --folder"
+            ) from error
         if first != self.question:
-            raise UserError(f"{self.folder} contains a search with other arguments; give another --folder or remove it")
+            raise UserError(
+                f"{self.folder} contains a search with other arguments; give another --folder or remove it"
+            )
 
     def save(self) -> None:
         """Write the plan and the results so far."""
@@ -118,7 +126,11 @@ class Search:
 
     def settings(self, batch_size: int) -> Settings:
         """The settings of a trial with this batch size."""
-        changes = {"batch_size": batch_size, "compile": self.config.train.compile is True, "precision": self.precision}
+        changes = {
+            "batch_size": batch_size,
+            "compile": self.config.train.compile is True,
+            "precision": self.precision,
+        }
         micro_batch_size = self.config.train.micro_batch_size
         if isinstance(micro_batch_size, int):
             changes["micro_batch_size"] = math.gcd(micro_batch_size, batch_size)
@@ -130,33 +142,63 @@ class Search:
     def prepare(self) -> None:
         """Read the initial model and the data, which also puts the tokens into the cache for all trials."""
         if self.config.model.size is not None and not self.size:
-            self.size = ["model.size=null", *chosen_overrides(self.config, self.device, self.precision)]
+            self.size = [
+                "model.size=null",
+                *chosen_overrides(self.config, self.device, self.precision),
+            ]
         self.config = load_config(self.path, [*self.overrides, *self.size])
         self.complete_config, _, tokenizer = load_initial_model(self.config)
         tokenizer = prepare_training_data(self.complete_config, tokenizer).tokenizer
         self.model_config = self.complete_config.thinker_config(tokenizer.vocab_size)
 
-    def candidate(self, multiplier: float, batch_size: int, optimizer: OptimizerConfig) -> Candidate:
+    def candidate(
+        self, multiplier: float, batch_size: int, optimizer: OptimizerConfig
+    ) -> Candidate:
         """The rates of `optimizer`, resolved for this batch size, times the multiplier."""
         config, overrides = self.config.train, []
         if multiplier != 1:
             rates = {name: getattr(optimizer, name) for name in RATES}
-            overrides += [f"optimizer.{name}={multiplier * lr:.6g}" for name, lr in rates.items() if lr is not None]
+            overrides += [
+                f"optimizer.{name}={multiplier * lr:.6g}"
+                for name, lr in rates.items()
+                if lr is not None
+            ]
         if batch_size != config.batch_size:
             overrides.append(f"train.batch_size={batch_size}")
             if isinstance(config.micro_batch_size, int) and batch_size % config.micro_batch_size:
-                overrides.append(f"train.micro_batch_size={math.gcd(config.micro_batch_size, batch_size)}")
+                overrides.append(
+                    f"train.micro_batch_size={math.gcd(config.micro_batch_size, batch_size)}"
+                )
         return Candidate(multiplier, batch_size, tuple(overrides))
 
     def trial(self, candidate: Candidate, rung: int, n_sequences: int) -> Trial:
         """The run of a candidate on `n_sequences` sequences."""
         name = f"rung-{rung}-lr-x{candidate.multiplier:g}-batch-{candidate.batch_size}"
-        train, eval_sequences = self.config.train, self.config.train.eval_sequences or EVAL_SEQUENCES
-        overrides = [*self.overrides, *self.size, *candidate.overrides, *(f"train.{key}=null" for key in NULL_KEYS)]
-        overrides += [f"train.max_steps={n_sequences // candidate.batch_size}", f"train.precision={self.precision}"]
-        overrides += [f"train.compile={'true' if train.compile is True else 'false'}"]  # auto: a trial is short
-        overrides += [f"train.eval_sequences={min(eval_sequences, EVAL_SEQUENCES)}", "tracking.wandb=disabled"]
-        folder, values = self.folder / name, {"candidate": candidate, "rung": rung, "n_sequences": n_sequences}
+        train, eval_sequences = (
+            self.config.train,
+            self.config.train.eval_sequences or EVAL_SEQUENCES,
+        )
+        overrides = [
+            *self.overrides,
+            *self.size,
+            *candidate.overrides,
+            *(f"train.{key}=null" for key in NULL_KEYS),
+        ]
+        overrides += [
+            f"train.max_steps={n_sequences // candidate.batch_size}",
+            f"train.precision={self.precision}",
+        ]
+        overrides += [
+            f"train.compile={'true' if train.compile is True else 'false'}"
+        ]  # auto: a trial is short
+        overrides += [
+            f"train.eval_sequences={min(eval_sequences, EVAL_SEQUENCES)}",
+            "tracking.wandb=disabled",
+        ]
+        folder, values = (
+            self.folder / name,
+            {"candidate": candidate, "rung": rung, "n_sequences": n_sequences},
+        )
         return Trial(name, self.path, overrides, folder, **values)
 
     def default_jobs(self, batch_size: int) -> int:
@@ -164,7 +206,10 @@ class Search:
         if self.device.type != "cpu":
             return 1
         settings = self.settings(batch_size)
-        peak = PROCESS_BYTES + estimate_memory(settings, settings.train.micro_batch_size, self.device).peak
+        peak = (
+            PROCESS_BYTES
+            + estimate_memory(settings, settings.train.micro_batch_size, self.device).peak
+        )
         fitting = int(usable_fraction(self.device) * free_memory(self.device) / peak)
         return max(1, min(os.cpu_count() or 1, fitting))
 
@@ -174,7 +219,10 @@ class Search:
         Steps of training.plan.time_steps, in one process alone, would be faster than beside others.
         """
         print("timing a few steps, and the start and end of a run", file=sys.stderr)
-        trials = [self.trial(candidate, 0, TIMED_STEPS * candidate.batch_size) for candidate in candidates[:jobs]]
+        trials = [
+            self.trial(candidate, 0, TIMED_STEPS * candidate.batch_size)
+            for candidate in candidates[:jobs]
+        ]
         for trial in trials:
             trial.overrides.append("train.log_every=1")
             shutil.rmtree(trial.folder, ignore_errors=True)  # of an interrupted search
@@ -182,13 +230,19 @@ class Search:
         self.train(trials, jobs, lambda trial: None)
         seconds = time.perf_counter() - start
         for trial in trials:
-            times = [line["elapsed_s"] for line in RunDirectory(trial.folder).read_metrics() if "train_loss" in line]
+            times = [
+                line["elapsed_s"]
+                for line in RunDirectory(trial.folder).read_metrics()
+                if "train_loss" in line
+            ]
             if len(times) < TIMED_STEPS:
                 raise UserError(
                     f"{trial.name}: the loss is not finite; lower optimizer.lr, or set smaller --multipliers"
                 )
             elapsed.append(times[-1])
-            sequence_s.append((times[-1] - times[0]) / (TIMED_STEPS - 1) / trial.candidate.batch_size)
+            sequence_s.append(
+                (times[-1] - times[0]) / (TIMED_STEPS - 1) / trial.candidate.batch_size
+            )
             shutil.rmtree(trial.folder)
         return Cost(seconds - min(elapsed), max(sequence_s), jobs)
 
@@ -203,17 +257,29 @@ class Search:
         print(HEADER, flush=True)
         with tqdm(total=total, desc="tuning", unit=" tokens", unit_scale=True) as self.bar:
             for number, rung in enumerate(self.rungs, start=1):
-                trials = {(c.multiplier, c.batch_size): self.trial(c, number, rung.n_sequences) for c in candidates}
+                trials = {
+                    (c.multiplier, c.batch_size): self.trial(c, number, rung.n_sequences)
+                    for c in candidates
+                }
                 done = {(row["multiplier"], row["batch_size"]) for row in self.rung_rows(number)}
                 self.bar.update(len(done) * rung.n_sequences * self.seq_len)
-                self.train([trial for key, trial in trials.items() if key not in done], jobs, self.record)
-                rows = {(row["multiplier"], row["batch_size"]): row for row in self.rung_rows(number)}
+                self.train(
+                    [trial for key, trial in trials.items() if key not in done], jobs, self.record
+                )
+                rows = {
+                    (row["multiplier"], row["batch_size"]): row for row in self.rung_rows(number)
+                }
                 self.bar.write(format_rows(list(rows.values())))
-                candidates = [candidates[index] for index in better_half([loss_of(rows[key]) for key in trials])]
+                candidates = [
+                    candidates[index]
+                    for index in better_half([loss_of(rows[key]) for key in trials])
+                ]
                 if len(candidates) <= 1:
                     break
         if best_result(self.rows) is None:
-            raise UserError("no run had a finite loss; lower optimizer.lr, or set smaller --multipliers")
+            raise UserError(
+                "no run had a finite loss; lower optimizer.lr, or set smaller --multipliers"
+            )
 
     def record(self, trial: Trial) -> None:
         """Save the result of a trial, and remove its weights, as a search may have dozens of runs."""
@@ -237,20 +303,30 @@ def tune(arguments: argparse.Namespace) -> None:
     """Run the search, print its table and its result, and plot it. Raises UserError for arguments that cannot work."""
     started = time.perf_counter()
     path = Path(arguments.config)
-    search = Search(path, arguments.overrides, arguments.folder or Path("runs") / f"{path.stem}-tuning")
+    search = Search(
+        path, arguments.overrides, arguments.folder or Path("runs") / f"{path.stem}-tuning"
+    )
     multipliers = parse_numbers("--multipliers", arguments.multipliers, float)
-    batch_sizes = parse_numbers("--batch-sizes", arguments.batch_sizes, int) if arguments.batch_sizes else []
+    batch_sizes = (
+        parse_numbers("--batch-sizes", arguments.batch_sizes, int) if arguments.batch_sizes else []
+    )
     if len(multipliers) == len(batch_sizes) == 1:
-        raise UserError("one multiplier and one batch size leave nothing to compare; set more --multipliers")
+        raise UserError(
+            "one multiplier and one batch size leave nothing to compare; set more --multipliers"
+        )
     if not 0 < arguments.minutes < math.inf:
         raise UserError(f"--minutes is {arguments.minutes:g}; it must be a positive number")
     if arguments.jobs is not None and arguments.jobs < 1:
         raise UserError(f"--jobs is {arguments.jobs}; it must be at least 1")
-    search.open({"minutes": arguments.minutes, "multipliers": multipliers, "batch_sizes": batch_sizes})
+    search.open(
+        {"minutes": arguments.minutes, "multipliers": multipliers, "batch_sizes": batch_sizes}
+    )
     search.prepare()
     train, candidates = search.config.train, []
     if not batch_sizes:
-        halves = [train.batch_size // 2] if train.batch_size % 2 == 0 else []  # half of an odd number is none
+        halves = (
+            [train.batch_size // 2] if train.batch_size % 2 == 0 else []
+        )  # half of an odd number is none
         batch_sizes = [*halves, train.batch_size, 2 * train.batch_size]
     n_trials = len(multipliers) * len(batch_sizes)
     for size in batch_sizes:
@@ -267,7 +343,10 @@ def tune(arguments: argparse.Namespace) -> None:
             search.save()
             sizes = ", ".join(str(rung.n_trials) for rung in search.rungs)
             estimate = f"about {cost.seconds(search.rungs) / 60:.1f} minutes"
-            print(f"training {sizes} runs in successive rungs, {jobs} at a time, in {estimate}", file=sys.stderr)
+            print(
+                f"training {sizes} runs in successive rungs, {jobs} at a time, in {estimate}",
+                file=sys.stderr,
+            )
         search.run(candidates, jobs)
     except (KeyboardInterrupt, SystemExit):
         print(best_so_far(search.rows), flush=True)

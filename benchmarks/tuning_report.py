@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from thinker.runtime.plot_style import new_figure, save_figure
-from thinker.training.config import Config
+from thinker.training.config.config import Config
 
 HEADER = f"{'rung':>4}  {'multiplier':>10}  {'batch size':>10}  {'tokens':>12}  {'validation loss':>15}  {'seconds':>8}"
 
@@ -21,7 +21,9 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in sorted(rows, key=loss_of):
         is_finite = row["val_loss"] is not None
-        loss, seconds = (f"{row['val_loss']:.4f}", f"{row['seconds']:.1f}") if is_finite else ("not finite", "")
+        loss, seconds = (
+            (f"{row['val_loss']:.4f}", f"{row['seconds']:.1f}") if is_finite else ("not finite", "")
+        )
         values = f"{row['rung']:>4}  {row['multiplier']:>10g}  {row['batch_size']:>10}  {row['tokens']:>12,}"
         lines.append(f"{values}  {loss:>15}  {seconds:>8}".rstrip())
     return "\n".join(lines)
@@ -39,17 +41,19 @@ def best_so_far(rows: list[dict[str, Any]]) -> str:
     if best is None:
         return "stopped before the first run ended; the same command resumes the search"
     keys = " ".join(best["overrides"]) or "the config as it is"
-    return (
-        f"best so far: {keys} (loss {best['val_loss']:.4f} in rung {best['rung']}); the same command resumes the search"
-    )
+    return f"best so far: {keys} (loss {best['val_loss']:.4f} in rung {best['rung']}); the same command resumes the search"
 
 
-def recommendation(rows: list[dict[str, Any]], path: Path, overrides: list[str], config: Config) -> list[str]:
+def recommendation(
+    rows: list[dict[str, Any]], path: Path, overrides: list[str], config: Config
+) -> list[str]:
     """The keys to change, the command with them, and what limits the result. `overrides`: of the config already."""
     best, train = best_result(rows), config.train
     assert best is not None
     changes, max_steps = list(best["overrides"]), train.max_steps
-    if max_steps is not None and best["batch_size"] != train.batch_size:  # the number of tokens stays the same
+    if (
+        max_steps is not None and best["batch_size"] != train.batch_size
+    ):  # the number of tokens stays the same
         max_steps = math.ceil(max_steps * train.batch_size / best["batch_size"])
         changes.append(f"train.max_steps={max_steps}")
     lines = ["of the values tried, those of the config are best"]
@@ -58,19 +62,29 @@ def recommendation(rows: list[dict[str, Any]], path: Path, overrides: list[str],
         lines = [f"use: {' '.join(changes)}", command]
     multipliers = sorted({row["multiplier"] for row in rows})
     if len(multipliers) > 1 and best["multiplier"] in (multipliers[0], multipliers[-1]):
-        end, beyond = ("smallest", "below") if best["multiplier"] == multipliers[0] else ("largest", "above")
-        lines.append(f"the best multiplier is the {end} one tried; also set --multipliers {beyond} it")
+        end, beyond = (
+            ("smallest", "below") if best["multiplier"] == multipliers[0] else ("largest", "above")
+        )
+        lines.append(
+            f"the best multiplier is the {end} one tried; also set --multipliers {beyond} it"
+        )
     if max_steps is None:
-        lines.append(f"the rates were tuned on runs of {best['steps']:,} steps; your run may be longer")
+        lines.append(
+            f"the rates were tuned on runs of {best['steps']:,} steps; your run may be longer"
+        )
     elif best["steps"] < max_steps:
-        lines.append(f"the rates were tuned on shorter runs: {best['steps']:,} steps instead of {max_steps:,}")
+        lines.append(
+            f"the rates were tuned on shorter runs: {best['steps']:,} steps instead of {max_steps:,}"
+        )
     return lines
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Validation loss by multiplier: a panel for each rung, a line for each batch size. Crosses: not finite."""
     n_rungs = max(row["rung"] for row in rows)
-    multipliers, batch_sizes = (sorted({row[key] for row in rows}) for key in ("multiplier", "batch_size"))
+    multipliers, batch_sizes = (
+        sorted({row[key] for row in rows}) for key in ("multiplier", "batch_size")
+    )
     best = best_result(rows)
     figure, panels = new_figure(max(5.0, 3.0 * n_rungs), 4, columns=n_rungs, share=False)
     for rung, axes in enumerate(panels, start=1):
@@ -83,12 +97,25 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             diverged = [multiplier for multiplier, loss in found if not math.isfinite(loss)]
             if diverged:  # at the top of the panel
                 ones, transform = [1.0] * len(diverged), axes.get_xaxis_transform()
-                axes.plot(diverged, ones, "x", color=f"C{index}", transform=transform, clip_on=False)
+                axes.plot(
+                    diverged, ones, "x", color=f"C{index}", transform=transform, clip_on=False
+                )
         if best is not None and best["rung"] == rung:
             color = f"C{batch_sizes.index(best['batch_size'])}"
-            axes.plot(best["multiplier"], best["val_loss"], "o", markersize=12, fillstyle="none", color=color)
+            axes.plot(
+                best["multiplier"],
+                best["val_loss"],
+                "o",
+                markersize=12,
+                fillstyle="none",
+                color=color,
+            )
         tokens = next(row["tokens"] for row in rows if row["rung"] == rung)
-        axes.set(xscale="log", xlim=(multipliers[0] / 1.15, multipliers[-1] * 1.15), title=f"{tokens:,} tokens")
+        axes.set(
+            xscale="log",
+            xlim=(multipliers[0] / 1.15, multipliers[-1] * 1.15),
+            title=f"{tokens:,} tokens",
+        )
         axes.set_xticks(multipliers, [f"{multiplier:g}" for multiplier in multipliers])
         axes.set_xticks([], minor=True)
     panels[0].set_ylabel("validation loss (nats per token)")

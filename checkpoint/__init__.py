@@ -15,4 +15,11 @@ from thinker.checkpoint.format import (
     write_checkpoint,
 )
 from thinker.checkpoint.manager import CheckpointManager, list_checkpoints, quarantine, recover
-from thinker.checkpoint.weights import checkpoint_files, load_model, load_weights, model_tensors, read_lora_rank, save
+from thinker.checkpoint.weights import (
+    checkpoint_files,
+    load_model,
+    load_weights,
+    model_tensors,
+    read_lora_rank,
+    save,
+)

@@ -51,7 +51,10 @@ class UnsupportedFormat(UserError):
 
 
 def write_checkpoint(
-    folder: Path, files: Files, throttle: Callable[[float], None] | None = None, dist: DistContext | None = None
+    folder: Path,
+    files: Files,
+    throttle: Callable[[float], None] | None = None,
+    dist: DistContext | None = None,
 ) -> None:
     """Write files so that `folder` appears complete or not at all. Replaces a folder of that name.
 
@@ -66,14 +69,23 @@ def write_checkpoint(
             temporary.mkdir()
         if dist is not None:
             dist.broadcast_object()  # waits until the folder exists
-            tensors = {key: part for name in files if name.endswith(TENSORS) for key, part in files[name].items()}
+            tensors = {
+                key: part
+                for name in files
+                if name.endswith(TENSORS)
+                for key, part in files[name].items()
+            }
             shards = sharded.write(temporary, tensors, dist)
-            entries = dist.gather_objects({path.name: [path.stat().st_size, sha256_of_file(path)] for path in shards})
+            entries = dist.gather_objects(
+                {path.name: [path.stat().st_size, sha256_of_file(path)] for path in shards}
+            )
             manifest = {name: entry for by_name in entries for name, entry in by_name.items()}
             files = {name: file for name, file in files.items() if not name.endswith(TENSORS)}
         if not is_main:
             return
-        manifest |= {name: _write_file(temporary / name, files[name], throttle) for name in sorted(files)}
+        manifest |= {
+            name: _write_file(temporary / name, files[name], throttle) for name in sorted(files)
+        }
         listing = {"format_version": FORMAT_VERSION, "files": dict(sorted(manifest.items()))}
         _write_file(temporary / MANIFEST, listing, throttle)
         sync_to_disk(temporary)
@@ -99,10 +111,14 @@ def verify(folder: Path) -> None:
     version = manifest.get("format_version", 1)  # format 1 had no version
     if version != FORMAT_VERSION:
         formats = f"checkpoint format {version}, but this version of Thinker reads format {FORMAT_VERSION}"
-        raise UnsupportedFormat(f"{folder} has {formats}; use the version that wrote it, or another run.dir")
+        raise UnsupportedFormat(
+            f"{folder} has {formats}; use the version that wrote it, or another run.dir"
+        )
     entries = manifest.get("files")
     changed = CorruptCheckpoint(f"{path} is damaged: it differs from what was written")
-    names_are_valid = isinstance(entries, dict) and all(re.fullmatch(r"\w[\w.-]{0,99}", n, re.ASCII) for n in entries)
+    names_are_valid = isinstance(entries, dict) and all(
+        re.fullmatch(r"\w[\w.-]{0,99}", n, re.ASCII) for n in entries
+    )
     if set(manifest) != {"format_version", "files"} or not names_are_valid:
         raise changed
     required = [CONFIG, STATE]
@@ -118,7 +134,9 @@ def verify(folder: Path) -> None:
             if file.is_symlink() or not file.is_file():
                 raise CorruptCheckpoint(f"{file} is missing or not a regular file")
             if [file.stat().st_size, sha256_of_file(file)] != entry:
-                raise CorruptCheckpoint(f"{file} is damaged: its size or sha256 differs from manifest.json")
+                raise CorruptCheckpoint(
+                    f"{file} is damaged: its size or sha256 differs from manifest.json"
+                )
     except OSError as error:
         raise CorruptCheckpoint(f"{folder} cannot be read: {error}") from error
     number = re.fullmatch(r"(?:step|best|nonfinite)-(\d+)", folder.name)
@@ -144,21 +162,31 @@ def load_tensors(folder: Path, name: str, expected: Expected) -> dict[str, Tenso
         needs = None if tensor is None else (DTYPES[tensor.dtype], *tensor.shape)
         has = header.get(key)
         if has != needs and not (has and key in expected and tensor is None):
-            has_text, needs_text = (" ".join(map(str, shape or ["nothing"])) for shape in (has, needs))
+            has_text, needs_text = (
+                " ".join(map(str, shape or ["nothing"])) for shape in (has, needs)
+            )
             where = folder if is_sharded else folder / name
-            raise CorruptCheckpoint(f"{where}: tensor {key}: found {has_text}, expected {needs_text}")
+            raise CorruptCheckpoint(
+                f"{where}: tensor {key}: found {has_text}, expected {needs_text}"
+            )
     wanted = {key: tensor for key, tensor in expected.items() if tensor is not None}
     if is_sharded or any(hasattr(tensor, "to_local") for tensor in wanted.values()):
         return sharded.read(folder, wanted)
     with open_safetensors(folder / name) as file:
-        return {key: file.get_tensor(key).clone() for key in wanted}  # a mapped tensor would change with the file
+        return {
+            key: file.get_tensor(key).clone() for key in wanted
+        }  # a mapped tensor would change with the file
 
 
 def read_header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
     """Read (dtype, *shape) of each tensor in a checkpoint's file or its shards. Raises CorruptCheckpoint."""
     if sharded.is_sharded(folder):
         header = sharded.read_header(folder)
-        return {key: shape for key, shape in header.items() if key.startswith("optimizer.") == (name == TRAINING)}
+        return {
+            key: shape
+            for key, shape in header.items()
+            if key.startswith("optimizer.") == (name == TRAINING)
+        }
     with open_safetensors(folder / name) as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a dict
         return {key: (part.get_dtype(), *part.get_shape()) for key, part in slices.items()}
@@ -180,7 +208,9 @@ def _to_json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def _write_file(path: Path, file: dict[str, Any], throttle: Callable[[float], None] | None) -> list[int | str]:
+def _write_file(
+    path: Path, file: dict[str, Any], throttle: Callable[[float], None] | None
+) -> list[int | str]:
     """Write and sync one file. Returns its size and sha256."""
     digest = hashlib.sha256()
     with path.open("wb") as out:
@@ -204,7 +234,11 @@ def _to_safetensors(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
     tensors = dict(sorted(tensors.items()))  # the same bytes for any order of insertion
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text

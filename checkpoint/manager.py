@@ -64,11 +64,17 @@ class CheckpointManager:
 
     def _write(self, name: str, kind: str, files: Files) -> None:
         throttle = self._throttle if self._executor is not None and self.cpu_share < 1 else None
-        checkpoint_format.write_checkpoint(self.folder / name, files, throttle, self.dist if self.sharded else None)
+        checkpoint_format.write_checkpoint(
+            self.folder / name, files, throttle, self.dist if self.sharded else None
+        )
         if not self.dist.is_main:
             return
-        for folder in list_checkpoints(self.folder, kind)[: -self.keep_last if kind == "step" else None]:
-            is_milestone = kind == "step" and self.keep_every and _number(folder) % self.keep_every == 0
+        for folder in list_checkpoints(self.folder, kind)[
+            : -self.keep_last if kind == "step" else None
+        ]:
+            is_milestone = (
+                kind == "step" and self.keep_every and _number(folder) % self.keep_every == 0
+            )
             if folder.name != name and not is_milestone:
                 # Renamed first, so that a crash cannot leave a partial checkpoint under its name.
                 hidden = folder.with_name(f".{folder.name}.removed")
@@ -86,7 +92,9 @@ def list_checkpoints(folder: Path, kind: str = "step") -> list[Path]:
     folders = [path for path in matching if path.is_dir() and not path.is_symlink()]
     if not all(map(os.path.lexists, matching)):  # a running training has just replaced one
         return list_checkpoints(folder, kind)
-    return sorted((path for path in folders if re.fullmatch(rf"{kind}-\d+", path.name)), key=_number)
+    return sorted(
+        (path for path in folders if re.fullmatch(rf"{kind}-\d+", path.name)), key=_number
+    )
 
 
 def _number(folder: Path) -> int:
@@ -103,7 +111,9 @@ def quarantine(folder: Path, prefix: str) -> None:
 def recover(folder: Path) -> None:
     """Clean up after a process that was killed while writing or removing checkpoints. No other process may write."""
     for path in folder.glob(".*"):
-        hidden = re.fullmatch(r"\.((?:step|best|nonfinite)-\d+)\.(?:\d+\.)?(tmp|removed|replaced)", path.name)
+        hidden = re.fullmatch(
+            r"\.((?:step|best|nonfinite)-\d+)\.(?:\d+\.)?(tmp|removed|replaced)", path.name
+        )
         if hidden and hidden[2] == "replaced" and not (folder / hidden[1]).exists():
             path.rename(folder / hidden[1])
         elif hidden:

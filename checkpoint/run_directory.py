@@ -46,13 +46,20 @@ class RunDirectory:
         try:
             self._lock.acquire()
         except Timeout as error:
-            name = owner.read_text(encoding="utf-8", errors="replace")[:200].strip() if owner.is_file() else "unknown"
+            name = (
+                owner.read_text(encoding="utf-8", errors="replace")[:200].strip()
+                if owner.is_file()
+                else "unknown"
+            )
             message = f"another process is training in {self.path} ({name}); wait for it, or choose another run.dir"
             raise UserError(message) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
                 raise
-            print(f"cannot lock files in {self.path}; do not start a second run there", file=sys.stderr)
+            print(
+                f"cannot lock files in {self.path}; do not start a second run there",
+                file=sys.stderr,
+            )
             path.touch()
         self._locked_file = path.stat()
         atomic_write(owner, f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -70,7 +77,9 @@ class RunDirectory:
         with contextlib.suppress(OSError):
             is_same = os.path.samestat(os.stat(self.path / ".lock"), self._locked_file)
         if not is_same:
-            raise RunError(f"{self.path} was removed, moved or replaced during training; set run.dir to its new path")
+            raise RunError(
+                f"{self.path} was removed, moved or replaced during training; set run.dir to its new path"
+            )
 
     def write_config(self, tree: dict[str, Any]) -> None:
         """Write the resolved config atomically."""
@@ -98,7 +107,9 @@ class RunDirectory:
                 with contextlib.suppress(ValueError, RecursionError):
                     line = json.loads(text) if text.endswith("\n") else None
                     values = line.values() if isinstance(line, dict) else [None]
-                    is_numeric = all(isinstance(n, int | float) and abs(n) < 1e300 for n in values)  # excludes NaN
+                    is_numeric = all(
+                        isinstance(n, int | float) and abs(n) < 1e300 for n in values
+                    )  # excludes NaN
                     if is_numeric and isinstance(line.get("step"), int):
                         yield line
 
@@ -109,14 +120,20 @@ class RunDirectory:
         if self.metrics.is_symlink() or self.metrics.is_fifo():
             self.metrics.unlink()  # a link could lead anywhere, and a pipe block forever
         last = {"train_loss": step, "val_loss": -1 if evaluated_at is None else evaluated_at}
-        kept = [line for line in self.read_metrics() if all(line["step"] <= last[key] for key in last if key in line)]
+        kept = [
+            line
+            for line in self.read_metrics()
+            if all(line["step"] <= last[key] for key in last if key in line)
+        ]
         if self.metrics.exists():
             atomic_write(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def latest(self) -> Path | None:
         """The newest intact checkpoint, or None if there are none. Raises UserError if all are damaged."""
         damaged: set[Path] = set()
-        while candidates := [folder for folder in list_checkpoints(self.checkpoints) if folder not in damaged]:
+        while candidates := [
+            folder for folder in list_checkpoints(self.checkpoints) if folder not in damaged
+        ]:
             newest = candidates[-1]
             try:
                 verify(newest)
@@ -131,4 +148,6 @@ class RunDirectory:
             return None
         has_best = bool(list_checkpoints(self.checkpoints, "best"))
         hint = "sample with --checkpoint best, or " if has_best else ""
-        raise UserError(f"all checkpoints in {self.checkpoints} are damaged; {hint}train again in another run.dir")
+        raise UserError(
+            f"all checkpoints in {self.checkpoints} are damaged; {hint}train again in another run.dir"
+        )

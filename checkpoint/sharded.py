@@ -29,12 +29,16 @@ def write(folder: Path, tensors: dict[str, Tensor], dist: DistContext) -> list[P
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # in a single process
+            warnings.filterwarnings(
+                "ignore", message="torch.distributed is disabled"
+            )  # in a single process
             values = {name: tensor.detach() for name, tensor in tensors.items()}
             save(values, storage_writer=writer, no_dist=dist.world_size == 1)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
-    return [path for path in folder.glob(PATTERN) if int(path.name.split("-")[1]) == dist.rank + 1]  # counts from 1
+    return [
+        path for path in folder.glob(PATTERN) if int(path.name.split("-")[1]) == dist.rank + 1
+    ]  # counts from 1
 
 
 def is_sharded(folder: Path) -> bool:
@@ -48,13 +52,24 @@ def read_header(folder: Path) -> dict[str, tuple]:
 
     try:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    except (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        RuntimeError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise CorruptCheckpoint(f"{folder} contains an incomplete safetensors file") from error
     header: dict[str, tuple] = {}
     for name, tensor in metadata.items():
         shape, n_rows, fits = tuple(tensor.size), 0, True
         for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets) if shape else ():
-            fits &= tuple(chunk.offsets) == (n_rows, *[0] * (len(shape) - 1)) and tuple(chunk.sizes[1:]) == shape[1:]
+            fits &= (
+                tuple(chunk.offsets) == (n_rows, *[0] * (len(shape) - 1))
+                and tuple(chunk.sizes[1:]) == shape[1:]
+            )
             n_rows += chunk.sizes[0]
         if shape and not (fits and n_rows == shape[0]):
             raise CorruptCheckpoint(f"{folder} has missing or duplicate rows of {name}")
@@ -70,13 +85,19 @@ def read(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
 
     tensors = {
-        name: tensor.detach() if hasattr(tensor, "to_local") else torch.empty(tensor.shape, dtype=tensor.dtype)
+        name: tensor.detach()
+        if hasattr(tensor, "to_local")
+        else torch.empty(tensor.shape, dtype=tensor.dtype)
         for name, tensor in expected.items()
     }
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads separately
+            warnings.filterwarnings(
+                "ignore", message="torch.distributed is disabled"
+            )  # each rank reads separately
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:
-        raise CorruptCheckpoint(f"{folder} cannot be read: {next(iter(error.failures.values()))[0]}") from error
+        raise CorruptCheckpoint(
+            f"{folder} cannot be read: {next(iter(error.failures.values()))[0]}"
+        ) from error
     return tensors

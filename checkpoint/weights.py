@@ -7,18 +7,30 @@ import torch
 from torch import Tensor
 
 from thinker.checkpoint import format as checkpoint_format
-from thinker.checkpoint.format import CONFIG, MODEL, STATE, TRAINING, CorruptCheckpoint, Files, read_header
+from thinker.checkpoint.format import (
+    CONFIG,
+    MODEL,
+    STATE,
+    TRAINING,
+    CorruptCheckpoint,
+    Files,
+    read_header,
+)
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.lora import RANK_OF, add_lora, merge_lora
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
 
 
-def save(folder: Path, model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> None:
+def save(
+    folder: Path, model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None
+) -> None:
     """Write a checkpoint; see checkpoint_files() and write_checkpoint()."""
     checkpoint_format.write_checkpoint(folder, checkpoint_files(model, state, training))
 
 
-def checkpoint_files(model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> Files:
+def checkpoint_files(
+    model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None
+) -> Files:
     """Collect the files of a checkpoint, with the live tensors. Only resuming needs `training`."""
     files = {CONFIG: model.config.to_dict(), MODEL: model_tensors(model), STATE: state}
     return files if training is None else files | {TRAINING: training}
@@ -60,7 +72,9 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> Thinker:
     """Load the model of a checkpoint in eval mode, with merged adapters. Raises CorruptCheckpoint or UserError."""
     config = ThinkerConfig.from_dict(checkpoint_format.read_json(folder / CONFIG))
     if config.n_layers > len(read_header(folder)):  # a wrong number could take forever to build
-        raise CorruptCheckpoint(f"{folder / MODEL} has fewer tensors than {folder / CONFIG} has layers")
+        raise CorruptCheckpoint(
+            f"{folder / MODEL} has fewer tensors than {folder / CONFIG} has layers"
+        )
     with torch.device("meta"):
         model = Thinker(config)  # the weights are about to be replaced
     if lora_rank := read_lora_rank(folder):

@@ -10,7 +10,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.long_context import hidden_states
 from thinker.generation import Generator, SamplingParams
 from thinker.model import Thinker
@@ -31,14 +31,20 @@ class ThinkerLM(TemplateLM):
     def eot_token_id(self) -> int:
         """The token that ends a text, from the tokenizer's special tokens map if it has one."""
         tokenizer = self.tokenizer
-        return tokenizer.special_tokens.get(tokenizer.special_tokens_map.get("eos_token"), tokenizer.eos_id)
+        return tokenizer.special_tokens.get(
+            tokenizer.special_tokens_map.get("eos_token"), tokenizer.eos_id
+        )
 
     @property
     def prefix_token_id(self) -> int:
         """Context of a text without context: the BOS token, or else the EOS token."""
-        return self.tokenizer.special_tokens.get(self.tokenizer.special_tokens_map.get("bos_token"), self.eot_token_id)
+        return self.tokenizer.special_tokens.get(
+            self.tokenizer.special_tokens_map.get("bos_token"), self.eot_token_id
+        )
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         """Tokenize a text that may contain special tokens; adds the BOS token if the model was trained with one."""
         ids = self.tokenizer.encode(string, allow_special=True)
         has_bos = ids[:1] == [self.tokenizer.bos_id]
@@ -46,11 +52,16 @@ class ThinkerLM(TemplateLM):
 
     @torch.no_grad()
     def _loglikelihood_tokens(
-        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
     ) -> list[tuple[float, bool]]:
         """Per (text, context, continuation), ln P of the continuation and whether greedy decoding produces it."""
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))  # by length
+        order = sorted(
+            range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2])
+        )  # by length
         with tqdm(total=len(order), desc="scoring", disable=disable_tqdm) as bar:
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
@@ -58,10 +69,18 @@ class ThinkerLM(TemplateLM):
                 inputs = pad_sequence([torch.tensor(row[:-1]) for row in rows], batch_first=True)
                 hidden = hidden_states(self.model, inputs.to(self.model.device))  # (B, T, C)
                 for index, (i, row) in enumerate(zip(batch, rows)):
-                    targets = torch.tensor(requests[i][2][-(len(row) - 1) :])  # without truncated tokens
+                    targets = torch.tensor(
+                        requests[i][2][-(len(row) - 1) :]
+                    )  # without truncated tokens
                     n = len(targets)
-                    logits = self.model.lm_head(hidden[index, len(row) - 1 - n : len(row) - 1]).float().cpu()  # (n, V)
-                    nats = logits.log_softmax(dim=-1).gather(1, targets[:, None]).double().sum().item()
+                    logits = (
+                        self.model.lm_head(hidden[index, len(row) - 1 - n : len(row) - 1])
+                        .float()
+                        .cpu()
+                    )  # (n, V)
+                    nats = (
+                        logits.log_softmax(dim=-1).gather(1, targets[:, None]).double().sum().item()
+                    )
                     results[i] = nats, bool((logits.argmax(dim=-1) == targets).all())
                 bar.update(len(batch))
         for (text, _, _), result in zip(requests, results):
@@ -74,11 +93,15 @@ class ThinkerLM(TemplateLM):
         windows, request_indices = [], []
         for index, request in enumerate(requests):
             ids = self.tok_encode(*request.args)
-            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
+            for window in get_rolling_token_windows(
+                ids, self.prefix_token_id, self.max_length, context_len=1
+            ):
                 windows.append((None, *make_disjoint_window(window)))
                 request_indices.append(index)
         totals = [0.0] * len(requests)
-        for index, (nats, _) in zip(request_indices, self._loglikelihood_tokens(windows, disable_tqdm)):
+        for index, (nats, _) in zip(
+            request_indices, self._loglikelihood_tokens(windows, disable_tqdm)
+        ):
             totals[index] += nats
         return totals
 
@@ -90,7 +113,9 @@ class ThinkerLM(TemplateLM):
             params = sampling_params(options)
             n_new = params.max_new_tokens
             if n_new >= self.max_length:
-                raise UserError(f"the task generates {n_new} tokens, but the context is only {self.max_length}")
+                raise UserError(
+                    f"the task generates {n_new} tokens, but the context is only {self.max_length}"
+                )
             tokens = self.tok_encode(context)[n_new - self.max_length :] or [self.prefix_token_id]
             texts.append(self.generator.generate([context], params, [tokens])[0].text)
         return texts
@@ -100,9 +125,16 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
     """Convert the generation_kwargs of a task. Raises UserError for unsupported options."""
     options = dict(normalize_gen_kwargs(options, MAX_NEW_TOKENS))
     temperature, do_sample = options.pop("temperature", 1.0), options.pop("do_sample")
-    params = {"temperature": temperature if do_sample else 0.0, "max_new_tokens": options.pop("max_gen_toks")}
+    params = {
+        "temperature": temperature if do_sample else 0.0,
+        "max_new_tokens": options.pop("max_gen_toks"),
+    }
     params["stop"] = [text for text in options.pop("until") if text]
-    params |= {name: options.pop(name) for name in ("top_k", "top_p", "min_p", "repetition_penalty") if name in options}
+    params |= {
+        name: options.pop(name)
+        for name in ("top_k", "top_p", "min_p", "repetition_penalty")
+        if name in options
+    }
     if options:
         raise UserError(f"the task uses the unsupported generation option {next(iter(options))}")
     return SamplingParams(**params)
@@ -128,18 +160,35 @@ def run_tasks(
         manager = TaskManager(include_path=folder)
     for name in names:
         if name not in manager.all_tasks:
-            raise UserError(f"the harness has no task {name}{did_you_mean(name, manager.all_tasks)}")
-    options = {"num_fewshot": n_shots, "limit": limit, "bootstrap_iters": 1000, "log_samples": False}
+            raise UserError(
+                f"the harness has no task {name}{did_you_mean(name, manager.all_tasks)}"
+            )
+    options = {
+        "num_fewshot": n_shots,
+        "limit": limit,
+        "bootstrap_iters": 1000,
+        "log_samples": False,
+    }
     try:
-        output = evaluator.simple_evaluate(ThinkerLM(model, tokenizer), tasks=names, task_manager=manager, **options)
+        output = evaluator.simple_evaluate(
+            ThinkerLM(model, tokenizer), tasks=names, task_manager=manager, **options
+        )
     except UserError:
         raise
     except Exception as error:  # tasks can raise any error, such as for missing data
-        raise UserError(f"the harness cannot run {', '.join(names)}: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"the harness cannot run {', '.join(names)}: {type(error).__name__}: {error}"
+        ) from error
     results = {}
     for name, metrics in output["results"].items():
-        values = {key.replace(",none", ""): value for key, value in metrics.items() if isinstance(value, int | float)}
-        results[name] = {key: value for key, value in values.items() if not key.startswith("sample_")}
+        values = {
+            key.replace(",none", ""): value
+            for key, value in metrics.items()
+            if isinstance(value, int | float)
+        }
+        results[name] = {
+            key: value for key, value in values.items() if not key.startswith("sample_")
+        }
         if name in output.get("n-samples", {}):
             results[name]["questions"] = output["n-samples"][name]["effective"]
     return results

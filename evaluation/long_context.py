@@ -11,8 +11,8 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.data.batches import PackedDataset
-from thinker.data.shards import TokenShards
+from thinker.data.batches.batches import PackedDataset
+from thinker.data.corpus.shards import TokenShards
 from thinker.evaluation.loss import batch_losses
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.positions import Rope, RopeScaling
@@ -30,7 +30,9 @@ class Segment:
     start: int
     end: int
     loss: float
-    error: float | None  # over windows, because tokens in a window are correlated; None for a single window
+    error: (
+        float | None
+    )  # over windows, because tokens in a window are correlated; None for a single window
     n_tokens: int
 
 
@@ -62,7 +64,11 @@ class PositionLosses:
         """Both halves of the trained length, then multiples of it, without empty segments."""
         length, T = self.trained_length, self.nats.shape[1]
         edges = sorted({0, length // 2, *range(length, T, length), T})
-        return [self.segment(start, end) for start, end in pairwise(edges) if self.counts[start:end].any()]
+        return [
+            self.segment(start, end)
+            for start, end in pairwise(edges)
+            if self.counts[start:end].any()
+        ]
 
     def format_table(self) -> str:
         """The segments, one per line."""
@@ -71,14 +77,20 @@ class PositionLosses:
             positions = f"{part.start}-{part.end - 1}"
             error = "" if part.error is None else f"{part.error:.4f}"
             note = "  beyond the trained length" if part.start >= self.trained_length else ""
-            lines.append(f"{positions:>15}  {part.loss:12.4f}  {error:>9}  {part.n_tokens:9,}{note}")
+            lines.append(
+                f"{positions:>15}  {part.loss:12.4f}  {error:>9}  {part.n_tokens:9,}{note}"
+            )
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the segments, and the loss and number of tokens at each position, for JSON."""
         counts = self.counts.tolist()
         means = [loss if count else None for loss, count in zip(self.by_position.tolist(), counts)]
-        return {"segments": [asdict(part) for part in self.segments()], "by_position": means, "counts": counts}
+        return {
+            "segments": [asdict(part) for part in self.segments()],
+            "by_position": means,
+            "counts": counts,
+        }
 
 
 def ratio_with_error(sums: Tensor, sizes: Tensor) -> tuple[float, float | None]:
@@ -108,8 +120,12 @@ def override_rope_scaling(model: Thinker, scaling: dict[str, Any] | str) -> None
         try:
             scaling = yaml.safe_load(scaling)
         except yaml.YAMLError as error:
-            raise UserError(f"RoPE scaling {scaling!r} is not a mapping such as {{type: linear, factor: 4}}") from error
-    model.rope = Rope(model.config.head_dim, model.config.rope_theta, RopeScaling.from_dict(scaling))
+            raise UserError(
+                f"RoPE scaling {scaling!r} is not a mapping such as {{type: linear, factor: 4}}"
+            ) from error
+    model.rope = Rope(
+        model.config.head_dim, model.config.rope_theta, RopeScaling.from_dict(scaling)
+    )
 
 
 def hidden_states(model: Thinker, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -118,21 +134,32 @@ def hidden_states(model: Thinker, tokens: Tensor, document_ids: Tensor | None = 
 
 
 def loss_by_position(
-    model: Thinker, windows: PackedDataset, batch_size: int, limit: int = 0, trained: int = 0, progress: bool = False
+    model: Thinker,
+    windows: PackedDataset,
+    batch_size: int,
+    limit: int = 0,
+    trained: int = 0,
+    progress: bool = False,
 ) -> PositionLosses:
     """Loss of each token in the first `limit` windows (0: all); `trained`: the trained length (0: max_seq_len)."""
 
     def token_losses(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
-        chunks = hidden_states(model, inputs, document_ids).flatten(0, 1).split(LOGIT_ROWS)  # (n, C) each
+        chunks = (
+            hidden_states(model, inputs, document_ids).flatten(0, 1).split(LOGIT_ROWS)
+        )  # (n, C) each
         losses = []
         for hidden, y in zip(chunks, targets.flatten().split(LOGIT_ROWS)):
             logits = model.lm_head(hidden).float()  # (n, V)
-            losses.append(F.cross_entropy(logits, y, ignore_index=IGNORE_INDEX, reduction="none").cpu())
+            losses.append(
+                F.cross_entropy(logits, y, ignore_index=IGNORE_INDEX, reduction="none").cpu()
+            )
         return torch.cat(losses).view(targets.shape).double()
 
     batches = batch_losses(model, windows, batch_size, token_losses, limit or None)
     n_windows = min(limit or len(windows), len(windows))
-    batches = tqdm(batches, desc="evaluating", total=-(-n_windows // batch_size), disable=not progress)
+    batches = tqdm(
+        batches, desc="evaluating", total=-(-n_windows // batch_size), disable=not progress
+    )
     targets, losses = map(torch.cat, zip(*batches))  # (N, T) each
     check_computed([losses.sum().item()])
     nats = losses.masked_fill(targets == IGNORE_INDEX, math.nan)

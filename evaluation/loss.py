@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.data.batches import PackedDataset, entropy_floor, sequential_batches
+from thinker.data.batches.batches import PackedDataset, entropy_floor, sequential_batches
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import to_device
@@ -36,9 +36,14 @@ def batch_losses(
     was_training = model.training
     model.eval()
     try:
-        for inputs, targets in sequential_batches(windows, batch_size, limit, dist.rank, dist.world_size):
+        for inputs, targets in sequential_batches(
+            windows, batch_size, limit, dist.rank, dist.world_size
+        ):
             batch = inputs, targets, windows.document_ids(inputs)
-            yield targets, compute_loss(*(x if x is None else to_device(x, model.device) for x in batch))
+            yield (
+                targets,
+                compute_loss(*(x if x is None else to_device(x, model.device) for x in batch)),
+            )
     finally:
         model.train(was_training)
 
@@ -75,20 +80,32 @@ class Evaluator:
     def __post_init__(self) -> None:
         self.n_windows = min(self.limit or len(self.windows), len(self.windows))
         if not any((self.windows[i][1] != IGNORE_INDEX).any() for i in range(self.n_windows)):
-            reasons = "no answers (data.assistant_only_loss) or no text beyond the bidirectional prefix"
+            reasons = (
+                "no answers (data.assistant_only_loss) or no text beyond the bidirectional prefix"
+            )
             remedy = "raise train.eval_sequences or data.val_fraction"
-            raise UserError(f"the {self.n_windows} validation sequences have no targets: {reasons}; {remedy}")
+            raise UserError(
+                f"the {self.n_windows} validation sequences have no targets: {reasons}; {remedy}"
+            )
         self.floor = entropy_floor(self.windows, self.limit)
 
-    def __call__(self, model: Thinker, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
+    def __call__(
+        self, model: Thinker, stop: Callable[[], bool] = lambda: False
+    ) -> Evaluation | None:
         """Compute the loss of `model`; None if stop(), called after each batch, returns True."""
-        device = "cpu" if model.device.type == "mps" else model.device  # Apple's GPUs have no float64
-        nats = torch.zeros((), dtype=torch.float64, device=device)  # on the device, to synchronize only once at the end
+        device = (
+            "cpu" if model.device.type == "mps" else model.device
+        )  # Apple's GPUs have no float64
+        nats = torch.zeros(
+            (), dtype=torch.float64, device=device
+        )  # on the device, to synchronize only once at the end
         n_tokens, n_bytes = 0, 0.0
 
         def loss_sum(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
             missing = self.batch_size - len(inputs)
-            if missing and inputs.is_cuda:  # avoids compiling the model again for a short last batch
+            if (
+                missing and inputs.is_cuda
+            ):  # avoids compiling the model again for a short last batch
                 below = (0, 0, 0, missing)
                 inputs, targets = F.pad(inputs, below), F.pad(targets, below, value=IGNORE_INDEX)
                 document_ids = None if document_ids is None else F.pad(document_ids, below)
@@ -96,7 +113,13 @@ class Evaluator:
 
         losses = batch_losses(model, self.windows, self.batch_size, loss_sum, self.limit, self.dist)
         n_batches = -(-self.n_windows // (self.batch_size * self.dist.world_size))
-        bar = tqdm(desc="evaluating", total=n_batches, leave=False, delay=PROGRESS_DELAY, disable=not self.progress)
+        bar = tqdm(
+            desc="evaluating",
+            total=n_batches,
+            leave=False,
+            delay=PROGRESS_DELAY,
+            disable=not self.progress,
+        )
         with contextlib.closing(losses), bar:  # restores the model's mode after a stop
             for targets, loss in losses:
                 bar.update()
@@ -106,6 +129,10 @@ class Evaluator:
                 nats += loss.to(nats.device, nats.dtype)
                 if stop():
                     return None
-        all_nats, all_tokens, all_bytes = zip(*self.dist.all_gather_scalars(nats.item(), n_tokens, n_bytes))
+        all_nats, all_tokens, all_bytes = zip(
+            *self.dist.all_gather_scalars(nats.item(), n_tokens, n_bytes)
+        )
         total, n_tokens, n_bytes = math.fsum(all_nats), int(sum(all_tokens)), math.fsum(all_bytes)
-        return Evaluation(total / n_tokens, total / math.log(2) / max(n_bytes, 1), self.floor, n_tokens, n_bytes)
+        return Evaluation(
+            total / n_tokens, total / math.log(2) / max(n_bytes, 1), self.floor, n_tokens, n_bytes
+        )

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from thinker.data import tales
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.text import tales
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.long_context import hidden_states
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
@@ -34,10 +34,16 @@ PHRASES = {  # name of a fact and its word list -> phrase before the fact's word
 GRAMMAR = tales.GRAMMAR  # expanded in parts; tales.generate_story() expands whole stories
 WORDS = {name: [item[""] for item in GRAMMAR.lists[name]] for name in PHRASES}
 VALUES = {
-    name: [word for word in words if not any(other != word and other.startswith(word) for other in words)]
+    name: [
+        word
+        for word in words
+        if not any(other != word and other.startswith(word) for other in words)
+    ]
     for name, words in WORDS.items()
 }
-HEROES_AND_PETS = {item[""]: item for name in ("girl", "boy", "pet") for item in GRAMMAR.lists[name]}
+HEROES_AND_PETS = {
+    item[""]: item for name in ("girl", "boy", "pet") for item in GRAMMAR.lists[name]
+}
 MAX_STORIES = 100  # generated per needle
 MAX_PREFIXES_PER_BATCH = 16
 Scorer = Callable[[Thinker, list[int], list[list[int]]], Tensor]
@@ -77,12 +83,16 @@ def find_needles(text: str, facts: dict[str, str], tokenizer: Tokenizer) -> list
     # The first token may start below 0, because some tokenizers add a space before the text, which is ASCII.
     token_starts = accumulate(lengths, initial=len(text) - sum(lengths))
     token_index = {start: index for index, start in enumerate(token_starts)}
-    words = [(match.start() - 1, match.group()) for match in re.finditer(r"[\w-]+", text)]  # including the space before
+    words = [
+        (match.start() - 1, match.group()) for match in re.finditer(r"[\w-]+", text)
+    ]  # including the space before
     for name, phrase in PHRASES.items():
         if facts.get(name) not in VALUES[name]:
             continue
         starts = [start for start, word in words if word == facts[name]][:2]
-        follow_phrase = all(text[:start].lower().endswith(phrase) and start in token_index for start in starts)
+        follow_phrase = all(
+            text[:start].lower().endswith(phrase) and start in token_index for start in starts
+        )
         if len(starts) == 2 and follow_phrase:
             first, second = (token_index[start] for start in starts)
             context = [tokenizer.bos_id, *tokens[:second]]
@@ -112,7 +122,9 @@ def story_needles(tokenizer: Tokenizer, distance: int, random: Random) -> list[N
 def make_needles(tokenizer: Tokenizer, distance: int, n_examples: int, seed: int) -> list[Needle]:
     """Create `n_examples` needles from different stories, or fewer if few stories fit; determined by `seed`."""
     random = Random(f"{seed}:{distance}")
-    candidates = (story_needles(tokenizer, distance, random) for _ in range(MAX_STORIES * n_examples))
+    candidates = (
+        story_needles(tokenizer, distance, random) for _ in range(MAX_STORIES * n_examples)
+    )
     return [random.choice(needles) for needles in islice(filter(None, candidates), n_examples)]
 
 
@@ -123,22 +135,37 @@ def log_probs(model: Thinker, context: list[int], values: list[list[int]]) -> Te
     Values that differ only in their last token share a row of the batch.
     """
     prefixes, logprobs = sorted({tuple(value[:-1]) for value in values}), []
-    rows = pad_sequence([torch.tensor([*context, *prefix]) for prefix in prefixes], batch_first=True)
+    rows = pad_sequence(
+        [torch.tensor([*context, *prefix]) for prefix in prefixes], batch_first=True
+    )
     for batch in rows.to(model.device).split(MAX_PREFIXES_PER_BATCH):
         hidden = hidden_states(model, batch)[:, len(context) - 1 :]
-        logprobs += model.lm_head(hidden).float().log_softmax(dim=-1).cpu()  # (longest prefix + 1, V) each
+        logprobs += (
+            model.lm_head(hidden).float().log_softmax(dim=-1).cpu()
+        )  # (longest prefix + 1, V) each
     after = dict(zip(prefixes, logprobs))
-    return torch.stack([after[tuple(value[:-1])][range(len(value)), value].double().sum() for value in values])
+    return torch.stack(
+        [after[tuple(value[:-1])][range(len(value)), value].double().sum() for value in values]
+    )
 
 
 def needle_test(
-    model: Thinker, tokenizer: Tokenizer, distance: int, n_examples: int = 64, seed: int = 0, scorer: Scorer = log_probs
+    model: Thinker,
+    tokenizer: Tokenizer,
+    distance: int,
+    n_examples: int = 64,
+    seed: int = 0,
+    scorer: Scorer = log_probs,
 ) -> dict[str, Any]:
     """Measure accuracy at a distance, its standard error √(p(1 − p)/n), mean probability of the answer, and chance.
 
     `scorer`: computes what log_probs() does. If the test is impossible, "unreachable" contains the reason.
     """
-    needles, rows, prefix = make_needles(tokenizer, distance, n_examples, seed), [], model.config.prefix
+    needles, rows, prefix = (
+        make_needles(tokenizer, distance, n_examples, seed),
+        [],
+        model.config.prefix,
+    )
     try:
         if not needles:
             raise UserError("no story repeats a fact at that distance")
@@ -146,7 +173,10 @@ def needle_test(
             raise UserError(f"the bidirectional prefix of {prefix} tokens contains the answer")
         for needle in needles:
             values = [tokenizer.encode(f" {value}") for value in VALUES[needle.name]]
-            nats, answer = scorer(model, needle.tokens, values), VALUES[needle.name].index(needle.value)
+            nats, answer = (
+                scorer(model, needle.tokens, values),
+                VALUES[needle.name].index(needle.value),
+            )
             rows.append([nats.argmax() == answer, nats.softmax(dim=0)[answer], 1 / len(nats)])
     except UserError as error:
         return {"distance": distance, "unreachable": str(error)}
@@ -158,7 +188,12 @@ def needle_test(
 
 def format_table(results: list[dict[str, Any]]) -> str:
     """Format the results of needle_test(), one line per distance."""
-    lines = [f"{'distance':>15}  {'accuracy':>12}  {'error':>6}  {'probability':>11}  {'chance':>6}"]
+    lines = [
+        f"{'distance':>15}  {'accuracy':>12}  {'error':>6}  {'probability':>11}  {'chance':>6}"
+    ]
     numbers = "{accuracy:12.3f}  {error:6.3f}  {probability:11.3f}  {chance:6.3f}"
-    lines += [f"{one['distance']:>15}  " + (one.get("unreachable") or numbers.format(**one)) for one in results]
+    lines += [
+        f"{one['distance']:>15}  " + (one.get("unreachable") or numbers.format(**one))
+        for one in results
+    ]
     return "\n".join(lines)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.data.batches import PackedDataset, entropy_floor
-from thinker.data.encoding import encode_document
-from thinker.data.shard_writer import ShardWriter
-from thinker.data.shards import TokenShards
-from thinker.data.sources import Source
-from thinker.data.text_bytes import count_bytes, loses_text, warn_of_lost_text
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.batches.batches import PackedDataset, entropy_floor
+from thinker.data.corpus.encoding import encode_document
+from thinker.data.corpus.shard_writer import ShardWriter
+from thinker.data.corpus.shards import TokenShards
+from thinker.data.text.sources import Source
+from thinker.data.tokenizers.text_bytes import count_bytes, loses_text, warn_of_lost_text
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.long_context import PositionLosses, loss_by_position, ratio_with_error
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
@@ -57,7 +57,12 @@ class TextLoss:
     @property
     def perplexity(self) -> Estimate:
         """exp(nats per token)."""
-        return Estimate(*(x if x is None else math.exp(min(x, 700.0)) for x in vars(self.nats_per_token).values()))
+        return Estimate(
+            *(
+                x if x is None else math.exp(min(x, 700.0))
+                for x in vars(self.nats_per_token).values()
+            )
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dictionary for JSON."""
@@ -93,12 +98,23 @@ def text_loss(
     n_bytes = torch.where(is_counted, token_bytes, 0).sum(dim=1)  # (N,)
     nats, counts = losses.nats.nansum(dim=1), is_counted.sum(dim=1)  # (N,) each
     if not n_bytes.any():
-        raise UserError("the target tokens have no text, so bits per byte are undefined; use another text")
+        raise UserError(
+            "the target tokens have no text, so bits per byte are undefined; use another text"
+        )
     # Samples are blocks, because neighboring tokens and windows are correlated.
     block_tokens = max(windows.seq_len, min(MIN_BLOCK_TOKENS, int(counts.sum()) // 32))
     block = torch.arange(len(counts)) // max(1, block_tokens // windows.stride)  # (N,)
-    blocks = [torch.zeros(int(block[-1]) + 1).double().index_add(0, block, x.double()) for x in (nats, counts, n_bytes)]
-    sizes = windows.seq_len, windows.stride, int(counts.sum()), round(float(n_bytes.sum())), len(losses.nats)
+    blocks = [
+        torch.zeros(int(block[-1]) + 1).double().index_add(0, block, x.double())
+        for x in (nats, counts, n_bytes)
+    ]
+    sizes = (
+        windows.seq_len,
+        windows.stride,
+        int(counts.sum()),
+        round(float(n_bytes.sum())),
+        len(losses.nats),
+    )
     per_token = estimate_ratio(blocks[0], blocks[1], confidence)
     per_byte = estimate_ratio(blocks[0] / math.log(2), blocks[2], confidence)
     return TextLoss(*sizes, per_token, per_byte, entropy_floor(windows, limit or None), losses)
@@ -112,12 +128,24 @@ def format_excess(loss: float, floor: float, digits: int) -> str:
 
 def format_table(losses: list[TextLoss]) -> str:
     """Format one line per context length: estimates with intervals and, if known, the distance to the floor."""
-    rows = [["context", "tokens", "nats per token", "perplexity", "bits per byte", "against the floor"]]
+    rows = [
+        ["context", "tokens", "nats per token", "perplexity", "bits per byte", "against the floor"]
+    ]
     for loss in losses:
-        estimates = [loss.nats_per_token.format(4), loss.perplexity.format(2), loss.bits_per_byte.format(4)]
-        floor = format_excess(loss.nats_per_token.mean, loss.entropy_floor, 2) if loss.entropy_floor else ""
+        estimates = [
+            loss.nats_per_token.format(4),
+            loss.perplexity.format(2),
+            loss.bits_per_byte.format(4),
+        ]
+        floor = (
+            format_excess(loss.nats_per_token.mean, loss.entropy_floor, 2)
+            if loss.entropy_floor
+            else ""
+        )
         rows.append([str(loss.context_length), f"{loss.n_tokens:,}", *estimates, floor])
-    columns = [column for column in zip(*rows) if any(column[1:])]  # without the floor if it is unknown
+    columns = [
+        column for column in zip(*rows) if any(column[1:])
+    ]  # without the floor if it is unknown
     aligned = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
     return "\n".join("  ".join(row).rstrip() for row in zip(*aligned))
 
@@ -132,13 +160,17 @@ def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path
     n_texts = n_lost = 0
     with tqdm(total=max_tokens, desc="tokenizing", unit=" tokens") as bar:
         for document in source.documents():
-            ids, loss_mask = encode_document(tokenizer, document, assistant_only_loss=document.messages is not None)
+            ids, loss_mask = encode_document(
+                tokenizer, document, assistant_only_loss=document.messages is not None
+            )
             n_texts += 1
             n_lost += document.messages is None and loses_text(tokenizer, document.text, ids)
             n_counted = min(n_left, len(ids)) if source.whole_text else len(ids)
             n_bytes = count_bytes(tokenizer, document.text, ids, 0, n_counted)
             ids = ids[:n_counted]
-            writer.add(ids, n_bytes, document.log_prob, source.whole_text and writer.started, loss_mask)
+            writer.add(
+                ids, n_bytes, document.log_prob, source.whole_text and writer.started, loss_mask
+            )
             n_left -= len(ids)
             bar.update(len(ids))
             if n_left <= 0:
@@ -146,10 +178,17 @@ def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path
         bar.total = bar.n  # the text may have fewer or more tokens
     warn_of_lost_text(n_lost, n_texts)
     if n_left == max_tokens:
-        raise UserError(f"data.source={source.name}: the source has no text to predict; choose another")
+        raise UserError(
+            f"data.source={source.name}: the source has no text to predict; choose another"
+        )
     writer.close()
     tokens = TokenShards.open(folder, writer.files, tokenizer)
     if not source.whole_text:
         return tokens
     n_tokens = 1 + max_tokens - n_left  # with the BOS token
-    return TokenShards([replace(shard, n_tokens=n_tokens, tokens=shard.tokens[:n_tokens]) for shard in tokens.shards])
+    return TokenShards(
+        [
+            replace(shard, n_tokens=n_tokens, tokens=shard.tokens[:n_tokens])
+            for shard in tokens.shards
+        ]
+    )

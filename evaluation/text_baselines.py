@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from thinker.data.corpus import Corpus
-from thinker.data.shards import TokenShards
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.corpus.corpus import Corpus
+from thinker.data.corpus.shards import TokenShards
+from thinker.data.tokenizers.tokenizer import Tokenizer
 
 MAX_TRAIN_BYTES = 1_000_000
 MAX_VAL_BYTES = 100_000
@@ -34,7 +34,9 @@ def text_baselines(corpus: Corpus) -> dict[str, float] | None:
         return None
     train, _ = _decode(_last_ids(corpus.train, MAX_TRAIN_BYTES), corpus.tokenizer)
     train = train[-MAX_TRAIN_BYTES:]
-    first_ids = corpus.val.shards[0].tokens[1:MAX_VAL_BYTES]  # not predicted: the BOS token of the first document
+    first_ids = corpus.val.shards[0].tokens[
+        1:MAX_VAL_BYTES
+    ]  # not predicted: the BOS token of the first document
     val, n_bytes = _decode(first_ids, corpus.tokenizer, MAX_VAL_BYTES)
     if min(len(train), n_bytes) < MIN_TEXT_BYTES:
         return None
@@ -43,7 +45,10 @@ def text_baselines(corpus: Corpus) -> dict[str, float] | None:
         gz = [pool.submit(_gzip_size, text) for text in (train + val, train)]
         ngram_bits = NgramModel(train).bits(val, train[-N + 1 :])
         xz_bits, gzip_bits = (8 * (both.result() - alone.result()) for both, alone in (xz, gz))
-    return {name: bits / n_bytes for name, bits in ((NGRAM, ngram_bits), ("xz", xz_bits), ("gzip", gzip_bits))}
+    return {
+        name: bits / n_bytes
+        for name, bits in ((NGRAM, ngram_bits), ("xz", xz_bits), ("gzip", gzip_bits))
+    }
 
 
 class NgramModel:
@@ -59,8 +64,12 @@ class NgramModel:
         self._orders = []  # by length of context: codes of n-grams, their counts; contexts, n(h), d(h)
         for length in range(N):
             grams, counts = np.unique(codes & _mask(length + 1), return_counts=True)
-            contexts, starts, n_distinct = np.unique(grams >> 8, return_index=True, return_counts=True)
-            self._orders.append((grams, counts, contexts, np.add.reduceat(counts, starts), n_distinct))
+            contexts, starts, n_distinct = np.unique(
+                grams >> 8, return_index=True, return_counts=True
+            )
+            self._orders.append(
+                (grams, counts, contexts, np.add.reduceat(counts, starts), n_distinct)
+            )
 
     def probabilities(self, windows: np.ndarray) -> np.ndarray:
         """P(last byte | the four before it) of each row of `windows`, (n, 5) uint8 -> (n,) float64."""
@@ -103,7 +112,11 @@ def _look_up(keys: np.ndarray, wanted: np.ndarray, *values: np.ndarray) -> list[
 
 
 def _xz_size(text: bytes) -> int:
-    return len(lzma.compress(text, filters=[{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": XZ_DICTIONARY}]))
+    return len(
+        lzma.compress(
+            text, filters=[{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": XZ_DICTIONARY}]
+        )
+    )
 
 
 def _gzip_size(text: bytes) -> int:
@@ -121,10 +134,15 @@ def _last_ids(tokens: TokenShards, n: int) -> np.ndarray:
     return np.concatenate(parts[::-1])
 
 
-def _decode(ids: np.ndarray, tokenizer: Tokenizer, max_bytes: int | None = None) -> tuple[bytes, int]:
+def _decode(
+    ids: np.ndarray, tokenizer: Tokenizer, max_bytes: int | None = None
+) -> tuple[bytes, int]:
     """The bytes of the first ids, at most `max_bytes`, and how many of them are text and not the end of a document."""
     distinct, indices = np.unique(ids, return_inverse=True)
-    pieces = [DOCUMENT_END if i == tokenizer.bos_id else tokenizer.token_bytes(i) for i in distinct.tolist()]
+    pieces = [
+        DOCUMENT_END if i == tokenizer.bos_id else tokenizer.token_bytes(i)
+        for i in distinct.tolist()
+    ]
     sizes = np.cumsum(np.array([len(piece) for piece in pieces])[indices])
     n = len(ids) if max_bytes is None else int(np.searchsorted(sizes, max_bytes, side="right"))
     data = b"".join([pieces[i] for i in indices[:n].tolist()])

@@ -27,11 +27,17 @@ def cached_log_probs(
         first = model(chunk, cache=cache, last_logits_only=True)  # (1, 1, V)
     for start in range(0, len(prefixes), MAX_PREFIXES_PER_BATCH):
         batch = prefixes[start : start + MAX_PREFIXES_PER_BATCH]
-        rows = pad_sequence([torch.tensor(prefix, dtype=torch.long) for prefix in batch], batch_first=True)
+        rows = pad_sequence(
+            [torch.tensor(prefix, dtype=torch.long) for prefix in batch], batch_first=True
+        )
         logits = first.expand(len(batch), -1, -1)
         if rows.shape[1]:
             repeated = copy.deepcopy(cache)
             repeated.select([0] * len(batch))
-            logits = torch.cat((logits, model(rows.to(model.device), cache=repeated)), dim=1)  # (rows, T + 1, V)
+            logits = torch.cat(
+                (logits, model(rows.to(model.device), cache=repeated)), dim=1
+            )  # (rows, T + 1, V)
         after |= zip(batch, logits.float().log_softmax(dim=-1).cpu())
-    return torch.stack([after[tuple(value[:-1])][range(len(value)), value].double().sum() for value in values])
+    return torch.stack(
+        [after[tuple(value[:-1])][range(len(value)), value].double().sum() for value in values]
+    )

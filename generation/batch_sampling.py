@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from thinker.generation.constraints import allowed_tokens, banned_tokens
+from thinker.features.structured_output.constraints import allowed_tokens, banned_tokens
 from thinker.generation.sampler import SamplingParams, sample
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.runtime.device import to_device
@@ -18,23 +18,41 @@ class BatchSampler:
     """
 
     def __init__(
-        self, contexts: list[tuple[Sequence, list[int]]], vocab_size: int, device: torch.device, n_steps: int = 1
+        self,
+        contexts: list[tuple[Sequence, list[int]]],
+        vocab_size: int,
+        device: torch.device,
+        n_steps: int = 1,
     ) -> None:
-        self.device = torch.device("cpu") if device.type == "mps" else device  # Apple's GPUs have no float64
-        uniforms = [[one.uniform(len(drafts) + step) for one, drafts in contexts] for step in range(n_steps)]
+        self.device = (
+            torch.device("cpu") if device.type == "mps" else device
+        )  # Apple's GPUs have no float64
+        uniforms = [
+            [one.uniform(len(drafts) + step) for one, drafts in contexts] for step in range(n_steps)
+        ]
         numbers = torch.tensor(uniforms, dtype=torch.float64, device="cpu")  # (n_steps, N)
         self._uniforms = iter(to_device(numbers, self.device))
         allowed = allowed_tokens([sequence.constraint for sequence, _ in contexts])
-        self._banned = None if allowed is None else banned_tokens(allowed, vocab_size, self.device)  # for one step
+        self._banned = (
+            None if allowed is None else banned_tokens(allowed, vocab_size, self.device)
+        )  # for one step
         groups: dict[SamplingParams, list[int]] = {}
         for row, (sequence, _) in enumerate(contexts):
             groups.setdefault(sequence.sampling_key, []).append(row)
         self._groups = []
         for params, rows in groups.items():
             in_text = counts = None
-            if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
-                inputs = [contexts[row][0].penalty_inputs(contexts[row][1], vocab_size) for row in rows]
-                in_text, counts = (to_device(torch.stack(tensors), self.device) for tensors in zip(*inputs))
+            if (
+                params.repetition_penalty != 1
+                or params.presence_penalty
+                or params.frequency_penalty
+            ):
+                inputs = [
+                    contexts[row][0].penalty_inputs(contexts[row][1], vocab_size) for row in rows
+                ]
+                in_text, counts = (
+                    to_device(torch.stack(tensors), self.device) for tensors in zip(*inputs)
+                )
             index = slice(None) if len(groups) == 1 else to_device(rows, self.device)
             self._groups.append((params, index, in_text, counts))
 
@@ -60,7 +78,9 @@ def sample_steps(
 ) -> list[list[SampledToken]]:
     """Sample `n_steps` tokens per sequence from logits (B, 1, V); step(tokens (B, 1)) returns the next logits."""
     vocab_size = sequences[0].tokenizer.vocab_size
-    sampler = BatchSampler([(sequence, []) for sequence in sequences], vocab_size, logits.device, n_steps)
+    sampler = BatchSampler(
+        [(sequence, []) for sequence in sequences], vocab_size, logits.device, n_steps
+    )
     n_top = min(max(sequence.params.logprobs for sequence in sequences), vocab_size)
     steps = []
     while True:
@@ -72,17 +92,26 @@ def sample_steps(
         if len(steps) == n_steps:
             break
         logits = step(tokens[:, None])
-    tokens, token_logprobs, *top = (torch.stack(column, dim=1).cpu().tolist() for column in zip(*steps))
+    tokens, token_logprobs, *top = (
+        torch.stack(column, dim=1).cpu().tolist() for column in zip(*steps)
+    )
     likeliest, likeliest_ids = top or 2 * [[[()] * n_steps] * len(sequences)]
     sampled = []
     for sequence, *row in zip(sequences, tokens, token_logprobs, likeliest, likeliest_ids):
         n = sequence.params.logprobs
-        sampled.append([(token, logprob, dict(zip(ids[:n], values))) for token, logprob, values, ids in zip(*row)])
+        sampled.append(
+            [
+                (token, logprob, dict(zip(ids[:n], values)))
+                for token, logprob, values, ids in zip(*row)
+            ]
+        )
     return sampled
 
 
 @torch.no_grad()
-def sample_next(sequences: list[Sequence], drafts: list[list[int]], logits: Tensor) -> list[list[SampledToken]]:
+def sample_next(
+    sequences: list[Sequence], drafts: list[list[int]], logits: Tensor
+) -> list[list[SampledToken]]:
     """Sample one token per sequence, and one more for each accepted draft.
 
     Every position is sampled from the model's own distribution, with the random number of that position. A draft is
@@ -90,13 +119,19 @@ def sample_next(sequences: list[Sequence], drafts: list[list[int]], logits: Tens
     `drafts`: per sequence, the tokens that the model read after its last token. `logits` (B, 1 + longest draft, V):
     after the last token and each draft. Returns tokens, log-probabilities and top log-probabilities per sequence.
     """
-    rows = [(index, offset) for index, draft in enumerate(drafts) for offset in range(len(draft) + 1)]  # N
+    rows = [
+        (index, offset) for index, draft in enumerate(drafts) for offset in range(len(draft) + 1)
+    ]  # N
     indices, offsets = map(list, zip(*rows))
     vocab_size = sequences[0].tokenizer.vocab_size  # ids above the tokenizer's are padding
     logits = logits[indices, offsets, :vocab_size].float()  # (N, V)
-    tokens = sample_tokens([(sequences[index], drafts[index][:offset]) for index, offset in rows], logits)
+    tokens = sample_tokens(
+        [(sequences[index], drafts[index][:offset]) for index, offset in rows], logits
+    )
     logprobs = logits.log_softmax(dim=-1)  # (N, V)
-    token_logprobs = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    token_logprobs = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[
+        :, 0
+    ].tolist()
     sampled = [[] for _ in sequences]
     for row, (index, offset) in enumerate(rows):
         if [token for token, *_ in sampled[index]] == drafts[index][:offset]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinker.generation.cache_rows import JoinedRows, PooledRows, Row, common_prefix
+from thinker.generation.caches.cache_rows import JoinedRows, PooledRows, Row, common_prefix
 from thinker.generation.engine import Generator
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.generation.sliding import slide
@@ -41,9 +41,15 @@ class ContinuousBatch:
         """Allocate the cache. Raises UserError if it does not fit into memory, or for unsupported options."""
         has_other_steps = generator.speculate or generator.early_exit is not None
         if generator.window is not None or has_other_steps or not generator.use_cache:
-            raise UserError("continuous batching supports no window, speculation or early exit, and needs the KV cache")
+            raise UserError(
+                "continuous batching supports no window, speculation or early exit, and needs the KV cache"
+            )
         self.generator, self.max_rows = generator, max_rows
-        self.rows = PooledRows(generator, max_rows) if generator.is_batch_invariant else JoinedRows(generator, max_rows)
+        self.rows = (
+            PooledRows(generator, max_rows)
+            if generator.is_batch_invariant
+            else JoinedRows(generator, max_rows)
+        )
         self.waiting: deque[Sequence] = deque()
         self.running: list[Row] = []  # oldest first
 
@@ -77,18 +83,28 @@ class ContinuousBatch:
         if not reads:
             return []
         ready = [row for row, tokens in reads if len(tokens) == row.n_unread]
-        logits = self.rows.read(reads)  # after the last token of each row in `ready`, (len(ready), 1, V)
+        logits = self.rows.read(
+            reads
+        )  # after the last token of each row in `ready`, (len(ready), 1, V)
         if not ready:
             return []
         sequences = [row.sequence for row in ready]
         is_alone = not self.waiting and len(ready) == len(self.running)
         n_steps = min(sequence.n_remaining for sequence in sequences) if is_alone else 1
         sampled = self.rows.sample(ready, logits, n_steps)
-        steps = [progress for row, tokens in zip(ready, sampled) for progress in self._extend(row, tokens)]
+        steps = [
+            progress
+            for row, tokens in zip(ready, sampled)
+            for progress in self._extend(row, tokens)
+        ]
         if self.generator.monitor is not None:
-            growing = [row for row in ready if row in self.running]  # without those that ended, and those that slid
+            growing = [
+                row for row in ready if row in self.running
+            ]  # without those that ended, and those that slid
             self.generator.monitor.observe(
-                self.generator.model, [row.sequence for row in growing], lambda index: self.rows.copy(growing[index])
+                self.generator.model,
+                [row.sequence for row in growing],
+                lambda index: self.rows.copy(growing[index]),
             )
         return steps
 
@@ -125,11 +141,18 @@ class ContinuousBatch:
         yield from ((row, row.next_tokens(1)) for row in self.running if row.n_unread == 1)
         n_chosen = [0] * len(prompts)
         by_length = sorted(range(len(prompts)), key=lambda index: prompts[index].n_unread)
-        for index, limit in [*((0, budget // 2) for _ in prompts[:1]), *((index, budget) for index in by_length)]:
+        for index, limit in [
+            *((0, budget // 2) for _ in prompts[:1]),
+            *((index, budget) for index in by_length),
+        ]:
             row, before = prompts[index], n_chosen[index]
             n_unread = row.n_unread - before
             # A bidirectional prefix has to be read in one pass.
-            least = max(0, min(self.generator.config.prefix - row.n_read, n_unread)) if before == 0 else 0
+            least = (
+                max(0, min(self.generator.config.prefix - row.n_read, n_unread))
+                if before == 0
+                else 0
+            )
             n_chosen[index] += max(least, min(n_unread, limit, budget))
             budget -= n_chosen[index] - before
         yield from ((row, row.next_tokens(n)) for row, n in zip(prompts, n_chosen) if n > 0)
@@ -140,7 +163,9 @@ class ContinuousBatch:
         try:
             text, has_ended = sequence.extend(sampled)
         except (UserError, RunError) as error:
-            self._close(row, keep=False)  # NaN among its keys would reach others: even 0 times NaN is NaN
+            self._close(
+                row, keep=False
+            )  # NaN among its keys would reach others: even 0 times NaN is NaN
             yield Progress(sequence, "", [], True, error)
             return
         sampled = sampled[: len(sequence.completion.token_ids) - n_before]

@@ -10,24 +10,24 @@ from typing import get_type_hints
 import torch
 from torch import Tensor
 
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.features.early_exit.decoder import EarlyExitThinker
+from thinker.features.monitoring.monitor import Monitor
+from thinker.features.retrieval.retrieval_cache import new_windowed_cache
+from thinker.features.speculation.speculation import DraftModel, PromptLookup, max_draft_len
+from thinker.features.structured_output.constraints import Constraint
 from thinker.generation import prompts as checks
 from thinker.generation.batch_sampling import sample_next, sample_steps
-from thinker.generation.cache_rows import copy_row
-from thinker.generation.compiled_decode import CompiledThinker
-from thinker.generation.constraints import Constraint
-from thinker.generation.early_exit import EarlyExitThinker
-from thinker.generation.inference_model import prepare_for_inference
-from thinker.generation.monitor import Monitor
-from thinker.generation.native_decode import NativeThinker
+from thinker.generation.caches.cache_rows import copy_row
+from thinker.generation.caches.quantized_cache import make_cache
+from thinker.generation.decoders.compiled_decoder import CompiledThinker
+from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.native_decoder import NativeThinker
 from thinker.generation.option_checks import check_options
-from thinker.generation.quantized_cache import make_cache
-from thinker.generation.retrieval_cache import new_windowed_cache
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.scoring import score_text
 from thinker.generation.sequence import Completion, SampledToken, Score, Sequence
 from thinker.generation.sliding import decode_sliding
-from thinker.generation.speculation import DraftModel, PromptLookup, max_draft_len
 from thinker.model import KVCache, Thinker
 from thinker.native.compiler import load_library
 from thinker.native.operations import FORMATS
@@ -51,27 +51,53 @@ class Generator:
         tokenizer: Tokenizer,  # as used in training
         use_cache: bool = True,  # False: recompute all positions at every step, for comparison
         *,
-        dtype: torch.dtype | str | None = None,  # of weights, activations and cache; also a name, such as "bf16"
-        bits: int | dict | None = None,  # store the weights in 8 or 4 bits, or by matrix (generation.mixed_bits)
-        compile: bool | None = None,  # on a CPU: kernels in C (default: if they compile); on a GPU: CUDA graphs
-        window: int | None = None,  # attend to the newest `window` positions, in texts of any length
+        dtype: torch.dtype
+        | str
+        | None = None,  # of weights, activations and cache; also a name, such as "bf16"
+        bits: int
+        | dict
+        | None = None,  # store the weights in 8 or 4 bits, or by matrix (generation.mixed_bits)
+        compile: bool
+        | None = None,  # on a CPU: kernels in C (default: if they compile); on a GPU: CUDA graphs
+        window: int
+        | None = None,  # attend to the newest `window` positions, in texts of any length
         sinks: int = 0,  # with `window`, also attend to the first `sinks` positions
         retrieve: int = 0,  # with `window`, each query also attends to the best blocks of evicted positions
         retrieve_block: int = 32,  # positions per block
-        cache_bits: int | None = None,  # 8 or 4: store keys and values in so few bits (generation.quantized_cache)
+        cache_bits: int
+        | None = None,  # 8 or 4: store keys and values in so few bits (generation.quantized_cache)
         slide: bool = False,  # continue from the newest half when the context is full (generation.sliding)
         speculate: int = 0,  # tokens to draft per step, by prompt lookup or `draft`; the text is the same
         draft: Thinker | None = None,  # smaller model with the same tokenizer, for `speculate`
-        early_exit: float | None = None,  # skip later layers at this probability (generation.early_exit)
-        monitor: Monitor | None = None,  # measures attention at some positions; does not change the text
+        early_exit: float
+        | None = None,  # skip later layers at this probability (generation.early_exit)
+        monitor: Monitor
+        | None = None,  # measures attention at some positions; does not change the text
     ) -> None:
         if not isinstance(tokenizer, Tokenizer):
-            raise UserError(f"tokenizer is {describe(tokenizer)}; pass the model's tokenizer, as returned by load()")
+            raise UserError(
+                f"tokenizer is {describe(tokenizer)}; pass the model's tokenizer, as returned by load()"
+            )
         check_types(get_type_hints(Generator.__init__), locals())
         config, dtype = model.config, choose_dtype(dtype or model.dtype)
-        self.config, self.tokenizer, self.use_cache, self.monitor = config, tokenizer, use_cache, monitor
-        self.window, self.sinks, self.retrieve, self.retrieve_block = window, sinks, retrieve, retrieve_block
-        self.speculate, self.bits, self.cache_bits, self.early_exit = speculate, bits, cache_bits, early_exit
+        self.config, self.tokenizer, self.use_cache, self.monitor = (
+            config,
+            tokenizer,
+            use_cache,
+            monitor,
+        )
+        self.window, self.sinks, self.retrieve, self.retrieve_block = (
+            window,
+            sinks,
+            retrieve,
+            retrieve_block,
+        )
+        self.speculate, self.bits, self.cache_bits, self.early_exit = (
+            speculate,
+            bits,
+            cache_bits,
+            early_exit,
+        )
         check_options(self, bool(compile), bits, draft, model.device.type == "cpu")
         self.kernel_problem = ""  # why decoding uses no native kernels, if nobody asked for that
         self.native = self._use_native(model, dtype, compile)
@@ -88,7 +114,9 @@ class Generator:
             self.decode_model = CompiledThinker(self.model)
         if early_exit is not None:
             self.decode_model = EarlyExitThinker(self.model, early_exit)
-        self.draft = None if draft is None else prepare_for_inference(draft, dtype, bits, self.native)
+        self.draft = (
+            None if draft is None else prepare_for_inference(draft, dtype, bits, self.native)
+        )
         # Tokens per row to sample before the host reads them; those after the end of a text are dropped.
         can_drop = use_cache and not speculate and window is None and early_exit is None
         self.steps_per_read = STEPS_PER_READ if can_drop and self.model.device.type == "cuda" else 1
@@ -120,7 +148,10 @@ class Generator:
         return f"Generator({self.tokenizer}, context of {self.context_len} tokens, {where})"
 
     def generate(
-        self, prompts: str | list[str], params: Params = None, prompt_tokens: list[list[int]] | None = None
+        self,
+        prompts: str | list[str],
+        params: Params = None,
+        prompt_tokens: list[list[int]] | None = None,
     ) -> list[Completion]:
         """Continue prompts in one batch; equal prompts are read once. Raises UserError for invalid arguments.
 
@@ -133,15 +164,25 @@ class Generator:
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
         """Continue one prompt, yielding text as it is generated; the joined pieces equal the text of generate()."""
-        return (piece for _, piece in self.stream_batch([Completion(checks.check_text(prompt, "the prompt"))], params))
+        return (
+            piece
+            for _, piece in self.stream_batch(
+                [Completion(checks.check_text(prompt, "the prompt"))], params
+            )
+        )
 
     def stream_batch(
-        self, completions: list[Completion], params: Params = None, prompt_tokens: list[list[int]] | None = None
+        self,
+        completions: list[Completion],
+        params: Params = None,
+        prompt_tokens: list[list[int]] | None = None,
     ) -> Iterator[tuple[int, str]]:
         """Fill in Completions, yielding (index, newly certain text). Parameters and errors as in generate()."""
         params = checks.params_list(params, len(completions))
         tokens = checks.token_lists(prompt_tokens, completions, self.encode)
-        sequences = [self.new_sequence(*each) for each in zip(itertools.count(), completions, params, tokens)]
+        sequences = [
+            self.new_sequence(*each) for each in zip(itertools.count(), completions, params, tokens)
+        ]
         start = partial(self._prefill_unique, self.model, slack=self.speculate)
         yield from decode_sliding(self, sequences, start)
 
@@ -150,10 +191,16 @@ class Generator:
         ids = self.tokenizer.encode(checks.check_text(prompt, "the prompt"))
         return [*self.tokenizer.bos_prefix, *ids] or [self.tokenizer.bos_id]
 
-    def new_sequence(self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]) -> Sequence:
+    def new_sequence(
+        self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]
+    ) -> Sequence:
         """Create a sequence that starts with `tokens`. Raises UserError if the tokens or the parameters are invalid."""
-        hint = ", or use --window N to attend to the newest N tokens" if self.supports_window else ""
-        checks.check_prompt(tokens, self.tokenizer, self.config, self.context_len, hint, params.logit_bias)
+        hint = (
+            ", or use --window N to attend to the newest N tokens" if self.supports_window else ""
+        )
+        checks.check_prompt(
+            tokens, self.tokenizer, self.config, self.context_len, hint, params.logit_bias
+        )
         completion.prompt_tokens = len(tokens)
         # The model does not read the last token, so n positions allow n + 1 tokens.
         n_new = min(params.max_new_tokens, self.context_len + 1 - len(tokens))
@@ -161,15 +208,36 @@ class Generator:
         constraint = None
         if params.json_schema is not None or params.regex is not None:
             if self.speculate:
-                raise UserError("json_schema and regex cannot be combined with speculate; use speculate=0")
-            constraint = Constraint(self.tokenizer, params.json_schema, params.regex, params.logit_bias)
-        return Sequence(index, completion, params, list(tokens), n_new, self.tokenizer, n_later, constraint=constraint)
+                raise UserError(
+                    "json_schema and regex cannot be combined with speculate; use speculate=0"
+                )
+            constraint = Constraint(
+                self.tokenizer, params.json_schema, params.regex, params.logit_bias
+            )
+        return Sequence(
+            index,
+            completion,
+            params,
+            list(tokens),
+            n_new,
+            self.tokenizer,
+            n_later,
+            constraint=constraint,
+        )
 
     def new_cache(self, model: Thinker, batch_size: int, max_len: int) -> KVCache:
         """Create an empty cache, of bounded size with a window."""
         if self.window is not None:
-            return new_windowed_cache(model, batch_size, self.window, self.sinks, self.retrieve, self.retrieve_block)
-        return make_cache(model, batch_size, max_len, max(self.speculate, self.steps_per_read - 1), self.cache_bits)
+            return new_windowed_cache(
+                model, batch_size, self.window, self.sinks, self.retrieve, self.retrieve_block
+            )
+        return make_cache(
+            model,
+            batch_size,
+            max_len,
+            max(self.speculate, self.steps_per_read - 1),
+            self.cache_bits,
+        )
 
     @torch.no_grad()
     def prefill(self, model: Thinker, tokens: list[list[int]], cache: KVCache) -> Tensor:
@@ -177,12 +245,16 @@ class Generator:
         if model is self.model and isinstance(self.decode_model, NativeThinker):
             model = self.decode_model
         cache_bits = None if self.is_batch_invariant else self.cache_bits
-        lengths = checks.pass_lengths(cache.lengths[0], len(tokens[0]), self.config.prefix, cache_bits)
+        lengths = checks.pass_lengths(
+            cache.lengths[0], len(tokens[0]), self.config.prefix, cache_bits
+        )
         for chunk in torch.tensor(tokens, device=self.model.device).split(lengths, dim=1):
             logits = model(chunk, cache=cache, last_logits_only=True)
         return logits
 
-    def decode(self, sequences: list[Sequence], cache: KVCache | None, logits: Tensor) -> Iterator[tuple[int, str]]:
+    def decode(
+        self, sequences: list[Sequence], cache: KVCache | None, logits: Tensor
+    ) -> Iterator[tuple[int, str]]:
         """Decode from logits (B, 1, V) until all sequences have ended. Yields (sequence.index, newly certain text)."""
         drafter = PromptLookup(self.speculate) if self.speculate else None
         if self.draft is not None:
@@ -190,7 +262,9 @@ class Generator:
         drafts: list[list[int]] = [[] for _ in sequences]
         while True:
             if drafter is None:
-                sampled = self.sample(sequences, cache, logits, min(one.n_remaining for one in sequences))
+                sampled = self.sample(
+                    sequences, cache, logits, min(one.n_remaining for one in sequences)
+                )
             else:
                 sampled = sample_next(sequences, drafts, logits)
             unfinished = []
@@ -198,7 +272,9 @@ class Generator:
                 completion, n_before = sequence.completion, len(sequence.tokens)
                 text, ended = sequence.extend(sampled[row])
                 completion.drafted += len(drafts[row])
-                completion.accepted += sum(map(operator.eq, drafts[row], sequence.tokens[n_before:]))
+                completion.accepted += sum(
+                    map(operator.eq, drafts[row], sequence.tokens[n_before:])
+                )
                 if text:
                     yield sequence.index, text
                 if not ended:
@@ -233,14 +309,18 @@ class Generator:
         others = [row for row in range(len(sequences)) if row not in unfiltered]
         fast = [sequences[row] for row in unfiltered]
         tokens = dict(zip(unfiltered, step.sample(fast, cache, logits[unfiltered], 1)))
-        tokens |= zip(others, sample_steps([sequences[row] for row in others], logits[others], 1, step))
+        tokens |= zip(
+            others, sample_steps([sequences[row] for row in others], logits[others], 1, step)
+        )
         return [tokens[row] for row in range(len(sequences))]
 
     def score(self, text: str, n_top: int = 0, progress: bool = False) -> Score:
         """Compute the log-probability of every token of a text; see generation.scoring.score_text()."""
         return score_text(self, text, n_top, progress)
 
-    def _prefill_unique(self, model: Thinker, sequences: list[Sequence], slack: int) -> tuple[KVCache | None, Tensor]:
+    def _prefill_unique(
+        self, model: Thinker, sequences: list[Sequence], slack: int
+    ) -> tuple[KVCache | None, Tensor]:
         """Read each distinct prompt once, equal lengths together. Returns a cache and logits, (B, 1, V)."""
         if not self.use_cache:
             return None, self._uncached_logits(sequences)
@@ -263,17 +343,25 @@ class Generator:
 
     @torch.no_grad()
     def _decode_step(
-        self, sequences: list[Sequence], cache: KVCache | None, drafter: PromptLookup | DraftModel | None
+        self,
+        sequences: list[Sequence],
+        cache: KVCache | None,
+        drafter: PromptLookup | DraftModel | None,
     ) -> tuple[list[list[int]], Tensor]:
         """Read the newest token and drafts of each sequence. Returns drafts and the logits after each, (B, T, V)."""
         if cache is None:
             return [[] for _ in sequences], self._uncached_logits(sequences)
-        cache.truncate([len(sequence.tokens) - 1 for sequence in sequences])  # drops rejected drafts
+        cache.truncate(
+            [len(sequence.tokens) - 1 for sequence in sequences]
+        )  # drops rejected drafts
         drafts = [[] for _ in sequences] if drafter is None else drafter.propose(sequences)
         max_len = max_draft_len(self.config, sequences)
         drafts = [draft[:max_len] for draft in drafts]
         longest = max(map(len, drafts))
-        rows = [[one.tokens[-1], *draft, *[0] * (longest - len(draft))] for one, draft in zip(sequences, drafts)]
+        rows = [
+            [one.tokens[-1], *draft, *[0] * (longest - len(draft))]
+            for one, draft in zip(sequences, drafts)
+        ]
         is_step = longest == 0 or isinstance(self.decode_model, NativeThinker)
         model = self.decode_model if is_step else self.model
         return drafts, model(to_device(rows, self.model.device), cache=cache)

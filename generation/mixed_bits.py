@@ -25,9 +25,13 @@ def check_bits(bits: Bits, n_layers: int) -> None:
             raise UserError(f"bits is {bits}; use 8 or 4, or None for weights in `dtype`")
         return
     names = matrix_names(n_layers)
-    if wrong := [name for name in names if name not in bits] or [name for name in bits if name not in names]:
+    if wrong := [name for name in names if name not in bits] or [
+        name for name in bits if name not in names
+    ]:
         problem = "has no bits for" if wrong[0] in names else "names"
-        raise UserError(f"the assignment {problem} {wrong[0]}; use one that was made for this model")
+        raise UserError(
+            f"the assignment {problem} {wrong[0]}; use one that was made for this model"
+        )
     for name, value in bits.items():
         if value not in CHOICES or isinstance(value, bool):
             raise UserError(f"the assignment gives {name} {value!r} bits; use 8 or 4")

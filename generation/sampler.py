@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinker.generation.json_schema import canonical_schema
+from thinker.features.structured_output.json_schema import canonical_schema
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.type_checks import describe
@@ -40,14 +40,20 @@ class SamplingParams:
     top_k: int | None = None  # keep the k most likely tokens
     top_p: float | None = None  # keep the fewest top tokens with at least this total probability
     min_p: float | None = None  # keep tokens with at least this fraction of the highest probability
-    repetition_penalty: float = 1.0  # above 1: tokens in the text, including the prompt, become less likely
+    repetition_penalty: float = (
+        1.0  # above 1: tokens in the text, including the prompt, become less likely
+    )
     presence_penalty: float = 0.0  # subtracted from the logits of generated tokens
     frequency_penalty: float = 0.0  # subtracted from logits per occurrence in the generated text
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit); -inf bans the token
+    logit_bias: tuple[
+        tuple[int, float], ...
+    ] = ()  # (token id, number added to its logit); -inf bans the token
     logprobs: int = 0  # number of top log-probabilities to report per position
     seed: int = 0  # row i of a batch is sampled with seed + i, independently of other rows
     stop: tuple[str, ...] = ()  # stop before the first of these strings
-    json_schema: str | None = None  # generate JSON valid under this schema: dict, JSON text, or True (any object)
+    json_schema: str | None = (
+        None  # generate JSON valid under this schema: dict, JSON text, or True (any object)
+    )
     regex: str | None = None  # generate a text that matches this regular expression as a whole
 
     def __post_init__(self) -> None:
@@ -57,13 +63,17 @@ class SamplingParams:
                 raise UserError(f"{name} is {describe(value)}; use {expected}")
             if value is not None:  # converts NumPy numbers and fractions
                 object.__setattr__(self, name, int(value) if kind is Integral else float(value))
-        if not isinstance(self.stop, (list, tuple)) or not all(isinstance(text, str) and text for text in self.stop):
+        if not isinstance(self.stop, (list, tuple)) or not all(
+            isinstance(text, str) and text for text in self.stop
+        ):
             raise UserError(f"stop is {describe(self.stop)}; use a list of non-empty strings")
         if self.regex is not None and not (isinstance(self.regex, str) and self.regex):
             raise UserError(f"regex is {describe(self.regex)}; use a non-empty string")
         for name, texts in (("stop", self.stop), ("regex", self.regex or "")):
             if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
-                raise UserError(f"{name} contains a lone surrogate, which is not valid text; decode it as UTF-8")
+                raise UserError(
+                    f"{name} contains a lone surrogate, which is not valid text; decode it as UTF-8"
+                )
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", canonical_schema(self.json_schema))
         if self.json_schema is not None and self.regex is not None:
@@ -75,21 +85,29 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether penalties, a bias or a filter apply, beside the temperature."""
         has_filter = self.top_k is not None or self.top_p not in (None, 1) or bool(self.min_p)
-        has_penalty = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        has_penalty = (
+            self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        )
         return bool(has_filter or has_penalty or self.logit_bias)
 
 
 def _is_number(value: object, kind: type, lowest: float, highest: float) -> bool:
     is_kind = isinstance(value, kind) and not isinstance(value, bool)
-    number = value.item() if isinstance(value, np.number) else value  # NumPy warns if float32 cannot represent a bound
+    number = (
+        value.item() if isinstance(value, np.number) else value
+    )  # NumPy warns if float32 cannot represent a bound
     return is_kind and lowest <= number <= highest  # False for NaN
 
 
 def _sorted_pairs(biases: object) -> tuple[tuple[int, float], ...]:
     try:
-        pairs = sorted((token, bias) for token, bias in (biases.items() if isinstance(biases, dict) else biases))
+        pairs = sorted(
+            (token, bias)
+            for token, bias in (biases.items() if isinstance(biases, dict) else biases)
+        )
         is_valid = len(dict(pairs)) == len(pairs) and all(
-            _is_number(token, Integral, 0, math.inf) and (bias == -math.inf or _is_number(bias, Real, -_LIMIT, _LIMIT))
+            _is_number(token, Integral, 0, math.inf)
+            and (bias == -math.inf or _is_number(bias, Real, -_LIMIT, _LIMIT))
             for token, bias in pairs
         )
     except (TypeError, ValueError):
@@ -101,7 +119,10 @@ def _sorted_pairs(biases: object) -> tuple[tuple[int, float], ...]:
 
 
 def distribution(
-    logits: Tensor, params: SamplingParams, in_text: Tensor | None = None, counts: Tensor | None = None
+    logits: Tensor,
+    params: SamplingParams,
+    in_text: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Return sampling probabilities, (B, V) fp32; at temperature 0, 1 for the most likely token.
 
@@ -127,7 +148,9 @@ def distribution(
     elif not params.min_p:
         return probs.float()
     if params.min_p:  # relative to the most likely token, so no renormalization is needed
-        probs = probs.masked_fill(probs < params.min_p * (1 - _ROUNDING) * probs.amax(dim=-1, keepdim=True), 0)
+        probs = probs.masked_fill(
+            probs < params.min_p * (1 - _ROUNDING) * probs.amax(dim=-1, keepdim=True), 0
+        )
     total = probs.cumsum(dim=-1)[:, -1:]  # unlike cumsum(), sum() may depend on the batch size
     return (probs / total).float()
 
@@ -157,7 +180,9 @@ def _rank(scores: Tensor, count: int) -> Tensor:
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     best, tokens = scores.topk(count)
     is_above, is_tied = scores > best[:, -1:], scores == best[:, -1:]  # (B, V)
-    if scores.is_cuda or (is_above | is_tied).sum() > tokens.numel():  # on a GPU, do not synchronize with the host
+    if (
+        scores.is_cuda or (is_above | is_tied).sum() > tokens.numel()
+    ):  # on a GPU, do not synchronize with the host
         n_missing = count - is_above.sum(dim=-1, keepdim=True)
         is_kept = is_above | (is_tied & (is_tied.cumsum(dim=-1) <= n_missing))
         ids = torch.arange(V, device=scores.device)
@@ -167,13 +192,17 @@ def _rank(scores: Tensor, count: int) -> Tensor:
     return tokens.gather(1, order)
 
 
-def _adjust(scores: Tensor, params: SamplingParams, in_text: Tensor | None, counts: Tensor | None) -> Tensor:
+def _adjust(
+    scores: Tensor, params: SamplingParams, in_text: Tensor | None, counts: Tensor | None
+) -> Tensor:
     """Apply penalties and bias to scores (B, V), in float64 if there are any. Arguments as in distribution()."""
     if params.logit_bias or in_text is not None or counts is not None:
         scores = scores.double()
     if in_text is not None and params.repetition_penalty != 1:
         penalty = params.repetition_penalty
-        scores = torch.where(in_text, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+        scores = torch.where(
+            in_text, torch.where(scores > 0, scores / penalty, scores * penalty), scores
+        )
     if counts is not None and params.presence_penalty:
         scores = scores - params.presence_penalty * (counts > 0).double()
     if counts is not None and params.frequency_penalty:
@@ -184,7 +213,9 @@ def _adjust(scores: Tensor, params: SamplingParams, in_text: Tensor | None, coun
 
 
 @lru_cache(maxsize=8)
-def _bias_vector(logit_bias: tuple[tuple[int, float], ...], vocab_size: int, device: torch.device) -> Tensor:
+def _bias_vector(
+    logit_bias: tuple[tuple[int, float], ...], vocab_size: int, device: torch.device
+) -> Tensor:
     """Return the logit bias of every token, (V,) float64. Raises UserError if it bans all tokens."""
     tokens, biases = zip(*logit_bias)
     if len(tokens) == vocab_size and max(biases) == -math.inf:
@@ -195,7 +226,11 @@ def _bias_vector(logit_bias: tuple[tuple[int, float], ...], vocab_size: int, dev
 
 
 def sample(
-    logits: Tensor, params: SamplingParams, uniforms: Tensor, in_text: Tensor | None, counts: Tensor | None
+    logits: Tensor,
+    params: SamplingParams,
+    uniforms: Tensor,
+    in_text: Tensor | None,
+    counts: Tensor | None,
 ) -> Tensor:
     """Sample one token per row, (B,) int64; arguments as in distribution() and sample_from_probs()."""
     if params.temperature == 0:
@@ -207,5 +242,9 @@ def sample_from_probs(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Inverse transform sampling: probs (B, V), uniforms (B,) in [0, 1) -> (B,) int64, never of probability 0."""
     cumulative = probs.double().cumsum(dim=-1)  # (B, V)
     total = cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, uniforms.to(probs.device)[:, None].double() * total, right=True)  # (B, 1)
-    return torch.minimum(tokens, (cumulative < total).sum(dim=-1, keepdim=True))[:, 0]  # rounding may exceed V - 1
+    tokens = torch.searchsorted(
+        cumulative, uniforms.to(probs.device)[:, None].double() * total, right=True
+    )  # (B, 1)
+    return torch.minimum(tokens, (cumulative < total).sum(dim=-1, keepdim=True))[
+        :, 0
+    ]  # rounding may exceed V - 1

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from thinker.data.text_bytes import count_bytes
+from thinker.data.tokenizers.text_bytes import count_bytes
 from thinker.generation.batch_sampling import top_logprobs
 from thinker.generation.prompts import check_text, pass_lengths
 from thinker.generation.sequence import Score
@@ -32,17 +32,33 @@ def score_text(generator: Any, text: str, n_top: int = 0, progress: bool = False
         raise UserError(f"the text has {len(tokens)} tokens, all inside {prefix}")
     logprobs: list[float] = []
     likeliest: list[dict[int, float]] = []
-    start, bar = 0, tqdm(desc="scoring", total=len(ids), unit=" tokens", leave=False, delay=1, disable=not progress)
+    start, bar = (
+        0,
+        tqdm(
+            desc="scoring",
+            total=len(ids),
+            unit=" tokens",
+            leave=False,
+            delay=1,
+            disable=not progress,
+        ),
+    )
     while n_skipped + len(logprobs) < len(ids):
         end = min(start + generator.context_len, len(ids))
         cache = generator.new_cache(generator.model, 1, end - start)
         chunk_start = start  # tokens[start:end] predict ids[start:end]
         for length in pass_lengths(0, end - start, generator.config.prefix, generator.cache_bits):
             chunk = tokens[chunk_start : chunk_start + length]
-            logits = generator.model(torch.tensor([chunk], device=generator.model.device), cache=cache)[0]
-            logits = logits[:, : generator.tokenizer.vocab_size].float()  # ids above the tokenizer's are padding
+            logits = generator.model(
+                torch.tensor([chunk], device=generator.model.device), cache=cache
+            )[0]
+            logits = logits[
+                :, : generator.tokenizer.vocab_size
+            ].float()  # ids above the tokenizer's are padding
             n_counted = n_skipped + len(logprobs)
-            new = logits.log_softmax(dim=-1)[max(0, n_counted - chunk_start) :]  # (T, V), not yet counted
+            new = logits.log_softmax(dim=-1)[
+                max(0, n_counted - chunk_start) :
+            ]  # (T, V), not yet counted
             targets = torch.tensor(ids[n_counted : chunk_start + len(chunk)], device=new.device)
             bar.update(len(targets))
             if len(targets):
@@ -52,4 +68,6 @@ def score_text(generator: Any, text: str, n_top: int = 0, progress: bool = False
         start = max(0, end - max((end - start) // 2, n_skipped))
     bar.close()
     check_computed(logprobs)
-    return Score(ids[n_skipped:], logprobs, likeliest, count_bytes(generator.tokenizer, text, ids, n_skipped))
+    return Score(
+        ids[n_skipped:], logprobs, likeliest, count_bytes(generator.tokenizer, text, ids, n_skipped)
+    )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from thinker.data.tokenizer import Tokenizer
-from thinker.generation.constraints import Constraint
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.features.structured_output.constraints import Constraint
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.streaming import TextStreamer
 from thinker.runtime.finite import check_computed
@@ -22,11 +22,21 @@ class Completion:
 
     prompt: str
     text: str = ""  # without the prompt and without the stop string
-    token_ids: list[int] = field(default_factory=list, repr=False)  # all sampled tokens, including end of text
-    logprobs: list[float] = field(default_factory=list, repr=False)  # per token under the unmodified model, in nats
-    top_logprobs: list[dict[int, float]] = field(default_factory=list, repr=False)  # most likely tokens, per token
-    finish_reason: str = "length"  # "stop": end of text, a stop string, a complete constraint; "length": it was cut
-    constraint_met: bool | None = None  # whether the text got to match json_schema or regex as a whole; None: no such
+    token_ids: list[int] = field(
+        default_factory=list, repr=False
+    )  # all sampled tokens, including end of text
+    logprobs: list[float] = field(
+        default_factory=list, repr=False
+    )  # per token under the unmodified model, in nats
+    top_logprobs: list[dict[int, float]] = field(
+        default_factory=list, repr=False
+    )  # most likely tokens, per token
+    finish_reason: str = (
+        "length"  # "stop": end of text, a stop string, a complete constraint; "length": it was cut
+    )
+    constraint_met: bool | None = (
+        None  # whether the text got to match json_schema or regex as a whole; None: no such
+    )
     prompt_tokens: int = 0  # including the BOS token
     n_evicted: int = 0  # positions that had left the window at the end
     stored_bytes: int = 0  # memory of these positions, if they can be retrieved
@@ -77,7 +87,14 @@ class Sequence:
     def __post_init__(self) -> None:
         self.streamer = TextStreamer(self.tokenizer, self.params.stop)
         # Parameters that shape the distribution: sequences with equal keys are sampled in one batch.
-        unrelated = {"seed": 0, "max_new_tokens": 1, "stop": (), "logprobs": 0, "json_schema": None, "regex": None}
+        unrelated = {
+            "seed": 0,
+            "max_new_tokens": 1,
+            "stop": (),
+            "logprobs": 0,
+            "json_schema": None,
+            "regex": None,
+        }
         self.sampling_key = replace(self.params, **unrelated)
         self._random, self._uniforms = random.Random(self.params.seed), []
 
@@ -97,7 +114,9 @@ class Sequence:
         """Add tokens up to the end of the text. Returns the newly certain text, and whether the text has ended."""
         completion, streamer = self.completion, self.streamer
         tokens = [token for token, *_ in sampled]
-        n_to_eos = next((n for n, token in enumerate(tokens, 1) if token in self.tokenizer.eos_ids), None)
+        n_to_eos = next(
+            (n for n, token in enumerate(tokens, 1) if token in self.tokenizer.eos_ids), None
+        )
         tokens = tokens[:n_to_eos]
         text, n_used = "", 0
         for part in [[token] for token in tokens] if self.params.stop else [tokens]:

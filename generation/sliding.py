@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from thinker.generation.block_store import stored_bytes
-from thinker.generation.retrieval_cache import n_stored_blocks
+from thinker.features.retrieval.block_store import stored_bytes
+from thinker.features.retrieval.retrieval_cache import n_stored_blocks
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion, Sequence
 from thinker.model import KVCache
@@ -15,7 +15,9 @@ from thinker.runtime.memory import format_bytes
 
 
 def decode_sliding(
-    generator: Any, sequences: list[Sequence], start: Callable[[list[Sequence]], tuple[KVCache | None, Tensor]]
+    generator: Any,
+    sequences: list[Sequence],
+    start: Callable[[list[Sequence]], tuple[KVCache | None, Tensor]],
 ) -> Iterator[tuple[int, str]]:
     """Decode sequences until every text has ended, sliding those that fill the context.
 
@@ -27,7 +29,9 @@ def decode_sliding(
         yield from generator.decode(sequences, *start(sequences))
         for sequence in sequences if generator.window is not None else ():
             _count_evicted(generator, sequence)
-        sequences = [sequence for sequence in sequences if sequence.completion.finish_reason != "stop"]
+        sequences = [
+            sequence for sequence in sequences if sequence.completion.finish_reason != "stop"
+        ]
         sequences = [sequence for sequence in sequences if sequence.n_after_sliding]
         for sequence in sequences:
             slide(sequence, generator.context_len)
@@ -59,7 +63,9 @@ def kept_when_sliding(context_len: int) -> int:
     return max(1, context_len // 2)
 
 
-def continue_text(generator: Any, tokens: list[int], n_known: int, params: SamplingParams) -> Sequence:
+def continue_text(
+    generator: Any, tokens: list[int], n_known: int, params: SamplingParams
+) -> Sequence:
     """Return a sequence that continues a text whose tokens after the first `n_known` are new. May raise UserError."""
     context_len, n_forgotten = generator.context_len, 0
     if generator.slide and len(tokens) > context_len:
@@ -71,13 +77,21 @@ def continue_text(generator: Any, tokens: list[int], n_known: int, params: Sampl
     return sequence
 
 
-def describe_context_end(generator: Any, completions: list[Completion], max_new_tokens: int) -> dict[str, str]:
+def describe_context_end(
+    generator: Any, completions: list[Completion], max_new_tokens: int
+) -> dict[str, str]:
     """Describe what happened at the end of the context: lines to print once, by name."""
     lines = {}
     if any(completion.n_slides for completion in completions):
         kept = f"its newest {kept_when_sliding(generator.context_len)} (see --no-slide)"
-        lines["slid"] = f"the context of {generator.context_len} tokens is full: the text continues from {kept}"
-    short = [one for one in completions if one.finish_reason == "length" and len(one.token_ids) < max_new_tokens]
+        lines["slid"] = (
+            f"the context of {generator.context_len} tokens is full: the text continues from {kept}"
+        )
+    short = [
+        one
+        for one in completions
+        if one.finish_reason == "length" and len(one.token_ids) < max_new_tokens
+    ]
     if any(one.prompt_tokens + len(one.token_ids) > generator.context_len for one in short):
         hint = "; use --window N for longer texts" if generator.supports_window else ""
         lines["ended"] = f"stopped at the end of the context ({generator.context_len} tokens){hint}"
@@ -88,6 +102,8 @@ def describe_context_end(generator: Any, completions: list[Completion], max_new_
         lines["evicted"] = f"{evicted}; the window keeps the first {sinks} and the newest {window}"
     if generator.retrieve and end > sinks:
         size = format_bytes(sum(completion.stored_bytes for completion in completions))
-        used = f"each query retrieves up to {generator.retrieve} blocks of {generator.retrieve_block}"
+        used = (
+            f"each query retrieves up to {generator.retrieve} blocks of {generator.retrieve_block}"
+        )
         lines["evicted"] = f"stored tokens {sinks + 1} to {end} in {size}; {used}"
     return lines

@@ -2,7 +2,7 @@
 
 import codecs
 
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
 
 
 class TextStreamer:
@@ -43,7 +43,16 @@ class TextStreamer:
         if starts:
             self.stopped, self.pending = True, ""
             return text[: min(starts)]
-        longest = min(len(text), max(map(len, self.stop), default=0))  # suffix that may begin a stop string
-        n_held = next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self.stop)), 0)
+        longest = min(
+            len(text), max(map(len, self.stop), default=0)
+        )  # suffix that may begin a stop string
+        n_held = next(
+            (
+                n
+                for n in range(longest, 0, -1)
+                if any(stop.startswith(text[-n:]) for stop in self.stop)
+            ),
+            0,
+        )
         released, self.pending = text[: len(text) - n_held], text[len(text) - n_held :]
         return released

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from thinker.generation.constraints import describe_unmet
+from thinker.features.structured_output.constraints import describe_unmet
 from thinker.generation.engine import Generator
 from thinker.generation.mixed_bits import describe_bits
 from thinker.generation.sampler import SamplingParams
@@ -25,7 +25,12 @@ def log(*lines: str) -> None:
 
 
 def print_samples(
-    generator: Generator, prompt: str, tokens: list[int], params: SamplingParams, n_samples: int, show_logprobs: bool
+    generator: Generator,
+    prompt: str,
+    tokens: list[int],
+    params: SamplingParams,
+    n_samples: int,
+    show_logprobs: bool,
 ) -> None:
     """Generate a batch of samples: stream the first, then print the others, separated by ---."""
     completions = [Completion(prompt) for _ in range(n_samples)]
@@ -52,7 +57,10 @@ def print_samples(
     if generator.early_exit is not None:
         text += f"; {generator.decode_model.mean_layers or 0:.2f} of {generator.config.n_layers} layers per token"
     log(text)
-    log(*describe_context_end(generator, completions, params.max_new_tokens).values(), *describe_unmet(completions))
+    log(
+        *describe_context_end(generator, completions, params.max_new_tokens).values(),
+        *describe_unmet(completions),
+    )
 
 
 def logprob_lines(generator: Generator, tokens: Completion | Score) -> Iterator[str]:
@@ -67,19 +75,31 @@ def logprob_lines(generator: Generator, tokens: Completion | Score) -> Iterator[
         yield f"{logprob:9.4f}  {quote(token):<16} {others}".rstrip()
 
 
-def print_score(generator: Generator, score: Score, exact: Score | None, as_json: bool, show_logprobs: bool) -> None:
+def print_score(
+    generator: Generator, score: Score, exact: Score | None, as_json: bool, show_logprobs: bool
+) -> None:
     """Print the likelihood of a text. `exact`: the score in fp32, for comparison with fewer bits."""
     n_tokens, bits = len(score.token_ids), score.bits_per_byte
     context = generator.context_len
-    windows = f", in windows of {context} tokens, each overlapping the last by half" if n_tokens > context else ""
+    windows = (
+        f", in windows of {context} tokens, each overlapping the last by half"
+        if n_tokens > context
+        else ""
+    )
     log(f"counted: all tokens, without an end-of-text token{windows}")
     numbers = {"tokens": n_tokens, "bytes": score.n_bytes, "nats": score.nats}
     numbers |= {"nats_per_token": score.nats / max(n_tokens, 1), "bits_per_byte": bits}
     if exact is not None:
         numbers["bits_per_byte_fp32"] = exact.bits_per_byte
-        numbers["cost_of_quantization"] = bits / exact.bits_per_byte - 1 if exact.bits_per_byte else 0.0
+        numbers["cost_of_quantization"] = (
+            bits / exact.bits_per_byte - 1 if exact.bits_per_byte else 0.0
+        )
     if as_json:
-        tokens = {"token_ids": score.token_ids, "logprobs": score.logprobs, "top_logprobs": score.top_logprobs}
+        tokens = {
+            "token_ids": score.token_ids,
+            "logprobs": score.logprobs,
+            "top_logprobs": score.top_logprobs,
+        }
         print(finite_json({**numbers, **tokens}))
         return
     for line in logprob_lines(generator, score) if show_logprobs else ():

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from thinker.checkpoint import model_tensors
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation import Generator
 from thinker.model import Thinker
-from thinker.model.attention_temperature import fold_attention_temperature, override_attention_temperature
+from thinker.model.attention_temperature import (
+    fold_attention_temperature,
+    override_attention_temperature,
+)
 from thinker.runtime.errors import UserError
 from thinker.runtime.finite import check_weights
 

@@ -10,8 +10,8 @@ import torch
 from thinker.checkpoint import CorruptCheckpoint, list_checkpoints, load_model, verify
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.checkpoint.sharded import is_sharded
-from thinker.data.tokenizer import Tokenizer
-from thinker.data.tokenizer_factory import has_tokenizer, load_tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer_factory import has_tokenizer, load_tokenizer
 from thinker.interop import huggingface, peft_adapter
 from thinker.model import Thinker
 from thinker.runtime.device import choose_device
@@ -24,21 +24,31 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
     """Find the checkpoint at `path` or in a run directory. Raises UserError if there is none."""
     path = Path(path)
     if not os.path.exists(path):
-        raise UserError(f"{path} does not exist; use a run directory, a checkpoint in it, or a Hugging Face folder")
+        raise UserError(
+            f"{path} does not exist; use a run directory, a checkpoint in it, or a Hugging Face folder"
+        )
     has_weights = (path / "model.safetensors").is_file() or is_sharded(path)
     if has_weights and (path / "manifest.json").is_file():
         if checkpoint != "latest":
-            raise UserError(f"{path} is a checkpoint; --checkpoint {checkpoint} needs a run directory")
+            raise UserError(
+                f"{path} is a checkpoint; --checkpoint {checkpoint} needs a run directory"
+            )
         verify(path)
         return path
     if has_weights and (path / "config.json").is_file() and (path / "state.json").is_file():
-        raise UserError(f"{path} has no manifest.json and may be incomplete; use a complete checkpoint")
+        raise UserError(
+            f"{path} has no manifest.json and may be incomplete; use a complete checkpoint"
+        )
     run = RunDirectory(path)
     if not run.checkpoints.is_dir():
         inside = RunDirectory(path.parent).checkpoints == path
         wanted = path.parent if inside else "a run directory, or a Hugging Face folder"
-        raise UserError(f"{path} is not a run directory (no checkpoints/ in it) or a checkpoint; use {wanted}")
-    checkpoint = f"step-{int(checkpoint):08d}" if re.fullmatch("[0-9]{1,8}", checkpoint) else checkpoint
+        raise UserError(
+            f"{path} is not a run directory (no checkpoints/ in it) or a checkpoint; use {wanted}"
+        )
+    checkpoint = (
+        f"step-{int(checkpoint):08d}" if re.fullmatch("[0-9]{1,8}", checkpoint) else checkpoint
+    )
     if checkpoint == "latest":
         found = run.latest()
     elif checkpoint == "best":
@@ -46,8 +56,14 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
     else:
         found = run.checkpoints / checkpoint if (run.checkpoints / checkpoint).is_dir() else None
     if found is None:
-        names = [folder.name for kind in ("step", "best") for folder in list_checkpoints(run.checkpoints, kind)]
-        raise UserError(f"{path} has no checkpoint {checkpoint} (available: {', '.join(names) or 'none yet'})")
+        names = [
+            folder.name
+            for kind in ("step", "best")
+            for folder in list_checkpoints(run.checkpoints, kind)
+        ]
+        raise UserError(
+            f"{path} has no checkpoint {checkpoint} (available: {', '.join(names) or 'none yet'})"
+        )
     if checkpoint != "latest":
         verify(found)
     return found
@@ -55,10 +71,14 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
 
 def find_model(path: str | Path, checkpoint: str = "latest") -> Path:
     """Return a Hugging Face folder or adapter unchanged, or else call find_checkpoint()."""
-    if not huggingface.is_hf_folder(Path(path)) and not os.path.isfile(Path(path) / peft_adapter.CONFIG):
+    if not huggingface.is_hf_folder(Path(path)) and not os.path.isfile(
+        Path(path) / peft_adapter.CONFIG
+    ):
         return find_checkpoint(path, checkpoint)
     if checkpoint != "latest":
-        raise UserError(f"{path} is a single model; --checkpoint {checkpoint} needs a run directory")
+        raise UserError(
+            f"{path} is a single model; --checkpoint {checkpoint} needs a run directory"
+        )
     return Path(path)
 
 
@@ -97,4 +117,7 @@ def load(
 
 def find_run_directory(path: Path) -> Path | None:
     """The run directory at a path or around a checkpoint; None if there is none."""
-    return next((run for run in (path, path.resolve().parent.parent) if (run / "config.yaml").is_file()), None)
+    return next(
+        (run for run in (path, path.resolve().parent.parent) if (run / "config.yaml").is_file()),
+        None,
+    )

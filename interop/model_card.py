@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.model import Thinker
 from thinker.runtime.reading import read_text, read_yaml
 

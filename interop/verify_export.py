@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.interop.verify_text import TOLERANCE, is_likeliest, verify_text
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
@@ -21,7 +21,12 @@ from thinker.runtime.errors import RunError, UserError
 MAX_POSITIONS = 256  # compared logits
 MAX_GREEDY_TOKENS = 64
 TEXTS_PER_BATCH = 500
-KINDS = "0123456789", " \t\n\r\u00a0\u3000\x0b\u0085", "\0\x01\x1b\x7f\ufeff\u200b\u200d\u0301", "aeiou'.,-_/\\(){}<|>"
+KINDS = (
+    "0123456789",
+    " \t\n\r\u00a0\u3000\x0b\u0085",
+    "\0\x01\x1b\x7f\ufeff\u200b\u200d\u0301",
+    "aeiou'.,-_/\\(){}<|>",
+)
 
 
 def adversarial_texts(names: list[str]) -> Iterator[str]:
@@ -32,15 +37,31 @@ def adversarial_texts(names: list[str]) -> Iterator[str]:
         by_category.setdefault(unicodedata.category(chr(point)), []).append(chr(point))
     by_category.pop("Cs", None)  # half of a surrogate pair is not text
     kinds = [*by_category.values(), *KINDS, *KINDS, *([names] if names else [])]
-    words = ["don't", "we'LL", " The", "naïve", "Straße", "日本語", "🙂👩\u200d👧", "x = 3.14159", "ﬁn", "ا٣", "한국어"]
+    words = [
+        "don't",
+        "we'LL",
+        " The",
+        "naïve",
+        "Straße",
+        "日本語",
+        "🙂👩\u200d👧",
+        "x = 3.14159",
+        "ﬁn",
+        "ا٣",
+        "한국어",
+    ]
     while True:
         yield "".join(
-            rng.choice(words) if rng.random() < 0.2 else "".join(rng.choices(rng.choice(kinds), k=rng.randrange(1, 9)))
+            rng.choice(words)
+            if rng.random() < 0.2
+            else "".join(rng.choices(rng.choice(kinds), k=rng.randrange(1, 9)))
             for _ in range(rng.randrange(1, 8))
         )
 
 
-def check_greedy(model: Thinker, tokens: Tensor, steps: int, next_logits: Callable[[Tensor], Tensor], who: str) -> None:
+def check_greedy(
+    model: Thinker, tokens: Tensor, steps: int, next_logits: Callable[[Tensor], Tensor], who: str
+) -> None:
     """Compare greedy tokens, decoded with a cache. next_logits: new tokens (1, T) -> (1, T, V) or (1, 1, V)."""
     cache = model.new_cache(1, tokens.shape[1] + steps)
     for step in range(steps):
@@ -48,12 +69,18 @@ def check_greedy(model: Thinker, tokens: Tensor, steps: int, next_logits: Callab
         other_token = int(next_logits(tokens)[0, -1].argmax())
         tokens = logits.argmax()[None, None]  # (1, 1)
         if not is_likeliest(logits, other_token):
-            raise RunError(f"{who} chooses a different token at greedy step {step}; nothing was written")
+            raise RunError(
+                f"{who} chooses a different token at greedy step {step}; nothing was written"
+            )
 
 
 @torch.no_grad()
 def verify_hf_export(
-    model: Thinker, tokenizer: Tokenizer | None, folder: Path, n_texts: int = 5000, base: Path | None = None
+    model: Thinker,
+    tokenizer: Tokenizer | None,
+    folder: Path,
+    n_texts: int = 5000,
+    base: Path | None = None,
 ) -> str:
     """Compare an exported folder, opened with transformers, with the original model and tokenizer.
 
@@ -63,10 +90,14 @@ def verify_hf_export(
     try:
         import transformers
     except ImportError as error:
-        raise UserError("verifying the export needs the transformers package; run pip install transformers") from error
+        raise UserError(
+            "verifying the export needs the transformers package; run pip install transformers"
+        ) from error
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    hf_model = transformers.AutoModelForCausalLM.from_pretrained(base or folder, dtype=torch.float32).eval()
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(
+        base or folder, dtype=torch.float32
+    ).eval()
     cache = transformers.DynamicCache(config=hf_model.config)
     if base is not None:
         from peft import PeftModel
@@ -75,17 +106,28 @@ def verify_hf_export(
             warnings.simplefilter("ignore", FutureWarning)
             hf_model = PeftModel.from_pretrained(hf_model, folder).eval()
     model, length = model.to("cpu").eval(), min(MAX_POSITIONS, model.config.max_seq_len)
-    tokens = torch.randint(model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)
+    )
     logits = model(tokens)  # (2, T, V)
-    difference, largest = (logits - hf_model(tokens).logits).abs().max().item(), logits.abs().max().item()
+    difference, largest = (
+        (logits - hf_model(tokens).logits).abs().max().item(),
+        logits.abs().max().item(),
+    )
     if not difference <= TOLERANCE * max(1.0, largest):
-        raise RunError(f"the logits from transformers differ by {difference:.2g}; nothing was written")
-    steps = int(min(MAX_GREEDY_TOKENS, model.rope.max_static_len - 4))  # maximum of a cache with dynamic RoPE
+        raise RunError(
+            f"the logits from transformers differ by {difference:.2g}; nothing was written"
+        )
+    steps = int(
+        min(MAX_GREEDY_TOKENS, model.rope.max_static_len - 4)
+    )  # maximum of a cache with dynamic RoPE
     hf_logits = partial(hf_model, past_key_values=cache, use_cache=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions rename past_key_values
         check_greedy(model, tokens[:1, :4], steps, lambda x: hf_logits(x).logits, "transformers")
-    compared = f"logits equal within {difference:.1e} (largest: {largest:.0f}) at {length} positions"
+    compared = (
+        f"logits equal within {difference:.1e} (largest: {largest:.0f}) at {length} positions"
+    )
     compared += f", {steps} equal greedy tokens"
     if tokenizer is None:
         return compared
@@ -97,7 +139,13 @@ def verify_hf_export(
             for text, ids in zip(batch, hf_tokenizer(batch, add_special_tokens=False)["input_ids"]):
                 if tokenizer.encode(text, allow_special=True) != ids:
                     reason = " (for qwen2, it always splits text as Qwen does)" if is_qwen else ""
-                    raise RunError(f"transformers tokenizes {text!r} differently{reason}; nothing was written")
+                    raise RunError(
+                        f"transformers tokenizes {text!r} differently{reason}; nothing was written"
+                    )
             bar.update(len(batch))
     compared += f", {n_texts:,} texts tokenized identically"
-    return compared if base is not None else f"{compared}, {verify_text(model, tokenizer, hf_model, hf_tokenizer)}"
+    return (
+        compared
+        if base is not None
+        else f"{compared}, {verify_text(model, tokenizer, hf_model, hf_tokenizer)}"
+    )

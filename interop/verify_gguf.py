@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.interop.gguf_quantization import BLOCK, rounded_model, stored_dtype
 from thinker.interop.verify_export import MAX_GREEDY_TOKENS, adversarial_texts, check_greedy
 from thinker.model import Thinker
@@ -21,7 +21,9 @@ F32_LIMIT = 1e-4  # relative; measured: at most 4.7e-6
 
 
 @torch.no_grad()
-def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str, n_texts: int = 1000) -> str:
+def verify_gguf(
+    model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str, n_texts: int = 1000
+) -> str:
     """Compare a GGUF file with matrices in `dtype`, opened with llama.cpp, with the original model and tokenizer.
 
     Compares logits with those of the model with the file's weights, tokenization and, for f32, greedy tokens. Returns
@@ -31,13 +33,18 @@ def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str, n_
         from llama_cpp import Llama
     except ImportError:
         return "not compared with llama.cpp, which is not installed (pip install llama-cpp-python)"
-    steps, tokens = min(MAX_GREEDY_TOKENS, model.config.max_seq_len - 4), torch.tensor([[tokenizer.bos_id, 0, 1, 2]])
+    steps, tokens = (
+        min(MAX_GREEDY_TOKENS, model.config.max_seq_len - 4),
+        torch.tensor([[tokenizer.bos_id, 0, 1, 2]]),
+    )
     options = {"type_k": 0, "type_v": 0, "n_threads": 1, "verbose": False}  # fp32 cache
     llama = Llama(str(path), n_ctx=steps + 4, logits_all=True, **options)
 
     def new_logits(tokens: Tensor) -> Tensor:
         llama.eval(tokens[0].tolist())
-        return torch.from_numpy(llama.scores[llama.n_tokens - tokens.shape[1] : llama.n_tokens])[None]  # (1, T, V)
+        return torch.from_numpy(llama.scores[llama.n_tokens - tokens.shape[1] : llama.n_tokens])[
+            None
+        ]  # (1, T, V)
 
     try:
         compared = check_logits(model, dtype, steps + 4, new_logits)
@@ -47,7 +54,10 @@ def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str, n_
             compared += f", {steps} equal greedy tokens"
         for text in islice(adversarial_texts(list(tokenizer.special_tokens)), n_texts):
             encoded = tokenizer.encode(text, allow_special=True)  # "\0" ends a string in C
-            if "\0" not in text and llama.tokenize(text.encode(), add_bos=False, special=True) != encoded:
+            if (
+                "\0" not in text
+                and llama.tokenize(text.encode(), add_bos=False, special=True) != encoded
+            ):
                 raise RunError(f"llama.cpp tokenizes {text!r} differently; nothing was written")
     finally:
         llama.close()
@@ -79,13 +89,17 @@ def _round_to_8_bits(inputs: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check_logits(model: Thinker, dtype: str, length: int, llama_logits: Callable[[Tensor], Tensor]) -> str:
+def check_logits(
+    model: Thinker, dtype: str, length: int, llama_logits: Callable[[Tensor], Tensor]
+) -> str:
     """Compare llama.cpp's logits at `length` random tokens with those of the same weights. Returns a summary.
 
     llama.cpp rounds the inputs of layers, too. How much that changes the logits depends on the model, so the limits
     are multiples of the change in the model itself. Raises RunError beyond them.
     """
-    tokens = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)
+    )
     rounded = rounded_model(model, dtype)
     logits = rounded(tokens)
     difference = _difference(llama_logits(tokens), logits)
@@ -93,7 +107,9 @@ def check_logits(model: Thinker, dtype: str, length: int, llama_logits: Callable
     limits = [max(F32_LIMIT, n * each) for n, each in zip(LIMITS.get(dtype, LIMITS["q"]), expected)]
     if not all(each <= limit for each, limit in zip(difference, limits)):
         shown = f"by {difference[1]:.2%}; rounding explains about {expected[1]:.2%}"
-        raise RunError(f"the logits from llama.cpp differ from those of the same weights {shown}; nothing was written")
+        raise RunError(
+            f"the logits from llama.cpp differ from those of the same weights {shown}; nothing was written"
+        )
     return f"logits within {math.ceil(1000 * difference[1]) / 10:g}% of those of the same weights"
 
 

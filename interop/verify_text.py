@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError
@@ -26,10 +26,17 @@ def verify_text(model: Thinker, tokenizer: Tokenizer, hf_model: Any, hf_tokenize
     """Compare the texts and return a summary. Raises RunError if they differ."""
     # Beyond this length dynamic RoPE changes its angles, in transformers at other steps than here.
     n_new = max(1, int(min(MAX_NEW_TOKENS, model.rope.max_static_len - 8)))
-    ours = Generator(model, tokenizer).generate(PROMPT, SamplingParams(max_new_tokens=n_new, temperature=0))
-    n_tokens, padding = len(ours[0].token_ids), [*range(tokenizer.vocab_size, model.config.vocab_size)] or None
+    ours = Generator(model, tokenizer).generate(
+        PROMPT, SamplingParams(max_new_tokens=n_new, temperature=0)
+    )
+    n_tokens, padding = (
+        len(ours[0].token_ids),
+        [*range(tokenizer.vocab_size, model.config.vocab_size)] or None,
+    )
     tokens = hf_tokenizer(PROMPT, return_tensors="pt")
-    output = hf_model.generate(**tokens, max_new_tokens=n_tokens, do_sample=False, suppress_tokens=padding)[0]
+    output = hf_model.generate(
+        **tokens, max_new_tokens=n_tokens, do_sample=False, suppress_tokens=padding
+    )[0]
     text = hf_tokenizer.decode(output, skip_special_tokens=True)
     if text == (known := tokenizer.decode([*tokenizer.encode(PROMPT), *ours[0].token_ids])):
         return f"identical text after {PROMPT!r}"
@@ -40,4 +47,6 @@ def verify_text(model: Thinker, tokenizer: Tokenizer, hf_model: Any, hf_tokenize
         if is_likeliest(logits, int(output[n_equal])):
             n = n_equal - len(prompt)
             return f"{n} identical tokens after {PROMPT!r}, up to a tie between the largest logits"
-    raise RunError(f"transformers continues {PROMPT!r} as {text!r}, generate.py as {known!r}; nothing was written")
+    raise RunError(
+        f"transformers continues {PROMPT!r} as {text!r}, generate.py as {known!r}; nothing was written"
+    )

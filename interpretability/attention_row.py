@@ -35,11 +35,17 @@ class HeadScores:
     has_bias: bool = False
 
 
-def report_attention_row(head: HeadScores, query: int, header: dict[str, Any], data: dict[str, Any]) -> Report:
+def report_attention_row(
+    head: HeadScores, query: int, header: dict[str, Any], data: dict[str, Any]
+) -> Report:
     """Report one row of attention (Vaswani et al. 2017, eq. 1) and the matrices that contain it."""
     position = len(head.labels) - len(head.raw) + query
     scores = head.capped + head.bias
-    row, mask, norms = head.weights[query], head.visible[query], head.values.norm(dim=-1)  # (S,) each
+    row, mask, norms = (
+        head.weights[query],
+        head.visible[query],
+        head.values.norm(dim=-1),
+    )  # (S,) each
     logits = scores[query, mask].tolist() + ([] if head.sink is None else [head.sink])
     largest = max(logits, default=0.0)
     exponentials = (scores[query] - largest).exp()  # (S,)
@@ -56,32 +62,79 @@ def report_attention_row(head: HeadScores, query: int, header: dict[str, Any], d
         steps["bias"] = head.bias[query]
     rows = []
     for key, text in enumerate(head.labels):
-        softmax = ["yes", f"{exponentials[key]:.4f}", f"{row[key]:.4f}"] if mask[key] else ["no", "", "0"]
+        softmax = (
+            ["yes", f"{exponentials[key]:.4f}", f"{row[key]:.4f}"] if mask[key] else ["no", "", "0"]
+        )
         products = [f"{norms[key]:.4f}", f"{row[key] * norms[key]:.4f}"]
-        rows.append([str(key), text, *(decimal(values[key], 4) for values in steps.values()), *softmax, *products])
-    columns = ["key", "token", *steps, "visible", f"exp(· − {largest:.2f})", "weight", "|v|", "weight·|v|"]
+        rows.append(
+            [
+                str(key),
+                text,
+                *(decimal(values[key], 4) for values in steps.values()),
+                *softmax,
+                *products,
+            ]
+        )
+    columns = [
+        "key",
+        "token",
+        *steps,
+        "visible",
+        f"exp(· − {largest:.2f})",
+        "weight",
+        "|v|",
+        "weight·|v|",
+    ]
     data = data | {"query": position, "tokens": head.labels, "scores": head.raw[query].tolist()}
-    data |= {"scaled": head.scaled[query].tolist(), "capped": head.capped[query].tolist(), "sink": head.sink}
+    data |= {
+        "scaled": head.scaled[query].tolist(),
+        "capped": head.capped[query].tolist(),
+        "sink": head.sink,
+    }
     data |= {"bias": head.bias[query].tolist(), "visible": mask.tolist(), "weights": row.tolist()}
-    data |= {"values": head.values.tolist(), "output": output.tolist(), "head_output": actual.tolist()}
+    data |= {
+        "values": head.values.tolist(),
+        "output": output.tolist(),
+        "head_output": actual.tolist(),
+    }
     header = header | {"query": f"{position} {head.labels[position]}"}
-    return Report(header, columns, rows, data, _panels(head, scores, query), footer, panels_per_row=2)
+    return Report(
+        header, columns, rows, data, _panels(head, scores, query), footer, panels_per_row=2
+    )
 
 
 def _panels(head: HeadScores, scores: Tensor, query: int) -> list[Panel]:
     """Plot the matrices from raw scores to weighted values."""
-    labels, hidden, panels = [f"{i} {text}" for i, text in enumerate(head.labels)], ~head.visible, []
+    labels, hidden, panels = (
+        [f"{i} {text}" for i, text in enumerate(head.labels)],
+        ~head.visible,
+        [],
+    )
     added = head.weights * head.values.norm(dim=-1)
     for title, values, signed in (
         ("raw scores: QKᵀ", head.raw, True),
-        (f"scores: QKᵀ ÷ {head.divisor}{' + …' if head.has_cap or head.has_bias else ''}", scores, True),
+        (
+            f"scores: QKᵀ ÷ {head.divisor}{' + …' if head.has_cap or head.has_bias else ''}",
+            scores,
+            True,
+        ),
         ("scores after the mask", scores.masked_fill(hidden, torch.nan), True),
         ("attention weights: softmax", head.weights.masked_fill(hidden, torch.nan), False),
         ("softmax without the mask", scores.softmax(dim=-1), False),
         ("weight · |v|: contribution of each value", added.masked_fill(hidden, torch.nan), False),
     ):
         queries = labels[len(labels) - len(values) :]
-        panels.append(Panel(title, values, queries, labels, signed, highlighted_row=query, axis_labels=ATTENTION_AXES))
+        panels.append(
+            Panel(
+                title,
+                values,
+                queries,
+                labels,
+                signed,
+                highlighted_row=query,
+                axis_labels=ATTENTION_AXES,
+            )
+        )
     return panels
 
 
@@ -89,9 +142,17 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise UserError unless `explain` has a model and a prompt, or a JSON file and no prompt."""
     is_vector_file = arguments.model.endswith(".json") and not Path(arguments.model).is_dir()
     if (arguments.prompt is None) != is_vector_file:
-        raise UserError("explain needs a model with --prompt TEXT, or a JSON file (q, k, v) without --prompt")
-    if is_vector_file and (arguments.layer, arguments.head, arguments.checkpoint) != (0, 0, "latest"):
-        raise UserError(f"--layer, --head and --checkpoint have no effect with {arguments.model}; remove them")
+        raise UserError(
+            "explain needs a model with --prompt TEXT, or a JSON file (q, k, v) without --prompt"
+        )
+    if is_vector_file and (arguments.layer, arguments.head, arguments.checkpoint) != (
+        0,
+        0,
+        "latest",
+    ):
+        raise UserError(
+            f"--layer, --head and --checkpoint have no effect with {arguments.model}; remove them"
+        )
 
 
 def explain_vectors(path: Path, query: int) -> Report:
@@ -101,18 +162,30 @@ def explain_vectors(path: Path, query: int) -> Report:
     """
     content = read_json(path)
     if unknown := content.keys() - {"q", "k", "v", "tokens", "causal"}:
-        raise UserError(f"{path} has the unknown key {min(unknown)!r} (available: q, k, v, tokens, causal)")
+        raise UserError(
+            f"{path} has the unknown key {min(unknown)!r} (available: q, k, v, tokens, causal)"
+        )
     q, k, v = (_matrix(path, name, content.get(name)) for name in ("q", "k", "v"))
     T, S = len(q), len(k)
     if q.shape[1] != k.shape[1] or len(v) != S or T > S:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in {"q": q, "k": k, "v": v}.items())
-        wanted = "q and k need equal widths, k and v equal numbers of rows, and q at most as many rows"
+        shapes = ", ".join(
+            f"{name} {tuple(x.shape)}" for name, x in {"q": q, "k": k, "v": v}.items()
+        )
+        wanted = (
+            "q and k need equal widths, k and v equal numbers of rows, and q at most as many rows"
+        )
         raise UserError(f"{path}: the shapes are {shapes}; {wanted}")
     if not -T <= query < T:
         raise UserError(f"--query is {query}; {path} has {T} queries (use {-T} to {T - 1})")
     labels, causal = content.get("tokens", [""] * S), content.get("causal", True)
-    if not (isinstance(labels, list) and len(labels) == S and all(isinstance(text, str) for text in labels)):
-        raise UserError(f"{path}: tokens is not a list of {S} strings; give one string per vector in k")
+    if not (
+        isinstance(labels, list)
+        and len(labels) == S
+        and all(isinstance(text, str) for text in labels)
+    ):
+        raise UserError(
+            f"{path}: tokens is not a list of {S} strings; give one string per vector in k"
+        )
     if not isinstance(causal, bool):
         raise UserError(f"{path}: causal is {causal!r}; use true or false")
     raw = q @ k.T  # (T, S)
@@ -123,21 +196,36 @@ def explain_vectors(path: Path, query: int) -> Report:
     if not raw.isfinite().all():
         raise UserError(f"{path}: q·k overflows; use smaller vectors")
     head = HeadScores(
-        labels, f"√{q.shape[1]}", raw, scaled, scaled, torch.zeros(T, S).double(), visible, weights, v, weights @ v
+        labels,
+        f"√{q.shape[1]}",
+        raw,
+        scaled,
+        scaled,
+        torch.zeros(T, S).double(),
+        visible,
+        weights,
+        v,
+        weights @ v,
     )
     return report_attention_row(head, query % T, {"vectors": str(path)}, {"q": q[query].tolist()})
 
 
 def _matrix(path: Path, name: str, value: Any) -> Tensor:
     """Convert rows of equal length to a float64 tensor. Raises UserError."""
-    if not (isinstance(value, list) and value and all(isinstance(row, list) and row for row in value)):
+    if not (
+        isinstance(value, list) and value and all(isinstance(row, list) and row for row in value)
+    ):
         raise UserError(f"{path}: {name} is not a list of vectors; write it as [[1, 0.5], [0, -1]]")
     if len(value) > MAX_KEYS or len({len(row) for row in value}) > 1:
-        raise UserError(f"{path}: {name} has {len(value)} vectors; use at most {MAX_KEYS}, all of the same length")
+        raise UserError(
+            f"{path}: {name} has {len(value)} vectors; use at most {MAX_KEYS}, all of the same length"
+        )
     try:
         matrix = torch.tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise UserError(f"{path}: {name} contains values that are not numbers: {error}") from error
     if matrix.dim() != 2 or not matrix.isfinite().all():
-        raise UserError(f"{path}: {name} contains infinite or nested values; use vectors of finite numbers")
+        raise UserError(
+            f"{path}: {name} contains infinite or nested values; use vectors of finite numbers"
+        )
     return matrix

@@ -20,13 +20,19 @@ MAX_QUADRATURE_POINTS = 512
 TOKENS_PER_BATCH = 2**13
 
 
-def logit_difference(logits: Tensor, target: int, contrast_token: int | None = None, position: int = -1) -> Tensor:
+def logit_difference(
+    logits: Tensor, target: int, contrast_token: int | None = None, position: int = -1
+) -> Tensor:
     """Compute the prediction of each text: logits (B, T, V) -> (B,)."""
     at_position = logits[:, position].float()  # (B, V)
-    return at_position[:, target] - (0 if contrast_token is None else at_position[:, contrast_token])
+    return at_position[:, target] - (
+        0 if contrast_token is None else at_position[:, contrast_token]
+    )
 
 
-def predict_logit(model: Thinker, target: int, contrast_token: int | None, position: int, **inputs: Tensor) -> Tensor:
+def predict_logit(
+    model: Thinker, target: int, contrast_token: int | None, position: int, **inputs: Tensor
+) -> Tensor:
     """Predict at one position only, (B,). `inputs`: tokens= (B, T) or embeddings= (B, T, C)."""
     with model.patch({"norm": lambda x: x[:, [position]]}):
         return logit_difference(model(**inputs), target, contrast_token)
@@ -38,7 +44,11 @@ def require_grad_from_embedding(x: Tensor) -> Tensor:
 
 
 def gradient_times_attention(
-    model: Thinker, tokens: Tensor, target: int, contrast_token: int | None = None, position: int = -1
+    model: Thinker,
+    tokens: Tensor,
+    target: int,
+    contrast_token: int | None = None,
+    position: int = -1,
 ) -> Tensor:
     """S = A ⊙ ∂y/∂A, the signed first-order contribution of each attention weight to y; (layers, H, T, T).
 
@@ -72,20 +82,34 @@ def integrated_gradients(
         x = model.embedding(tokens)  # (T, C)
         if isinstance(baseline, int):
             baseline = model.embedding(torch.tensor(baseline, device=x.device))
-        start = (model.embedding.weight.mean(dim=0) if baseline is None else baseline.to(x)).expand_as(x)
-        y, y_baseline = (predict_logit(model, *prediction, embeddings=end[None]).item() for end in (x, start))
+        start = (
+            model.embedding.weight.mean(dim=0) if baseline is None else baseline.to(x)
+        ).expand_as(x)
+        y, y_baseline = (
+            predict_logit(model, *prediction, embeddings=end[None]).item() for end in (x, start)
+        )
     rows, n_points = max(1, TOKENS_PER_BATCH // len(tokens)), 32
     while True:
-        nodes, weights = (torch.from_numpy(part).to(x.device) for part in np.polynomial.legendre.leggauss(n_points))
+        nodes, weights = (
+            torch.from_numpy(part).to(x.device)
+            for part in np.polynomial.legendre.leggauss(n_points)
+        )
         total = torch.zeros_like(x, dtype=torch.float64)
         for alpha, weight in zip(((nodes + 1) / 2).split(rows), (weights / 2).split(rows)):
             with torch.enable_grad():
-                inputs = (start + alpha[:, None, None].to(x.dtype) * (x - start)).requires_grad_()  # (rows, T, C)
-                (gradient,) = torch.autograd.grad(predict_logit(model, *prediction, embeddings=inputs).sum(), inputs)
+                inputs = (
+                    start + alpha[:, None, None].to(x.dtype) * (x - start)
+                ).requires_grad_()  # (rows, T, C)
+                (gradient,) = torch.autograd.grad(
+                    predict_logit(model, *prediction, embeddings=inputs).sum(), inputs
+                )
             total += torch.einsum("r,rtc->tc", weight, gradient.double())
         by_token = (total * (x - start).double()).sum(dim=-1)  # (T,)
         error = by_token.sum().item() - (y - y_baseline)
-        if abs(error) <= tolerance * max(1.0, abs(y - y_baseline)) or n_points >= MAX_QUADRATURE_POINTS:
+        if (
+            abs(error) <= tolerance * max(1.0, abs(y - y_baseline))
+            or n_points >= MAX_QUADRATURE_POINTS
+        ):
             return by_token.float(), y_baseline, error
         n_points *= 2
 
@@ -101,7 +125,11 @@ class LogitComponents(NamedTuple):
 
 @torch.no_grad()
 def direct_logit_attribution(
-    model: Thinker, tokens: Tensor, target: int, contrast_token: int | None = None, position: int = -1
+    model: Thinker,
+    tokens: Tensor,
+    target: int,
+    contrast_token: int | None = None,
+    position: int = -1,
 ) -> LogitComponents:
     """((c ⊙ γ) / rms(x_L)) · (W_U[target] − W_U[contrast_token]) for each component c of x_L = Σ c, at one position.
 
@@ -112,7 +140,9 @@ def direct_logit_attribution(
         logit = logit_difference(model(tokens[None]), target, contrast_token, position).item()
     x, norm = cache[last][0, position].double(), model.norm  # (C,)
     unembed = model.lm_head.weight.double()
-    direction = unembed[target] - (unembed[contrast_token] if contrast_token is not None else 0)  # (C,)
+    direction = unembed[target] - (
+        unembed[contrast_token] if contrast_token is not None else 0
+    )  # (C,)
     direction = direction * norm.weight.double() / (x.square().mean() + norm.eps).sqrt()
     heads, mlps = [], []
     for layer, block in enumerate(model.blocks):
@@ -149,22 +179,34 @@ def patch(
     Raises UserError if the prompts differ in length, y is equal for both, or an activation has no positions.
     """
     if clean.shape != corrupt.shape:
-        raise UserError(f"the prompts have {len(clean)} and {len(corrupt)} tokens; use prompts of equal length")
+        raise UserError(
+            f"the prompts have {len(clean)} and {len(corrupt)} tokens; use prompts of equal length"
+        )
     if torch.equal(clean, corrupt):
-        raise UserError("both prompts have the same tokens; change the corrupt prompt where it affects the prediction")
+        raise UserError(
+            "both prompts have the same tokens; change the corrupt prompt where it affects the prediction"
+        )
     predict = partial(predict_logit, model, target, contrast_token, position)
     with model.record(*names) as cache:
         y_clean = predict(tokens=clean[None]).item()
     y_corrupt = predict(tokens=corrupt[None]).item()
-    if abs(y_clean - y_corrupt) <= 1e-5 * max(1.0, abs(y_clean)):  # otherwise shares would be rounding errors
-        raise UserError(f"the target's logit is {y_clean:.4f} in both prompts; use other prompts or another target")
+    if abs(y_clean - y_corrupt) <= 1e-5 * max(
+        1.0, abs(y_clean)
+    ):  # otherwise shares would be rounding errors
+        raise UserError(
+            f"the target's logit is {y_clean:.4f} in both prompts; use other prompts or another target"
+        )
     T, restored = len(clean), {}
     for name, activation in cache.items():
         if activation.dim() != 3 or activation.shape[1] != T:
-            raise UserError(f"{name} cannot be patched by position; use the residual stream, a layer output or a head")
+            raise UserError(
+                f"{name} cannot be patched by position; use the residual stream, a layer output or a head"
+            )
         predictions = []
         # Each row is the corrupt prompt, patched at one position (where the identity matrix is True).
-        for rows in torch.eye(T, dtype=torch.bool, device=corrupt.device).split(max(1, TOKENS_PER_BATCH // T)):
+        for rows in torch.eye(T, dtype=torch.bool, device=corrupt.device).split(
+            max(1, TOKENS_PER_BATCH // T)
+        ):
             with model.patch({name: partial(torch.where, rows[..., None], activation)}):
                 predictions.append(predict(tokens=corrupt.expand(len(rows), T)))
         restored[name] = (torch.cat(predictions) - y_corrupt) / (y_clean - y_corrupt)  # (T,)

@@ -1,6 +1,6 @@
 """What heads attend to in stories of `tales`: similar words, the first mention of a fact, the subject of a verb.
 
-The words come from the story's exact derivation (data/story_words.py). A score is the mean weight that a head puts on
+The words come from the story's exact derivation (data/text/story_words.py). A score is the mean weight that a head puts on
 all tokens of such words. Chance is the same for the closest head whose weights depend only on distance, with the same
 weight on the first token (interpretability/distances.py), so a head that always attends nearby does not count.
 """
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from thinker.data import tales
-from thinker.data.story_words import Word, find_words
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.text import tales
+from thinker.data.text.story_words import Word, find_words
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.perplexity import estimate_ratio
 from thinker.interpretability import distances, heads
 from thinker.model import Thinker
@@ -33,7 +33,12 @@ def local(weights: Tensor) -> Tensor:
     return (weights.tril() - weights.tril(-LOCAL)).sum(dim=-1).mean(dim=-1)
 
 
-MEASURES = {"entropy": heads.entropy, "distance": heads.mean_distance, "first": heads.first_token, "local": local}
+MEASURES = {
+    "entropy": heads.entropy,
+    "distance": heads.mean_distance,
+    "first": heads.first_token,
+    "local": local,
+}
 # Name of a score -> from which token a head attends to what.
 RELATIONS = {
     "class": "a word → different earlier words of the same part of speech",
@@ -53,16 +58,24 @@ class StoryTokens:
     facts: Tensor  # (T,) bool: first tokens of facts that return
 
 
-def locate_words(text: str, words: list[Word], tokenizer: Tokenizer) -> tuple[list[int], list[list[int]]]:
+def locate_words(
+    text: str, words: list[Word], tokenizer: Tokenizer
+) -> tuple[list[int], list[list[int]]]:
     """Token ids of a text, and the tokens of each word by position. Raises UserError if the tokenizer changes text."""
     ids = [*tokenizer.bos_prefix, *tokenizer.encode(text)]
-    pieces = [b"" if token in tokenizer.bos_prefix else tokenizer.token_bytes(token) for token in ids]
+    pieces = [
+        b"" if token in tokenizer.bos_prefix else tokenizer.token_bytes(token) for token in ids
+    ]
     data = b"".join(pieces)
     if data.lstrip() != text.encode():  # some tokenizers add a space before the text
-        raise UserError("the tokenizer changes the text of tales, so words have no tokens; use a lossless tokenizer")
+        raise UserError(
+            "the tokenizer changes the text of tales, so words have no tokens; use a lossless tokenizer"
+        )
     ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0) - (len(data) - len(text))
     starts = ends - torch.tensor([len(piece) for piece in pieces])
-    return ids, [((starts < word.end) & (ends > word.start)).nonzero().flatten().tolist() for word in words]
+    return ids, [
+        ((starts < word.end) & (ends > word.start)).nonzero().flatten().tolist() for word in words
+    ]
 
 
 def make_story(tokenizer: Tokenizer, index: int) -> StoryTokens:
@@ -78,7 +91,10 @@ def make_story(tokenizer: Tokenizer, index: int) -> StoryTokens:
         query = places[number][-1]  # the first token that knows the whole word
         for name, kind in (("class", "part_of_speech"), ("list", "source")):
             for other, earlier in enumerate(words[:number]):
-                if getattr(word, kind) == getattr(earlier, kind) != "" and values[other] != values[number]:
+                if (
+                    getattr(word, kind) == getattr(earlier, kind) != ""
+                    and values[other] != values[number]
+                ):
                     relations[name][query, places[other]] = True
         for other in word.subject:
             relations["subject"][query, places[other]] = True
@@ -124,7 +140,9 @@ class ContentScores:
     """Scores of all heads, (layers, H) unless stated otherwise, nan for missing heads."""
 
     relations: dict[str, RelationScore]
-    measures: dict[str, Tensor]  # MEASURES, and "local": weight of the query and the LOCAL - 1 tokens before it
+    measures: dict[
+        str, Tensor
+    ]  # MEASURES, and "local": weight of the query and the LOCAL - 1 tokens before it
     strength: Tensor  # of the period
     period: Tensor
     by_distance: Tensor  # (layers, H, T): weights of the closest head that depends only on distance
@@ -132,7 +150,9 @@ class ContentScores:
 
 
 @torch.no_grad()
-def score_content(attention: Callable[[Tensor], Tensor], stories: list[StoryTokens]) -> ContentScores:
+def score_content(
+    attention: Callable[[Tensor], Tensor], stories: list[StoryTokens]
+) -> ContentScores:
     """Score heads on stories. attention: tokens (1, T) -> weights (layers, 1, H, T, T), as model.attention_weights."""
     longest = max(len(story.tokens) for story in stories)
     by_distance, by_query, divergence = [], [], []
@@ -153,8 +173,13 @@ def score_content(attention: Callable[[Tensor], Tensor], stories: list[StoryToke
     relations = {}
     for name in RELATIONS:
         pairs = [story.relations[name] for story in stories]
-        expected = [distances.expected_weights(w, mass[..., : len(x)]) * x for mass, x in zip(by_query, pairs)]
-        chance = torch.stack([weights.sum(dim=(-2, -1)) for weights in expected], dim=-1)  # (layers, H, N)
+        expected = [
+            distances.expected_weights(w, mass[..., : len(x)]) * x
+            for mass, x in zip(by_query, pairs)
+        ]
+        chance = torch.stack(
+            [weights.sum(dim=(-2, -1)) for weights in expected], dim=-1
+        )  # (layers, H, N)
         n_queries = torch.tensor([float(x.any(dim=-1).sum()) for x in pairs])
         relations[name] = _score(torch.stack(found[name], dim=-1), chance, n_queries)
     means = {name: torch.stack(values).mean(dim=0) for name, values in measures.items()}
@@ -172,14 +197,19 @@ def _score(found: Tensor, chance: Tensor, n_queries: Tensor) -> RelationScore:
 def _estimate(sums: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
     """Σ sums / Σ sizes with its 95% interval: (layers, H, N), (N,) -> (layers, H) each."""
     estimates = [vars(estimate_ratio(row, sizes, 0.95)).values() for row in sums.flatten(0, 1)]
-    rows = torch.tensor([[torch.nan if x is None else x for x in estimate] for estimate in estimates])
+    rows = torch.tensor(
+        [[torch.nan if x is None else x for x in estimate] for estimate in estimates]
+    )
     return rows.unflatten(0, sums.shape[:2]).unbind(dim=-1)
 
 
 def fact_targets(stories: list[StoryTokens]) -> tuple[Tensor, Tensor]:
     """Inputs and targets, (N, T) each, whose loss counts only on the first token of facts that return."""
     T = max(len(story.tokens) for story in stories) - 1
-    inputs, targets = torch.zeros(len(stories), T, dtype=torch.int64), torch.full((len(stories), T), IGNORE_INDEX)
+    inputs, targets = (
+        torch.zeros(len(stories), T, dtype=torch.int64),
+        torch.full((len(stories), T), IGNORE_INDEX),
+    )
     for row, story in enumerate(stories):
         n = len(story.tokens) - 1
         inputs[row, :n] = story.tokens[:-1]

@@ -16,7 +16,10 @@ SHORTEST = 0.5  # share of the highest strength from which a shorter period coun
 def sum_by_distance(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Σ_i A[i, i − d] by distance d and Σ_j A[i, j] by query i, over keys 1 ≤ j ≤ i: (..., T, T) -> (..., T) each."""
     kept = weights[..., 1:].tril(-1)  # (..., T, T − 1), column j is key j + 1
-    by_distance = [kept.diagonal(-1 - distance, -2, -1).sum(dim=-1) for distance in range(weights.shape[-1] - 1)]
+    by_distance = [
+        kept.diagonal(-1 - distance, -2, -1).sum(dim=-1)
+        for distance in range(weights.shape[-1] - 1)
+    ]
     return F.pad(torch.stack(by_distance, dim=-1), (0, 1)), kept.sum(dim=-1)
 
 
@@ -62,7 +65,9 @@ def periodicity(w: Tensor) -> tuple[Tensor, Tensor]:
     longest = D // 4
     if longest < 2:
         return torch.zeros(x.shape[:-1]), torch.zeros(x.shape[:-1], dtype=torch.int64)
-    r = torch.stack([_correlation(x[..., :-lag], x[..., lag:]) for lag in range(1, 2 * longest + 1)], dim=-1)
+    r = torch.stack(
+        [_correlation(x[..., :-lag], x[..., lag:]) for lag in range(1, 2 * longest + 1)], dim=-1
+    )
     strengths = []
     for period in range(2, longest + 1):
         peaks = torch.minimum(r[..., period - 1], r[..., 2 * period - 1])

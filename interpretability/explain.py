@@ -7,7 +7,7 @@ from thinker.interpretability.attention_row import HeadScores, report_attention_
 from thinker.interpretability.reports import Prompt, Report
 from thinker.model import Thinker
 from thinker.model.attention import LinearAttention
-from thinker.model.patterns import TokenInfo
+from thinker.model.patterns.patterns import TokenInfo
 from thinker.runtime.errors import UserError
 
 
@@ -16,7 +16,9 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     """Explain one attention row step by step (Vaswani et al. 2017, eq. 1). Raises UserError for linear attention."""
     attention = model.blocks[layer].attention
     if isinstance(attention, LinearAttention):
-        raise UserError(f"layer {layer} uses linear attention, which has no scores; use another --layer")
+        raise UserError(
+            f"layer {layer} uses linear attention, which has no scores; use another --layer"
+        )
     path, query = f"blocks.{layer}.attention", query % len(prompt.tokens)
     names = [f"{path}.{part}" for part in ("q", "k", "v", "weights", "heads")]
     with model.record(*names) as cache:
@@ -45,14 +47,18 @@ def _bias_and_mask(
     """Return the bias of one head (0 where masked) and its visible keys: scores (T, T) -> (T, T) each."""
     T, builder = len(tokens), model.mask_builder
     shape = 1, model.blocks[layer].attention.n_heads, T, T
-    token_info = TokenInfo(torch.arange(T, device=model.device), token_id=tokens if builder.by_token else None)
+    token_info = TokenInfo(
+        torch.arange(T, device=model.device), token_id=tokens if builder.by_token else None
+    )
     mask_form = builder.reference_mask(builder.patterns[layer], token_info)
     bias, visible = torch.zeros(()), mask_form.allowed
     if visible is not None and visible.dtype != torch.bool:  # ALiBi's biases, -inf where masked
         bias, visible = visible.cpu(), visible > -torch.inf
     bias = bias.expand(shape)[0, head]
     if mask_form.content_mask is not None:
-        inputs = (x.float().to(model.device) for x in (q[None], k[None], (scores + bias)[None, None]))
+        inputs = (
+            x.float().to(model.device) for x in (q[None], k[None], (scores + bias)[None, None])
+        )
         visible = mask_form.content_mask(*inputs)
     visible = visible.cpu().expand(shape)[0, head]
     return bias.double().masked_fill(~visible, 0), visible

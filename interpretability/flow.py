@@ -27,12 +27,16 @@ def max_flow(weights: Tensor, position: int | None = None) -> Tensor:
     try:
         import networkx
     except ImportError as error:
-        raise UserError("maximum flow needs the networkx package; run pip install networkx") from error
+        raise UserError(
+            "maximum flow needs the networkx package; run pip install networkx"
+        ) from error
 
     capacities, graph = with_residual(weights).double().cpu(), networkx.DiGraph()
     layers, T = len(capacities), capacities.shape[-1]
     for layer, query, key in capacities.nonzero().tolist():
-        graph.add_edge((layer + 1, query), (layer, key), capacity=capacities[layer, query, key].item())
+        graph.add_edge(
+            (layer + 1, query), (layer, key), capacity=capacities[layer, query, key].item()
+        )
     queries = range(T) if position is None else [position % T]
     flows = torch.zeros(len(queries), T)
     for row, query in enumerate(queries):

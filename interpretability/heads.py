@@ -36,9 +36,13 @@ def repeated_random_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int 
     """Repeat n distinct random tokens of `ids` (or a vocabulary size): (batch, 2n). Raises UserError if too few."""
     ids = torch.arange(ids) if isinstance(ids, int) else ids
     if len(ids) < n:
-        raise UserError(f"cannot sample {n} distinct tokens from {len(ids)}; use a larger vocabulary")
+        raise UserError(
+            f"cannot sample {n} distinct tokens from {len(ids)}; use a larger vocabulary"
+        )
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.stack([ids[torch.randperm(len(ids), generator=generator)[:n]] for _ in range(batch)])  # (B, n)
+    rows = torch.stack(
+        [ids[torch.randperm(len(ids), generator=generator)[:n]] for _ in range(batch)]
+    )  # (B, n)
     return rows.repeat(1, 2)
 
 
@@ -65,7 +69,9 @@ def pairwise_js_divergence(weights: Tensor) -> Tensor:
     divergence = weights.new_zeros(*weights.shape[:-3], n_heads, n_heads)
     for head in range(n_heads):  # all pairs at once would need H times the memory
         mixed = row_entropy((weights + weights[..., head : head + 1, :, :]) / 2)
-        divergence[..., head, :] = (mixed - (entropies + entropies[..., head : head + 1, :]) / 2).mean(dim=-1)
+        divergence[..., head, :] = (
+            mixed - (entropies + entropies[..., head : head + 1, :]) / 2
+        ).mean(dim=-1)
     return divergence.clamp_min(0)
 
 
@@ -85,7 +91,9 @@ def losses(model: Thinker, tokens: Tensor, targets: Tensor | None = None) -> Ten
 
 def _losses(model: Thinker, tokens: Tensor, targets: Tensor) -> Tensor:
     logits = model(tokens).float()  # (B, T, V)
-    nats = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=IGNORE_INDEX)  # (B, T)
+    nats = F.cross_entropy(
+        logits.transpose(1, 2), targets, reduction="none", ignore_index=IGNORE_INDEX
+    )  # (B, T)
     return nats.sum(dim=1) / (targets != IGNORE_INDEX).sum(dim=1).clamp_min(1)
 
 
@@ -99,7 +107,11 @@ def _batches(model: Thinker, tokens: Tensor, targets: Tensor | None) -> list[tup
 
 @torch.no_grad()
 def importance_by_ablation(
-    model: Thinker, tokens: Tensor, ablation: str = "zero", targets: Tensor | None = None, by_group: bool = False
+    model: Thinker,
+    tokens: Tensor,
+    ablation: str = "zero",
+    targets: Tensor | None = None,
+    by_group: bool = False,
 ) -> Importance:
     """Loss increase per ablated head: mean over texts of CE(ablated) − CE, in nats per token.
 
@@ -122,7 +134,10 @@ def importance_by_ablation(
         for name, layer_groups in zip(names, groups):
             layer_costs = []
             for group in layer_groups:
-                patches = {f"{name}.{i}": 0.0 if ablation == "zero" else sums[name][i] / n_tokens for i in group}
+                patches = {
+                    f"{name}.{i}": 0.0 if ablation == "zero" else sums[name][i] / n_tokens
+                    for i in group
+                }
                 with model.patch(patches):
                     layer_costs.append(losses(model, tokens, targets) - baseline)
                 bar.update()
@@ -141,7 +156,9 @@ def _estimate(values: list[Tensor]) -> Importance:
     ones, layers = torch.ones(values[0].shape[-1]), []
     for layer in values:
         rows = [vars(estimate_ratio(row, ones, 0.95)).values() for row in layer.cpu()]
-        layers.append(torch.tensor([[math.nan if x is None else x for x in row] for row in rows]))  # (H, 3)
+        layers.append(
+            torch.tensor([[math.nan if x is None else x for x in row] for row in rows])
+        )  # (H, 3)
     return Importance(*pad_sequence(layers, batch_first=True, padding_value=math.nan).unbind(-1))
 
 
@@ -155,13 +172,19 @@ def importance_by_gradient(
     by_layer: list[list[Tensor]] = [[] for _ in model.blocks]  # (H, B) per batch
     patches = {"embedding": require_grad_from_embedding}
     for batch in _batches(model, tokens, targets):
-        with torch.enable_grad(), model.patch(patches), model.record("blocks.*.attention.heads") as cache:
+        with (
+            torch.enable_grad(),
+            model.patch(patches),
+            model.record("blocks.*.attention.heads") as cache,
+        ):
             loss = _losses(model, *batch).sum()
             heads = list(cache.values())  # (B, H, T, D) each
             gradients = torch.autograd.grad(loss, heads)
         for values, block, z, g in zip(by_layer, model.blocks, heads, gradients):
             groups = _groups(block.attention, by_group)
-            values.append((z * g).detach().sum(dim=(2, 3)).unflatten(1, (len(groups), -1)).sum(dim=2).abs().T)
+            values.append(
+                (z * g).detach().sum(dim=(2, 3)).unflatten(1, (len(groups), -1)).sum(dim=2).abs().T
+            )
     estimate = _estimate([torch.cat(values, dim=1) for values in by_layer])
     norm = estimate.value.nan_to_num().norm(dim=1, keepdim=True).clamp_min(1e-30)
     return Importance(estimate.value / norm, estimate.low / norm, estimate.high / norm)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.model.pattern_parser import parse_pattern
-from thinker.model.patterns import CAUSAL, Pattern, TokenInfo
+from thinker.model.patterns.pattern_parser import parse_pattern
+from thinker.model.patterns.patterns import CAUSAL, Pattern, TokenInfo
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
 GALLERY = (
@@ -20,7 +20,13 @@ GALLERY = (
 TOKEN_INTERVAL = 7  # in the example, every 7th token is in token()
 # Cell values; indices into MEANINGS, MARKS and COLORS.
 FUTURE, MASKED, FUTURE_VISIBLE, VISIBLE, SUMMED = range(5)
-MEANINGS = "", "masked", "attended to, after the query", "attended to", "attended to (sums over features)"
+MEANINGS = (
+    "",
+    "masked",
+    "attended to, after the query",
+    "attended to",
+    "attended to (sums over features)",
+)
 MARKS = "  ", "· ", "▓▓", "██", "░░"
 COLORS = "#ffffff", "#e9edf2", ORANGE, BLUE, "#a9c6e8"
 
@@ -45,7 +51,9 @@ def example_mask(pattern: Pattern, length: int, n_heads: int) -> Tensor:
     scores = torch.randn(1, n_heads, length, length, generator=generator)
     q, k = torch.randn(2, 1, n_heads, length, 8, generator=generator)
     query = TokenInfo(position[:, None], None, token[:, None], scores, q)
-    return pattern(head, query, TokenInfo(position, token_id=token, vectors=k)).expand(1, n_heads, length, length)[0]
+    return pattern(head, query, TokenInfo(position, token_id=token, vectors=k)).expand(
+        1, n_heads, length, length
+    )[0]
 
 
 def describe_cache(pattern: Pattern) -> str:
@@ -72,10 +80,14 @@ def make_pattern_plot(text: str, length: int, n_heads: int | None = None) -> Pat
     }
     mask, shown = example_mask(pattern, length, n_heads), SUMMED if pattern.n_features else VISIBLE
     cells = MASKED * example_mask(CAUSAL, length, n_heads) + (shown - MASKED) * mask
-    n_keys, n_keys_longer = (x.sum(-1).float().mean() for x in (mask, example_mask(pattern, 4 * length, n_heads)))
+    n_keys, n_keys_longer = (
+        x.sum(-1).float().mean() for x in (mask, example_mask(pattern, 4 * length, n_heads))
+    )
     keys = f"{n_keys:.1f} keys per query, {n_keys_longer:.1f} at length {4 * length}"
     note = ", ".join(note for note, applies in notes.items() if applies)
-    return PatternPlot(" ".join(text.split()), note, cells, [keys, f"cache: {describe_cache(pattern)}"])
+    return PatternPlot(
+        " ".join(text.split()), note, cells, [keys, f"cache: {describe_cache(pattern)}"]
+    )
 
 
 def to_text(plot: PatternPlot) -> str:
@@ -90,7 +102,11 @@ def to_text(plot: PatternPlot) -> str:
 
 def _used_cells(plots: list[PatternPlot]) -> list[int]:
     """List the kinds of cells for the legend."""
-    return [kind for kind in (VISIBLE, FUTURE_VISIBLE, SUMMED, MASKED) if any((x.cells == kind).any() for x in plots)]
+    return [
+        kind
+        for kind in (VISIBLE, FUTURE_VISIBLE, SUMMED, MASKED)
+        if any((x.cells == kind).any() for x in plots)
+    ]
 
 
 def text_legend(plots: list[PatternPlot]) -> str:
@@ -108,7 +124,9 @@ def plot_patterns(plots: list[PatternPlot]) -> tuple[Any, list[Any]]:
 
     default_axes.remove()
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
-    panels = list(figure.subplots(rows, columns, squeeze=False, subplot_kw={"aspect": "equal"}).flat)
+    panels = list(
+        figure.subplots(rows, columns, squeeze=False, subplot_kw={"aspect": "equal"}).flat
+    )
     for axes, plot in zip(panels, plots):
         plot_pattern(axes, plot)
     for axes in panels[len(plots) :]:

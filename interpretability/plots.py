@@ -15,10 +15,14 @@ LABELLED = 64  # maximum number of row or column labels
 LINE = 88  # characters per line of colored text
 
 
-def plot_panels(panels: list[Panel], file: Path | BinaryIO, title: str, panels_per_row: int = 1) -> None:
+def plot_panels(
+    panels: list[Panel], file: Path | BinaryIO, title: str, panels_per_row: int = 1
+) -> None:
     """Plot panels as a PNG, `panels_per_row` side by side. Raises UserError if it cannot be written."""
     widths, tall = zip(*map(_size, panels))
-    heights = [max(tall[start : start + panels_per_row]) for start in range(0, len(panels), panels_per_row)]
+    heights = [
+        max(tall[start : start + panels_per_row]) for start in range(0, len(panels), panels_per_row)
+    ]
     figure, _ = new_figure(max(6.0, min(16.0, max(widths) * panels_per_row)), sum(heights) + 0.4)
     figure.clear()
     grid = figure.add_gridspec(len(heights), panels_per_row, height_ratios=heights)
@@ -62,22 +66,33 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
     (colors, low, top), values = _scale(panel), panel.values.detach().float().numpy()
     aspect = "equal" if len(panel.rows) < len(values) else "auto"  # maps side by side
     palette = colormaps[colors].with_extremes(bad="#e9e9ec")
-    image = axes.imshow(values, cmap=palette, vmin=low, vmax=top, aspect=aspect, interpolation="nearest")
+    image = axes.imshow(
+        values, cmap=palette, vmin=low, vmax=top, aspect=aspect, interpolation="nearest"
+    )
     upright = 90 if len(panel.columns) > 8 or max(map(len, panel.columns), default=0) > 12 else 0
     for labels, size, set_ticks, rotation in (
         (panel.columns, values.shape[1], axes.set_xticks, upright),
         (panel.rows, values.shape[0], axes.set_yticks, 0),
     ):
-        step, every = size / len(labels), -(-len(labels) // LABELLED)  # step 1 unless a label covers several cells
+        step, every = (
+            size / len(labels),
+            -(-len(labels) // LABELLED),
+        )  # step 1 unless a label covers several cells
         ticks = [(i + 0.5) * step - 0.5 for i in range(0, len(labels), every)]
-        short = [plain_text(label if len(label) <= 28 else label[:27] + "…") for label in labels[::every]]
+        short = [
+            plain_text(label if len(label) <= 28 else label[:27] + "…") for label in labels[::every]
+        ]
         set_ticks(ticks, short, rotation=rotation, fontsize=8)
     if panel.cells is not None or values.size <= ANNOTATED:
         for row, column in zip(*(~np.isnan(values)).nonzero()):
             value = values[row, column].item()
-            text = decimal(value, 2) if panel.cells is None else plain_text(panel.cells[row][column])
+            text = (
+                decimal(value, 2) if panel.cells is None else plain_text(panel.cells[row][column])
+            )
             color = "white" if abs(value) > 0.6 * top else "black"
-            axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color, clip_on=True)
+            axes.text(
+                column, row, text, ha="center", va="center", fontsize=7, color=color, clip_on=True
+            )
     if panel.highlighted_row is not None:
         frame = {"fill": False, "edgecolor": "#d9662b", "linewidth": 1.6, "clip_on": False}
         axes.axhspan(panel.highlighted_row - 0.5, panel.highlighted_row + 0.5, **frame)
@@ -112,7 +127,10 @@ def _text(figure: Any, axes: Any, panel: Panel) -> None:
     for row, line in enumerate(lines):
         x = 0
         for number in line:
-            text, value = textwrap.shorten(panel.columns[number], LINE, placeholder="…"), values[number]
+            text, value = (
+                textwrap.shorten(panel.columns[number], LINE, placeholder="…"),
+                values[number],
+            )
             box = {"facecolor": scale.to_rgba(value), "edgecolor": "white", "linewidth": 0.8}
             axes.add_patch(Rectangle((x, row + 0.05), len(text), 0.9, **box))
             color = "white" if abs(value) > 0.6 * top else "black"
@@ -124,13 +142,19 @@ def _text(figure: Any, axes: Any, panel: Panel) -> None:
 
 def _lines(figure: Any, axes: Any, panel: Panel) -> None:
     """Plot one line per column over numeric row labels; the highest lines have names."""
-    palette = [f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # C7 is gray, as are unnamed lines
+    palette = [
+        f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)
+    ]  # C7 is gray, as are unnamed lines
     x, values = [float(row) for row in panel.rows], panel.values
     highest_first = values.nan_to_num(-math.inf).amax(dim=0).argsort(descending=True).tolist()
     for rank, column in enumerate(highest_first):
         style = {"linewidth": 0.9, "color": GREY, "alpha": 0.5}
         if rank < 8:
-            style = {"linewidth": 1.8, "label": f"head {panel.columns[column]}", "color": palette[column % 9]}
+            style = {
+                "linewidth": 1.8,
+                "label": f"head {panel.columns[column]}",
+                "color": palette[column % 9],
+            }
         axes.plot(x, values[:, column].tolist(), **style)
     axes.set(xlabel="step", ylim=(-0.02, panel.vmax and panel.vmax * 1.02))
     axes.grid(alpha=0.25)

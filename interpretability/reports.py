@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
@@ -89,7 +89,10 @@ def token_label(tokenizer: Tokenizer, token: int) -> str:
         text = data.decode()
     except UnicodeDecodeError:
         return "".join(f"\\x{byte:02x}" for byte in data)
-    return "".join("·" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text) or f"<{token}>"
+    return (
+        "".join("·" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text)
+        or f"<{token}>"
+    )
 
 
 def decimal(value: float, digits: int, sign: str = "") -> str:
@@ -99,7 +102,9 @@ def decimal(value: float, digits: int, sign: str = "") -> str:
 
 def head_labels(values: Tensor, kind: str = "head") -> tuple[list[str], list[str]]:
     """Return row and column labels of a (layers, H) matrix."""
-    return [f"layer {layer}" for layer in range(len(values))], [f"{kind} {head}" for head in range(values.shape[1])]
+    return [f"layer {layer}" for layer in range(len(values))], [
+        f"{kind} {head}" for head in range(values.shape[1])
+    ]
 
 
 def existing_heads(values: Tensor) -> list[tuple[int, int]]:

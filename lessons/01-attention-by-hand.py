@@ -95,7 +95,9 @@ print(f"                sum {exponentials.sum():.4f}  {weights.sum():.4f}")
 assert torch.allclose(torch.tensor([1.0, 2.0]) @ torch.tensor([[0.1, 0.4], [0.2, 0.2]]), query)
 assert torch.allclose(scores, torch.tensor([0.21, 1.07, 0.89, 0.23, 0.42]))
 assert torch.allclose(scaled, torch.tensor([0.1485, 0.7566, 0.6293, 0.1626, 0.2970]), atol=1e-4)
-assert torch.allclose(exponentials, torch.tensor([1.1601, 2.1310, 1.8763, 1.1766, 1.3458]), atol=1e-4)
+assert torch.allclose(
+    exponentials, torch.tensor([1.1601, 2.1310, 1.8763, 1.1766, 1.3458]), atol=1e-4
+)
 assert torch.allclose(weights, torch.tensor([0.1509, 0.2771, 0.2440, 0.1530, 0.1750]), atol=1e-4)
 
 # %% [markdown]
@@ -179,7 +181,9 @@ show(
 # %% tags=["check"]
 assert torch.allclose(weights[1], torch.tensor([0.2689, 0.7311, 0.0]), atol=1e-4)
 assert torch.allclose(weights[2], torch.tensor([0.2119, 0.2119, 0.5761]), atol=1e-4)
-assert torch.allclose(weights @ v, torch.tensor([[1.0, 2.0], [2.4621, 0.5379], [0.8478, 1.0]]), atol=1e-4)
+assert torch.allclose(
+    weights @ v, torch.tensor([[1.0, 2.0], [2.4621, 0.5379], [0.8478, 1.0]]), atol=1e-4
+)
 
 # %% [markdown]
 # Rows are queries, columns are keys, and each row of weights sums to 1. The first token sees only
@@ -250,7 +254,9 @@ assert round(math.log(0.34 / 0.08), 3) == 1.447
 smallest = pairs[0][0] / math.log(0.345 / 0.075)  # of cat, if rounding hides as much as it can
 largest = pairs[2][0] / math.log(0.205 / 0.085)  # of mat
 assert largest < 0.24 < 0.56 < smallest
-assert torch.allclose(scores.softmax(0), torch.tensor([0.1317, 0.3113, 0.2600, 0.1344, 0.1625]), atol=1e-4)
+assert torch.allclose(
+    scores.softmax(0), torch.tensor([0.1317, 0.3113, 0.2600, 0.1344, 0.1625]), atol=1e-4
+)
 
 # %% [markdown]
 # Three pairs, three divisors, and rounding to two digits does not explain them. So the printed
@@ -279,14 +285,20 @@ spreads, sharpness = [], []
 for D in (4, 16, 64, 256, 1024):
     q, k = torch.randn(2, 4000, 16, D, generator=generator)
     scores = (q[:, :1] @ k.transpose(1, 2))[:, 0]  # (4000, 16): one query and 16 keys, 4,000 times
-    largest = [float((scores / divisor).softmax(-1).max(-1).values.mean()) for divisor in (1, math.sqrt(D))]
+    largest = [
+        float((scores / divisor).softmax(-1).max(-1).values.mean()) for divisor in (1, math.sqrt(D))
+    ]
     spreads.append(float(scores.std()) / math.sqrt(D))
     sharpness.append(largest)
-    print(f"{D:>4}   {scores.std():>19.1f} {math.sqrt(D):>4.0f}   {largest[0]:>33.2f}   {largest[1]:>6.2f}")
+    print(
+        f"{D:>4}   {scores.std():>19.1f} {math.sqrt(D):>4.0f}   {largest[0]:>33.2f}   {largest[1]:>6.2f}"
+    )
 
 # %% tags=["check"]
 assert all(abs(spread - 1) < 0.02 for spread in spreads)
-assert [round(first, 2) for first, _ in sharpness] == sorted(round(first, 2) for first, _ in sharpness)
+assert [round(first, 2) for first, _ in sharpness] == sorted(
+    round(first, 2) for first, _ in sharpness
+)
 assert sharpness[-1][0] > 0.94
 assert all(abs(second - 0.24) < 0.02 for _, second in sharpness[1:])
 
@@ -315,11 +327,19 @@ for D in widths:
 figure, (axes,) = new_figure(6.5, 3.6)
 for (name, values), color in zip(sizes.items(), (ORANGE, BLUE)):
     axes.plot(widths, values, marker="o", color=color, label=name)
-axes.set(xscale="log", yscale="log", xlabel="D, width of the head", ylabel="median length of the gradient")
+axes.set(
+    xscale="log",
+    yscale="log",
+    xlabel="D, width of the head",
+    ylabel="median length of the gradient",
+)
 axes.set_xticks(widths, [str(width) for width in widths])
 axes.minorticks_off()
 axes.legend(frameon=False)
-show(figure, "The gradient vanishes as heads get wider, unless scores are divided by the root of the width.")
+show(
+    figure,
+    "The gradient vanishes as heads get wider, unless scores are divided by the root of the width.",
+)
 for name, values in sizes.items():
     print(f"{name:>14}: {values[0]:.3f} at D = 4, {values[-1]:.1e} at D = 1024")
 

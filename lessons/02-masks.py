@@ -38,7 +38,10 @@ from thinker.model.attention_dispatch import AttentionMask, attention_weights
 #    could come next. Softmax turns them into probabilities.
 
 # %% tags=["folded"]
-show(model_diagram(), "Token ids, embedding, layers with attention and an MLP, logits, probabilities.")
+show(
+    model_diagram(),
+    "Token ids, embedding, layers with attention and an MLP, logits, probabilities.",
+)
 
 # %% [markdown]
 # Training compares these probabilities with the token that did come next. The **loss** of a token
@@ -132,7 +135,11 @@ for name, model in kinds.items():
     print(f"{name:>17}: {changes[name][0]:>9.6f} {changes[name][1]:>10.6f}")
 
 # %% tags=["check"]
-assert [[x > 0.1 for x in row] for row in changes.values()] == [[False, False], [True, False], [True, True]]
+assert [[x > 0.1 for x in row] for row in changes.values()] == [
+    [False, False],
+    [True, False],
+    [True, True],
+]
 assert all(x < 1e-5 or x > 0.1 for row in changes.values() for x in row)
 
 # %% [markdown]
@@ -204,7 +211,9 @@ def next_token_loss(model, texts):
 
 def train(attention):
     torch.manual_seed(0)
-    model = Thinker(ThinkerConfig(vocab_size=8, d_model=32, n_layers=1, n_heads=2, attention=attention))
+    model = Thinker(
+        ThinkerConfig(vocab_size=8, d_model=32, n_layers=1, n_heads=2, attention=attention)
+    )
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for step in range(n_steps := 30 if is_fast() else 300):

@@ -59,7 +59,9 @@ show(Heatmap("scores of hand m with hand n", hands @ hands.T, "0123", "0123", di
 assert torch.allclose(hands, torch.tensor([[1, 0], [0.866, 0.5], [0.5, 0.866], [0, 1]]), atol=1e-3)
 cosines = [[math.cos(math.radians(30 * (m - n))) for n in range(4)] for m in range(4)]
 assert torch.allclose(hands @ hands.T, torch.tensor(cosines), atol=1e-6)
-sines = torch.tensor([[math.sin(p), math.sin(p / 100), math.cos(p), math.cos(p / 100)] for p in range(4)])
+sines = torch.tensor(
+    [[math.sin(p), math.sin(p / 100), math.cos(p), math.cos(p / 100)] for p in range(4)]
+)
 assert torch.allclose(sinusoidal_embedding(torch.arange(4), 4), sines)
 
 # %% [markdown]
@@ -156,7 +158,9 @@ tables = [Heatmap(name, x, "012345", "012345", digits=1) for name, x in scores.i
 show(SideBySide(*tables))
 
 # %% tags=["check"]
-steps = [float((x[1:, 1:] - x[:-1, :-1]).abs().max()) for x in (*scores.values(), P @ P.T)]  # along diagonals
+steps = [
+    float((x[1:, 1:] - x[:-1, :-1]).abs().max()) for x in (*scores.values(), P @ P.T)
+]  # along diagonals
 assert max(steps[0], steps[3]) < 1e-5 < 0.5 < min(steps[1:3])
 
 # %% [markdown]
@@ -184,7 +188,7 @@ by_hand = penalized.exp() / penalized.exp().sum()
 # %% tags=["folded"]
 from thinker.model.attention_dispatch import attention_weights
 from thinker.model.masks import MaskBuilder
-from thinker.model.patterns import CAUSAL, TokenInfo
+from thinker.model.patterns.patterns import CAUSAL, TokenInfo
 from thinker.model.positions import RopeScaling, alibi_slopes
 
 tokens, zeros = TokenInfo(torch.arange(4)), torch.zeros(1, 8, 4, 2)  # (B, H, T, D): scores of 0

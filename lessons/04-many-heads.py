@@ -174,7 +174,9 @@ assert [round(float(x), 1) for x in off] == [0.0, 3.6]
 off = (attend(q, *tiled, causal) - grouped).abs().amax(dim=(0, 2, 3))
 assert [head for head in range(H) if off[head] < 1e-5] == [0, 2, 5, 7]
 order = [0, 2, 4, 6, 1, 3, 5, 7]  # those that read KV head 0 with `repeat`, then those that read 1
-assert torch.allclose(attend(q[:, order], k, v, causal), attend(q, *tiled, causal)[:, order], atol=1e-6)
+assert torch.allclose(
+    attend(q[:, order], k, v, causal), attend(q, *tiled, causal)[:, order], atol=1e-6
+)
 
 # %% [markdown]
 # The lists say which KV head each of the eight query heads reads. With `repeat`, query heads 0, 2,

@@ -23,7 +23,7 @@ from thinker.lessons.practice import is_fast, train_on_task
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask, attend
 from thinker.model.kernels.linear_attention import linear_attention, random_features
-from thinker.model.pattern_parser import parse_pattern
+from thinker.model.patterns.pattern_parser import parse_pattern
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
 # %% [markdown]
@@ -104,7 +104,10 @@ for text in patterns:
 # %% tags=["check"]
 n_keys = {text: visible(text, 64).sum(dim=1) for text in patterns}
 assert n_keys["strided(4)"].tolist() == [min(q + 1, 4) + q // 4 for q in range(64)]
-assert [text for text in patterns if n_keys[text][-1] > n_keys[text][:32].max()] == ["full", "strided(4)"]
+assert [text for text in patterns if n_keys[text][-1] > n_keys[text][:32].max()] == [
+    "full",
+    "strided(4)",
+]
 assert [int(visible(text, 16).sum()) for text in patterns] == [136, 58, 31, 81, 82, 67]
 assert [int(visible(text, 16)[-1].sum()) for text in patterns] == [16, 4, 2, 6, 7, 5]
 
@@ -135,10 +138,18 @@ title = "log10 of the gradient, by tokens back"
 show(Heatmap(title, sizes.log10(), rows, list("0123456789"), digits=0, shade=40))
 
 # %% tags=["check"]
-assert [row.nonzero().flatten().tolist() for row in sizes] == [list(range(2 * L + 1)) for L in (1, 2, 3, 4)]
-assert all(10 * sizes[3, d + 1 : d + 3].max() < sizes[3, max(1, d - 1) : d + 1].min() for d in (2, 4, 6))
+assert [row.nonzero().flatten().tolist() for row in sizes] == [
+    list(range(2 * L + 1)) for L in (1, 2, 3, 4)
+]
+assert all(
+    10 * sizes[3, d + 1 : d + 3].max() < sizes[3, max(1, d - 1) : d + 1].min() for d in (2, 4, 6)
+)
 two_layers = {text: visible(text, 64).float() @ visible(text, 64).float() > 0 for text in patterns}
-assert two_layers["window(4) | global(2)"][63].nonzero().flatten().tolist() == [0, 1, *range(57, 64)]
+assert two_layers["window(4) | global(2)"][63].nonzero().flatten().tolist() == [
+    0,
+    1,
+    *range(57, 64),
+]
 assert torch.equal(two_layers["strided(4)"], visible("full", 64))
 
 # %% [markdown]
@@ -302,7 +313,10 @@ for text in tested:
 distances = [16 + 2 * j - (2 * i + 1) for i in range(4) for j in range(4)]
 assert [min(distances), max(distances), sum(d < 16 for d in distances), 8 * 17] == [9, 21, 10, 136]
 assert all(distance % 2 for distance in distances)
-assert [round(int(visible(text, 96).sum()) / 96, 1) for text in ("full", "window(24)")] == [48.5, 21.1]
+assert [round(int(visible(text, 96).sum()) / 96, 1) for text in ("full", "window(24)")] == [
+    48.5,
+    21.1,
+]
 if not is_fast():
     assert accuracy["window(8)"] < 0.09 < 0.98 < min(accuracy["full"], accuracy["window(24)"])
     assert abs(accuracy["window(16)"] - (10 / 16 + 6 / 16 / 16)) < 0.03

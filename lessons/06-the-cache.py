@@ -15,7 +15,7 @@
 import torch
 import torch.nn.functional as F
 
-from thinker.data.tales import generate_story
+from thinker.data.text.tales import generate_story
 from thinker.generation import Generator, SamplingParams
 from thinker.lessons import small_models
 from thinker.lessons.pictures import Heatmap, SideBySide, show
@@ -138,7 +138,9 @@ for kind in (KVCache, WrongPosition):
     n_equal = int((differences < 1e-4).long().cumprod(0).sum())
     results[kind.__name__] = loss, float(differences.max()), n_equal
     story = small_models.write(model, tokenizer, caches[-1], "Once upon a time", 50)
-    print(f"{kind.__name__}: {story[:75]}\n  loss {loss:.3f}, the first {n_equal} tokens are equal,")
+    print(
+        f"{kind.__name__}: {story[:75]}\n  loss {loss:.3f}, the first {n_equal} tokens are equal,"
+    )
     print(f"  largest difference of a logit {differences.max():.6f}, on average {average:.6f}")
 
 # %% tags=["check"]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from thinker.data import tales
+from thinker.data.text import tales
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.sampler import distribution
 from thinker.interop import load
@@ -30,7 +30,7 @@ from thinker.lessons.pictures import Heatmap, show
 from thinker.lessons.practice import is_fast
 from thinker.lessons.story_costs import COLUMNS, story_costs
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
-from thinker.training.config_file import validate_config
+from thinker.training.config.load import validate_config
 from thinker.training.run import train
 
 # %% [markdown]
@@ -94,18 +94,30 @@ part = story.text[story.text.index("Down by") : story.text.index("\n\nSomebody")
 print("|".join(tokenizer.decode([token]) for token in tokenizer.encode(part)))
 
 # %% tags=["folded"]
-lines = [json.loads(line) for line in Path(folder.name, "run/metrics.jsonl").read_text().splitlines()]
+lines = [
+    json.loads(line) for line in Path(folder.name, "run/metrics.jsonl").read_text().splitlines()
+]
 steps = [line for line in lines if "train_loss" in line]
 tests = [line for line in lines if "val_loss" in line]
 first, last, floor = steps[0]["train_loss"], tests[-1]["val_loss"], tests[-1]["entropy_floor"]
 figure, (axes,) = new_figure(6.5, 3.4)
-axes.plot([x["step"] for x in steps], [x["train_loss"] for x in steps], color=BLUE, label="training")
-axes.plot([x["step"] for x in tests], [x["val_loss"] for x in tests], "o", color=ORANGE, label="validation")
+axes.plot(
+    [x["step"] for x in steps], [x["train_loss"] for x in steps], color=BLUE, label="training"
+)
+axes.plot(
+    [x["step"] for x in tests],
+    [x["val_loss"] for x in tests],
+    "o",
+    color=ORANGE,
+    label="validation",
+)
 axes.axhline(floor, color=GREY, linestyle="--", label="floor")
 axes.set(xlabel="step", ylabel="nats per token", ylim=(0.8, 2.5))
 axes.legend(frameon=False)
 show(figure, "The loss falls steeply at first, then slowly, and ends just above the dashed floor.")
-print(f"first step {first:.2f}, validation {last:.3f}, floor {floor:.3f}: {last / floor - 1:.1%} above")
+print(
+    f"first step {first:.2f}, validation {last:.3f}, floor {floor:.3f}: {last / floor - 1:.1%} above"
+)
 
 # %% tags=["check"]
 if not is_fast():
@@ -212,7 +224,10 @@ names = ["1st", "2nd", "3rd", "4th"]
 show(Heatmap("four probabilities", four, ["given", *settings], names, digits=3, shade=1.0))
 
 # %% tags=["check"]
-by_hand = [[0.36 / 0.425, 0.04 / 0.425, 0.0225 / 0.425, 0.0025 / 0.425], [0.6 / 0.8, 0.2 / 0.8, 0, 0]]
+by_hand = [
+    [0.36 / 0.425, 0.04 / 0.425, 0.0225 / 0.425, 0.0025 / 0.425],
+    [0.6 / 0.8, 0.2 / 0.8, 0, 0],
+]
 by_hand += 2 * [[0.6 / 0.95, 0.2 / 0.95, 0.15 / 0.95, 0]]
 assert torch.allclose(torch.tensor(four)[[1, 3, 4, 5]], torch.tensor(by_hand), atol=1e-6)
 

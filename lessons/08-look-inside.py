@@ -16,8 +16,8 @@
 # %%
 import torch
 
-from thinker.data.story_words import find_words
-from thinker.data.tales import generate_story
+from thinker.data.text.story_words import find_words
+from thinker.data.text.tales import generate_story
 from thinker.interpretability import attribution, content_heads, flow, heads
 from thinker.lessons.pictures import Heatmap, show
 from thinker.lessons.practice import is_fast, train_on_tales, train_on_task
@@ -114,11 +114,17 @@ show(Heatmap("weights", rows, "abc", [*"abc", "entropy", "distance"], digits=4, 
 print(f"previous-token score: {previous:.4f}")
 
 # %% tags=["check"]
-answers = [[1, 0, 0, 0, 0], [0.2689, 0.7311, 0, 0.5822, 0.2689], [0.2119, 0.2119, 0.5761, 0.9753, 0.6358]]
+answers = [
+    [1, 0, 0, 0, 0],
+    [0.2689, 0.7311, 0, 0.5822, 0.2689],
+    [0.2119, 0.2119, 0.5761, 0.9753, 0.6358],
+]
 assert torch.allclose(rows, torch.tensor(answers), atol=1e-4)
 assert abs(previous - 0.2404) < 1e-4
 ours = torch.stack([entropy.mean(), distance.mean(), previous])
-assert torch.allclose(ours, torch.stack([heads.entropy(A), heads.mean_distance(A), heads.previous_token(A)]))
+assert torch.allclose(
+    ours, torch.stack([heads.entropy(A), heads.mean_distance(A), heads.previous_token(A)])
+)
 
 # %% [markdown]
 # The **induction score** needs n letters and their repetition. In row i of the second half, the
@@ -148,7 +154,9 @@ show(Heatmap("means of 64 texts", scores, ["layer 0", "layer 1"], names, shade=1
 # %% tags=["check"]
 by_hand = [model.attention_weights(probes)[1, :, 0, i, i - 13 + 1] for i in range(13, 26)]
 assert torch.allclose(torch.stack(by_hand).mean(), scores[1, 3])
-assert is_fast() or all((scores[0, 2] > 0.6, scores[0, 3] < 0.1, scores[1, 2] < 0.2, scores[1, 3] > 0.85))
+assert is_fast() or all(
+    (scores[0, 2] > 0.6, scores[0, 3] < 0.1, scores[1, 2] < 0.2, scores[1, 3] > 0.85)
+)
 
 # %% [markdown]
 # ## Take it out
@@ -271,9 +279,15 @@ for n in range(1, 5):
     print(f"{n} of 4 heads of layer 1 off: loss {loss_with(crowd, patches):.2f}")
 
 # %% tags=["check"]
-assert torch.allclose(heads.importance_by_ablation(crowd, probes, "zero", targets).value, cost, atol=1e-4)
-assert is_fast() or all((clean < 0.05, table[4:, 1].min() > 0.75, cost[1].max() < 0.4, cost[1].min() < 0.1))
-assert is_fast() or all((loss_with(crowd, patches) > 3.26, ((table[:4, 0] > 0.3) & (cost[0] < 0.1)).any()))
+assert torch.allclose(
+    heads.importance_by_ablation(crowd, probes, "zero", targets).value, cost, atol=1e-4
+)
+assert is_fast() or all(
+    (clean < 0.05, table[4:, 1].min() > 0.75, cost[1].max() < 0.4, cost[1].min() < 0.1)
+)
+assert is_fast() or all(
+    (loss_with(crowd, patches) > 3.26, ((table[:4, 0] > 0.3) & (cost[0] < 0.1)).any())
+)
 
 # %% [markdown]
 # All four heads of layer 1 are induction heads, with scores from 0.85 to 0.91. Yet each costs at
@@ -357,7 +371,10 @@ show(Heatmap("heads in 32 stories", table, names, list(columns), shade=0.3))
 
 # %% tags=["check"]
 best = found["next fact"].score.argmax()
-assert is_fast() or found["next fact"].score.flatten()[best] > 0.15 > 0.05 > found["next fact"].chance.max()
+assert (
+    is_fast()
+    or found["next fact"].score.flatten()[best] > 0.15 > 0.05 > found["next fact"].chance.max()
+)
 assert is_fast() or cost.max() > 0.5
 
 # %% [markdown]

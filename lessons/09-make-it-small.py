@@ -20,18 +20,18 @@ from pathlib import Path
 import torch
 
 from thinker import checkpoint
-from thinker.compression import pruning
-from thinker.compression.saliency import score_parts
-from thinker.compression.sensitivity import round_vectors, stored_bytes
-from thinker.data import tales
+from thinker.data.text import tales
+from thinker.features.pruning import pruning
+from thinker.features.pruning.saliency import score_parts
+from thinker.features.quantization_study.sensitivity import round_vectors, stored_bytes
 from thinker.generation import Generator
-from thinker.generation.inference_model import fused_matrices
-from thinker.generation.quantized_cache import cache_bytes
+from thinker.generation.caches.quantized_cache import cache_bytes
+from thinker.generation.decoders.inference_model import fused_matrices
 from thinker.interop import load
 from thinker.lessons.pictures import Heatmap, show
 from thinker.lessons.practice import is_fast
 from thinker.runtime.plot_style import BLUE, ORANGE, new_figure
-from thinker.training.config_file import validate_config
+from thinker.training.config.load import validate_config
 from thinker.training.run import train
 
 folder = tempfile.TemporaryDirectory()
@@ -174,7 +174,9 @@ n_tokens = sum(len(tokenizer.encode(story)) for story in stories)
 print(f"a story has {n_tokens / len(stories):.0f} tokens on average")
 
 # %% tags=["check"]
-cache_sizes = [cache_bytes(model, 1, length, bits=bits) for bits in (None, 8, 4) for length in (256, 4096)]
+cache_sizes = [
+    cache_bytes(model, 1, length, bits=bits) for bits in (None, 8, 4) for length in (256, 4096)
+]
 assert cache_sizes == [524_288, 8_388_608, 147_456, 2_359_296, 212_992, 1_441_792]
 assert is_fast() or max(abs(loss - fp32) for loss in cache_losses.values()) < 0.003
 
@@ -234,8 +236,13 @@ for name, parts in cuts.items():
     print(f"{name:>34} {damage[name][0]:11.3f}     ", *(f"{loss:.3f} " for loss in others))
 
 # %% tags=["check"]
-assert [sum(p.numel() for p in each.parameters()) for each in (cut("random", 2, 192), model)] == [508_608, 688_832]
-assert is_fast() or all(fp32 + 2 * (losses[4] - fp32) < x < min(others) for x, others in damage.values())
+assert [sum(p.numel() for p in each.parameters()) for each in (cut("random", 2, 192), model)] == [
+    508_608,
+    688_832,
+]
+assert is_fast() or all(
+    fp32 + 2 * (losses[4] - fp32) < x < min(others) for x, others in damage.values()
+)
 
 # %% [markdown]
 # The least needed parts cost less than each random choice: without both, the loss is 1.214 here
@@ -259,7 +266,9 @@ for name, start in models.items():
 
 # %% tags=["check"]
 after, other, original = (loss_of(each) for each in healed.values())
-assert is_fast() or original < min(after, fp32) <= after < min(other, fp32 + 0.3 * (damage["both"][0] - fp32))
+assert is_fast() or original < min(after, fp32) <= after < min(
+    other, fp32 + 0.3 * (damage["both"][0] - fp32)
+)
 
 # %% [markdown]
 # Pruning had cost 0.283 nats, and healing wins back 0.261 of them here, or 92%. With the random
@@ -335,20 +344,37 @@ for name in originals | students:
     points = [results[name, bits] for bits in (None, 8, 4) if (name, bits) in results]
     color = ORANGE if name in students else BLUE
     axes.plot(*zip(*points), marker="o", color=color)
-    axes.annotate(name, points[0], places.get(name, (8, -4)), textcoords="offset points", color=color)
+    axes.annotate(
+        name, points[0], places.get(name, (8, -4)), textcoords="offset points", color=color
+    )
 axes.set(xlabel="size in MB", ylabel="change of the loss in nats per token", xlim=(0, 3.2))
 axes.set_ylim(bottom=-0.06)
 alt = "Size against loss: original and healed models lie low, at 0.7 to 2.8 MB. "
-show(figure, alt + "Of the students, at 0.4 and 1 MB, only the one that trained longer comes close.")
+show(
+    figure, alt + "Of the students, at 0.4 and 1 MB, only the one that trained longer comes close."
+)
 
 # %% tags=["check"]
-linears = [[linear for group in fused_matrices(x).values() for linear in group] for x in (model, student)]
+linears = [
+    [linear for group in fused_matrices(x).values() for linear in group] for x in (model, student)
+]
 assert [sum(linear.weight.numel() for linear in group) for group in linears] == [557_056, 172_032]
 names = list(originals | students)
-assert [f"{results[name, 4][0]:.2f}" for name in names] == ["0.84", "0.84", "0.74", "0.74", "0.36", "0.36", "0.36"]
+assert [f"{results[name, 4][0]:.2f}" for name in names] == [
+    "0.84",
+    "0.84",
+    "0.74",
+    "0.74",
+    "0.36",
+    "0.36",
+    "0.36",
+]
 for bits in (None, 4):
     first, more, cut_only, small, alone, taught, longer = (results[name, bits][1] for name in names)
-    assert is_fast() or more < first < small < min(cut_only, longer + 0.02) < taught - 0.08 < alone - 0.11
+    assert (
+        is_fast()
+        or more < first < small < min(cut_only, longer + 0.02) < taught - 0.08 < alone - 0.11
+    )
 assert is_fast() or results["original", 4][1] < results["student alone, longer", None][1]
 
 # %% [markdown]

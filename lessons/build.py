@@ -50,10 +50,16 @@ def execute(lesson: Lesson, folder: Path) -> Any:
 
     notebook = jupytext.read(lesson.path)
     for number, cell in enumerate(notebook.cells):
-        cell.id = f"cell-{number}"  # not random, so that a new build changes no more than the lesson
+        cell.id = (
+            f"cell-{number}"  # not random, so that a new build changes no more than the lesson
+        )
         if "folded" in cell.metadata.get("tags", []):  # code that few want to read
             cell.metadata["jupyter"] = {"source_hidden": True}
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook.metadata["kernelspec"] = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }
     options = {"timeout": TIMEOUT_S, "record_timing": False, "coalesce_streams": True}
     NotebookClient(notebook, **options, resources={"metadata": {"path": str(folder)}}).execute()
     for cell in notebook.cells:  # no progress bars, and no messages about files of this machine
@@ -62,12 +68,20 @@ def execute(lesson: Lesson, folder: Path) -> Any:
     return notebook
 
 
-def to_page(lesson: Lesson, notebook: Any, neighbors: dict[str, str | None], colab: str | None) -> str:
+def to_page(
+    lesson: Lesson, notebook: Any, neighbors: dict[str, str | None], colab: str | None
+) -> str:
     """The page of an executed lesson; it needs no other file and no network."""
     from nbconvert import HTMLExporter
 
     exporter = HTMLExporter(template_name="thinker-lesson", extra_template_basedirs=[str(PAGE)])
-    facts = {"title": lesson.title, "name": lesson.name, "css": read_css(), "colab": colab, **neighbors}
+    facts = {
+        "title": lesson.title,
+        "name": lesson.name,
+        "css": read_css(),
+        "colab": colab,
+        **neighbors,
+    }
     page, _ = exporter.from_notebook_node(notebook, resources={"lesson": facts})
     return page
 
@@ -94,7 +108,11 @@ def make_readme(lessons: list[Lesson]) -> str:
         f"| {number} | [{lesson.title}](notebooks/{lesson.name}.ipynb) | {lesson.question} |"
         for number, lesson in enumerate(lessons, 1)
     ]
-    return (PAGE / "README.md").read_text(encoding="utf-8").replace("<!-- lessons -->", "\n".join(lines))
+    return (
+        (PAGE / "README.md")
+        .read_text(encoding="utf-8")
+        .replace("<!-- lessons -->", "\n".join(lines))
+    )
 
 
 def colab_link(repository: str | None, lesson: Lesson) -> str | None:
@@ -129,25 +147,39 @@ def build(lessons: list[Lesson], out: Path, repository: str | None, is_kept: boo
 
 def main() -> int:
     """Parse the command line and build. Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Run the lessons and write a notebook and a page for each.")
-    parser.add_argument("--out", type=Path, default=Path("site/lessons"), metavar="FOLDER", help="folder to write")
-    parser.add_argument("--only", metavar="TEXT", help="build only lessons whose names contain this text")
-    parser.add_argument("--repository", metavar="OWNER/NAME", help="GitHub repository for links to Colab")
+    parser = argparse.ArgumentParser(
+        description="Run the lessons and write a notebook and a page for each."
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("site/lessons"), metavar="FOLDER", help="folder to write"
+    )
+    parser.add_argument(
+        "--only", metavar="TEXT", help="build only lessons whose names contain this text"
+    )
+    parser.add_argument(
+        "--repository", metavar="OWNER/NAME", help="GitHub repository for links to Colab"
+    )
     parser.add_argument("--fast", action="store_true", help="train less, as in the tests")
-    parser.add_argument("--keep", action="store_true", help="also write lessons/notebooks and lessons/README.md")
+    parser.add_argument(
+        "--keep", action="store_true", help="also write lessons/notebooks and lessons/README.md"
+    )
     arguments = parser.parse_args()
     if arguments.fast:
         os.environ["THINKER_LESSONS_FAST"] = "1"
     if arguments.keep and (arguments.fast or arguments.only):
         raise UserError("--keep needs all lessons in full; remove --fast and --only")
-    lessons = [lesson for lesson in find_lessons() if not arguments.only or arguments.only in lesson.name]
+    lessons = [
+        lesson for lesson in find_lessons() if not arguments.only or arguments.only in lesson.name
+    ]
     if not lessons:
         names = ", ".join(lesson.name for lesson in find_lessons())
         raise UserError(f"no lesson contains {arguments.only!r}; they are: {names}")
     try:
         build(lessons, arguments.out, arguments.repository, arguments.keep)
     except ModuleNotFoundError as error:
-        raise UserError(f"building lessons needs {error.name}; install it: pip install '.[lessons]'") from error
+        raise UserError(
+            f"building lessons needs {error.name}; install it: pip install '.[lessons]'"
+        ) from error
     return 0
 
 

@@ -67,5 +67,7 @@ def is_near(answer: Any, right: Any, tolerance: float = 2e-3) -> bool:
     """Whether numbers, lists or tensors agree to three decimals. Raises ValueError for another number of values."""
     ours, theirs = (torch.as_tensor(value, dtype=torch.float64) for value in (right, answer))
     if ours.shape != theirs.shape:
-        raise ValueError(f"the answer has shape {tuple(theirs.shape)}, but it needs {tuple(ours.shape)}")
+        raise ValueError(
+            f"the answer has shape {tuple(theirs.shape)}, but it needs {tuple(ours.shape)}"
+        )
     return bool(torch.allclose(theirs, ours, rtol=0, atol=tolerance))

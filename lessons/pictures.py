@@ -50,9 +50,13 @@ class Heatmap:
 
     def __str__(self) -> str:
         cells = [["", *self.columns]]
-        cells += [[row, *map(self.text, line)] for row, line in zip(self.rows, self.values.tolist())]
+        cells += [
+            [row, *map(self.text, line)] for row, line in zip(self.rows, self.values.tolist())
+        ]
         widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells
+        ]
         return "\n".join([self.title, *lines, ""])
 
     def _repr_html_(self) -> str:

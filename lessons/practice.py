@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import trange
 
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
-from thinker.training.config_file import validate_config
+from thinker.training.config.load import validate_config
 from thinker.training.run import train
 
 MakeBatch = Callable[[torch.Generator], tuple[Tensor, Tensor]]

@@ -4,16 +4,24 @@ import torch
 from torch import Tensor
 
 N_KEYS = 24  # of make_recall: tokens 0 to 23 are keys, 24 to 47 are values
-NAMES = [*"abcdefghijklmnop", *map(str, range(16)), "."]  # of make_recall_in_parts: letters, numbers, blank
+NAMES = [
+    *"abcdefghijklmnop",
+    *map(str, range(16)),
+    ".",
+]  # of make_recall_in_parts: letters, numbers, blank
 
 
-def make_recall(generator: torch.Generator, n_pairs: int | None = None, n_texts: int = 64) -> tuple[Tensor, Tensor]:
+def make_recall(
+    generator: torch.Generator, n_pairs: int | None = None, n_texts: int = 64
+) -> tuple[Tensor, Tensor]:
     """Tokens and targets (B, 4n) of n pairs (by default 1 to 12), then the same pairs in another order.
 
     Only the values of the second half count; the other targets are -1.
     """
     n = n_pairs or int(torch.randint(1, 13, (), generator=generator))
-    keys = torch.rand(n_texts, N_KEYS, generator=generator).argsort(1)[:, :n]  # each key at most once
+    keys = torch.rand(n_texts, N_KEYS, generator=generator).argsort(1)[
+        :, :n
+    ]  # each key at most once
     values = torch.randint(N_KEYS, 2 * N_KEYS, (n_texts, n), generator=generator)
     order = torch.rand(n_texts, n, generator=generator).argsort(1)
     asked, answers = keys.gather(1, order), values.gather(1, order)

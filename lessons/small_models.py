@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinker.data.tales import generate_story
-from thinker.data.tokenizer import Tokenizer
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.text.tales import generate_story
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.lessons.practice import is_fast, take_steps, train_on_task
 from thinker.lessons.recall import N_KEYS, make_recall
 from thinker.model import KVCache, Thinker, ThinkerConfig
@@ -23,7 +23,9 @@ def train_on_stories(n_tokens: int = 96) -> tuple[Thinker, Tokenizer, Tensor]:
     """
     stories = [generate_story(0, i).text for i in range(60 if is_fast() else 3000)]
     tokenizer = make_tokenizer("bpe:512", stories)
-    ids = torch.tensor([i for story in stories for i in (tokenizer.bos_id, *tokenizer.encode(story))])
+    ids = torch.tensor(
+        [i for story in stories for i in (tokenizer.bos_id, *tokenizer.encode(story))]
+    )
 
     def make_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
         starts = torch.randint(len(ids) - n_tokens, (16, 1), generator=generator)
@@ -51,7 +53,9 @@ def write(model: Thinker, tokenizer: Tokenizer, cache: KVCache, prompt: str, n_n
 @torch.no_grad()
 def seconds_to_write(model: Thinker, T: int, has_cache: bool) -> float:
     """How long T passes take: each over its newest token and a cache, or each over the whole text so far."""
-    tokens = torch.randint(model.config.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        model.config.vocab_size, (1, T), generator=torch.Generator().manual_seed(0)
+    )
     cache, start = model.new_cache(1, T), time.perf_counter()
     for t in range(T):
         if has_cache:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinker.data.tales import Story
+from thinker.data.text.tales import Story
 from thinker.generation import Generator
 
 PER_MENTION = ("grammar", "first time", "again")
@@ -41,8 +41,17 @@ def story_costs(
     rows = []
     for name in facts:
         paid, first, again = (by_fact[name, column] for column in PER_MENTION)
-        rows.append([mean(paid), mean(first), mean(again), (sum(first) + sum(again) - sum(paid)) / len(stories)])
-    return StoryCosts([mean(by_position[group]) for group in range(n_groups)], torch.tensor(rows), excess)
+        rows.append(
+            [
+                mean(paid),
+                mean(first),
+                mean(again),
+                (sum(first) + sum(again) - sum(paid)) / len(stories),
+            ]
+        )
+    return StoryCosts(
+        [mean(by_position[group]) for group in range(n_groups)], torch.tensor(rows), excess
+    )
 
 
 def fact_costs(story: Story, nats: Sequence[float]) -> dict[tuple[str, str], list[float]]:

@@ -43,7 +43,9 @@ class HookManager(dict[str, list[Callable[[Tensor], Tensor | None]]]):
         return x
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HookManager:
-        raise UserError("cannot copy a model while its activations are recorded or patched; close the hooks first")
+        raise UserError(
+            "cannot copy a model while its activations are recorded or patched; close the hooks first"
+        )
 
 
 def hook(hooks: HookManager | None, point: str, x: Tensor) -> Tensor:
@@ -61,27 +63,44 @@ def hook_points(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     points = {"embedding": (model, "embedding")}
     for layer, block in enumerate(model.blocks):
         path = f"blocks.{layer}"
-        inner = [*READ_ONLY, "weights", "heads", *(f"heads.{head}" for head in range(block.attention.n_heads))]
+        inner = [
+            *READ_ONLY,
+            "weights",
+            "heads",
+            *(f"heads.{head}" for head in range(block.attention.n_heads)),
+        ]
         points[f"{path}.attention_norm"] = block, "attention_norm"
         points |= {f"{path}.attention.{point}": (block.attention, point) for point in inner}
         points |= {f"{path}.{point}": (block, point) for point in ("attention", "mlp_norm")}
-        points |= {f"{path}.mlp.hidden": (block.mlp, "hidden"), f"{path}.mlp": (block, "mlp"), path: (block, "output")}
+        points |= {
+            f"{path}.mlp.hidden": (block.mlp, "hidden"),
+            f"{path}.mlp": (block, "mlp"),
+            path: (block, "output"),
+        }
     return {**points, "norm": (model, "norm"), "logits": (model, "logits")}
 
 
 @contextmanager
-def open_hooks(model: nn.Module, names: tuple[str, ...], patches: Mapping[str, Patch]) -> Iterator[ActivationCache]:
+def open_hooks(
+    model: nn.Module, names: tuple[str, ...], patches: Mapping[str, Patch]
+) -> Iterator[ActivationCache]:
     """Record the named activations of every pass and apply the patches; `*` matches one part of a name.
 
     Later hooks see earlier patches. Not for compiled models or threads. Raises UserError for unknown names.
     """
     check_types({"patches": Mapping}, {"patches": patches})
     cache, points = ActivationCache(), hook_points(model)
-    hooks = [(name, partial(cache.add, name)) for pattern in names for name in _matching_names(pattern, points)]
+    hooks = [
+        (name, partial(cache.add, name))
+        for pattern in names
+        for name in _matching_names(pattern, points)
+    ]
     for pattern, patch in patches.items():
         for name in _matching_names(pattern, points):
             if points[name][1] in READ_ONLY:
-                raise UserError(f"{name} can be recorded but not patched; patch attention.weights or attention.heads")
+                raise UserError(
+                    f"{name} can be recorded but not patched; patch attention.weights or attention.heads"
+                )
             hooks.append((name, partial(_apply_patch, name, patch)))
     for name, function in hooks:
         module, point = points[name]
@@ -112,11 +131,19 @@ def _matching_names(pattern: str, names: Iterable[str]) -> list[str]:
 def _apply_patch(name: str, patch: Patch, x: Tensor) -> Tensor:
     if callable(patch):
         value, wanted = patch(x), "return a tensor of the same shape"
-        dims = (0, 2) if name == "norm" else range(x.dim())  # a patch of norm may select which positions get logits
-        if isinstance(value, Tensor) and value.dim() == x.dim() and all(value.shape[i] == x.shape[i] for i in dims):
+        dims = (
+            (0, 2) if name == "norm" else range(x.dim())
+        )  # a patch of norm may select which positions get logits
+        if (
+            isinstance(value, Tensor)
+            and value.dim() == x.dim()
+            and all(value.shape[i] == x.shape[i] for i in dims)
+        ):
             return value
     elif isinstance(patch, str) and patch not in ("zero", "mean"):
-        raise UserError(f"the patch for {name} is {patch!r}; use zero, mean, a number, a tensor or a function")
+        raise UserError(
+            f"the patch for {name} is {patch!r}; use zero, mean, a number, a tensor or a function"
+        )
     else:
         dims = 0 if name.endswith("weights") else (0, 2) if name.endswith("heads") else (0, 1)
         if isinstance(patch, str):

@@ -27,7 +27,10 @@ class Attention(nn.Module):
         self.use_rope = layer not in (config.no_rope_layers or [])
         self.n_heads, self.n_kv_heads = H, K = config.head_counts(layer)
         self.head_dim = D = config.head_dim
-        self.scale, self.attn_logit_softcap = D**-0.5 / config.attention_temperature, config.attn_logit_softcap
+        self.scale, self.attn_logit_softcap = (
+            D**-0.5 / config.attention_temperature,
+            config.attn_logit_softcap,
+        )
         self.q_proj = Linear(config.d_model, H * D, config.attention_bias)
         self.k_proj = Linear(config.d_model, K * D, config.attention_bias)
         self.v_proj = Linear(config.d_model, K * D, config.attention_bias)
@@ -35,13 +38,20 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
         self.sinks = nn.Parameter(torch.zeros(H)) if config.attention_sinks else None
-        self.register_module("qkv_proj", None)  # q, k and v in one matrix (generation/inference_model.py)
+        self.register_module(
+            "qkv_proj", None
+        )  # q, k and v in one matrix (generation/decoders/inference_model.py)
         self.register_module("qk_norm", None)
         self.hooks: HookManager | None = None
         self.kernels: FusedKernels | None = None
 
     def forward(
-        self, x: Tensor, rope: Rotation, mask: AttentionMask, cache: AnyCache = None, slots: CacheSlots | None = None
+        self,
+        x: Tensor,
+        rope: Rotation,
+        mask: AttentionMask,
+        cache: AnyCache = None,
+        slots: CacheSlots | None = None,
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
         q, k, v = self.project(x, rope)
@@ -60,30 +70,44 @@ class Attention(nn.Module):
             qkv = project_jointly(x, self.q_proj, self.k_proj, self.v_proj)  # (B, T, (H + 2K) · D)
             weights = (getattr(norm, "weight", None) for norm in (self.q_norm, self.k_norm))
             eps = getattr(self.q_norm, "eps", 0.0)
-            return self.kernels.rotate_heads(qkv, self.n_heads, self.n_kv_heads, *weights, eps, rope)
+            return self.kernels.rotate_heads(
+                qkv, self.n_heads, self.n_kv_heads, *weights, eps, rope
+            )
         if self.qkv_proj is not None:
-            heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2K, T, D)
+            heads = (
+                self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            )  # (B, H + 2K, T, D)
             H, K = self.n_heads, self.n_kv_heads
             q, k = apply_rotary_emb(self.qk_norm(heads[:, : H + K]), rope).split((H, K), dim=1)
             return q, k, heads[:, H + K :]
         projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = (heads.unflatten(-1, (-1, self.head_dim)) for heads in projected)  # (B, T, H or K, D)
+        q, k, v = (
+            heads.unflatten(-1, (-1, self.head_dim)) for heads in projected
+        )  # (B, T, H or K, D)
         if not x.is_cuda:
             q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H or K, T, D)
             return apply_rotary_emb(self.q_norm(q), rope), apply_rotary_emb(self.k_norm(k), rope), v
         # Transposing first would cost a GPU one more pass over q and k.
-        rope = rope and tuple(table.view(-1, 1, *table.shape[-2:]).transpose(1, 2) for table in rope)  # (B, T, 1, D)
+        rope = rope and tuple(
+            table.view(-1, 1, *table.shape[-2:]).transpose(1, 2) for table in rope
+        )  # (B, T, 1, D)
         q, k = apply_rotary_emb(self.q_norm(q), rope), apply_rotary_emb(self.k_norm(k), rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: AnyCache) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: AnyCache
+    ) -> Tensor:
         """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D). Only layers that keep a state use `cache`."""
         return attend(q, k, v, mask, self.scale, self.attn_logit_softcap, self.sinks)
 
-    def weight_chunks(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, Tensor]]:
+    def weight_chunks(
+        self, q: Tensor, k: Tensor, mask: AttentionMask
+    ) -> Iterator[tuple[slice, Tensor]]:
         """Yield attention weights of the reference, (B, H, rows, S), for some queries at a time; see weights()."""
         mask_of = mask.reference_rows or (lambda rows: mask.slice_rows(rows, q, k))
-        return chunked_attention_weights(q, k, mask_of, self.scale, self.attn_logit_softcap, self.sinks)
+        return chunked_attention_weights(
+            q, k, mask_of, self.scale, self.attn_logit_softcap, self.sinks
+        )
 
     def weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
         """Attention weights of the reference: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S)."""
@@ -105,7 +129,9 @@ class Attention(nn.Module):
         weights = patched = None
         if "weights" in self.hooks:
             if cache is not None and not is_cached:
-                raise UserError("attention.weights is not available with this kind of cache; run without a cache")
+                raise UserError(
+                    "attention.weights is not available with this kind of cache; run without a cache"
+                )
             weights = self.weights(q, k, mask)  # (B, H, T, S)
             patched = self.hooks("weights", weights)
         if patched is weights:
@@ -117,7 +143,9 @@ class Attention(nn.Module):
         heads = [y[:, head] for head in range(self.n_heads)]  # (B, T, D) each
         patched_heads = [self.hooks(f"heads.{head}", x) for head, x in enumerate(heads)]
         is_patched = any(new is not old for new, old in zip(patched_heads, heads))
-        if is_patched or (torch.is_grad_enabled() and y.requires_grad):  # recorded tensors need their gradients
+        if is_patched or (
+            torch.is_grad_enabled() and y.requires_grad
+        ):  # recorded tensors need their gradients
             y = torch.stack(patched_heads, dim=1)
         return self.hooks("heads", y)
 
@@ -130,7 +158,9 @@ class LinearAttention(Attention):
         self.n_features, self.layer = n_features, layer
         self._features: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: LinearLayer | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: LinearLayer | None
+    ) -> Tensor:
         """Attention.attend() with a state as cache; uses only the document ids of the mask."""
         y, state = linear_attention(q, k, v, self.features(q.device), cache, mask.kernel_state)
         if cache is not None:

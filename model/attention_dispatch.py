@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from thinker.model.kernels.blockwise_attention import blockwise_attention
 from thinker.model.kernels.decode_attention import decode_attention
 from thinker.model.kernels.local_attention import from_blocks, keys_to_blocks, to_blocks
-from thinker.model.patterns import CAUSAL, Pattern, TokenInfo
+from thinker.model.patterns.patterns import CAUSAL, Pattern, TokenInfo
 from thinker.runtime.errors import UserError
 
 ROWS = 64  # queries per chunk of the reference, to bound memory
@@ -26,13 +26,21 @@ KERNELS = ("auto", "sdpa", "blockwise", "local", "flex", "varlen", "reference")
 class AttentionMask:
     """Which keys the queries of one pass attend to, in the form that `kernel` reads. The default hides no keys."""
 
-    allowed: Tensor | None = None  # broadcastable to (B, H, T, S): bool, or a bias that is added to the scores
+    allowed: Tensor | None = (
+        None  # broadcastable to (B, H, T, S): bool, or a bias that is added to the scores
+    )
     is_causal: bool = False  # instead of `allowed`, if queries and keys are the same positions
     kernel: str = "auto"  # the kernel that the mask was built for
     may_be_empty: bool = False  # some queries may have no visible key
-    content_mask: Callable[..., Tensor] | None = None  # (q, k, scores of q, rows: those of q) -> allowed
-    kernel_state: Any = None  # prepared once per pass for local, flex and varlen; document ids for linear attention
-    reference_rows: Callable[[slice], AttentionMask] | None = None  # builds plain rows if the kernel reads another form
+    content_mask: Callable[..., Tensor] | None = (
+        None  # (q, k, scores of q, rows: those of q) -> allowed
+    )
+    kernel_state: Any = (
+        None  # prepared once per pass for local, flex and varlen; document ids for linear attention
+    )
+    reference_rows: Callable[[slice], AttentionMask] | None = (
+        None  # builds plain rows if the kernel reads another form
+    )
 
     @property
     def differs_by_head(self) -> bool:
@@ -43,11 +51,16 @@ class AttentionMask:
         """The mask of a slice of queries, for the reference."""
         allowed = self.allowed
         if self.is_causal:
-            allowed = torch.arange(k.shape[2], device=k.device) <= torch.arange(q.shape[2], device=k.device)[rows, None]
+            allowed = (
+                torch.arange(k.shape[2], device=k.device)
+                <= torch.arange(q.shape[2], device=k.device)[rows, None]
+            )
         elif allowed is not None and allowed.shape[-2] > 1:
             allowed = allowed[..., rows, :]
         content_mask = self.content_mask and partial(self.content_mask, rows=rows)
-        return AttentionMask(allowed, kernel=self.kernel, may_be_empty=self.may_be_empty, content_mask=content_mask)
+        return AttentionMask(
+            allowed, kernel=self.kernel, may_be_empty=self.may_be_empty, content_mask=content_mask
+        )
 
 
 def choose_kernel(
@@ -59,7 +72,9 @@ def choose_kernel(
     See MaskBuilder for the other arguments. Raises UserError if the requested kernel does not support the pattern.
     """
     has_documents = query.document_id is not None
-    is_bounded = aligned and pattern.max_distance is not None and not (pattern.n_global and has_documents)
+    is_bounded = (
+        aligned and pattern.max_distance is not None and not (pattern.n_global and has_documents)
+    )
     is_window = pattern == CAUSAL or pattern.text == f"window({pattern.max_distance})"
     by_query = aligned and plain_scores and not (pattern.by_content or pattern.bidirectional_prefix)
     supported = {
@@ -74,7 +89,9 @@ def choose_kernel(
         if supported.get(requested, False):
             return requested
         hint = "use auto" if requested in supported else f"choose from: {', '.join(KERNELS)}"
-        raise UserError(f"the kernel {requested!r} does not support {pattern.text} with these inputs; {hint}")
+        raise UserError(
+            f"the kernel {requested!r} does not support {pattern.text} with these inputs; {hint}"
+        )
     T = query.position.shape[-1]
     if query.position.is_cuda:
         is_plain = pattern == CAUSAL and plain_scores and not (has_documents or has_alibi)
@@ -111,7 +128,9 @@ def attend(
     if mask.kernel == "local":
         blocks, length = mask.kernel_state, q.shape[2]
         q, k, v = to_blocks(q, blocks.size), keys_to_blocks(k, blocks), keys_to_blocks(v, blocks)
-        allowed = mask.allowed.repeat(len(q) // len(mask.allowed), 1, 1, 1)  # (B·blocks, 1 or H, block, keys)
+        allowed = mask.allowed.repeat(
+            len(q) // len(mask.allowed), 1, 1, 1
+        )  # (B·blocks, 1 or H, block, keys)
         mask = AttentionMask(allowed, may_be_empty=mask.may_be_empty)
         return from_blocks(attend(q, k, v, mask, scale, attn_logit_softcap, sinks), length)
     if attn_logit_softcap is not None or sinks is not None or mask.kernel == "reference":
@@ -120,16 +139,23 @@ def attend(
         chunks = chunked_attention_weights(q, k, mask_of, scale, attn_logit_softcap, sinks)
         return torch.cat([weights.to(v.dtype) @ v for _, weights in chunks], dim=2)
     if mask.kernel == "blockwise":
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
+        k, v = (
+            x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
+        )  # (B, H, T, D)
         return blockwise_attention(q, k, v, scale, mask.allowed)
     if mask.content_mask is not None:
         visible = mask.content_mask(q, k)  # (B, H, T, S)
-        visible = visible if mask.allowed is None else mask.allowed.masked_fill(~visible, -torch.inf)
+        visible = (
+            visible if mask.allowed is None else mask.allowed.masked_fill(~visible, -torch.inf)
+        )
         mask = AttentionMask(visible, may_be_empty=mask.may_be_empty)
     if mask.differs_by_head and not torch.is_grad_enabled():
         # SDPA expands a per-head mask to one number per score; chunks of queries bound that memory.
         chunks = [slice(start, start + 8 * ROWS) for start in range(0, q.shape[2], 8 * ROWS)]
-        return torch.cat([_sdpa(q[:, :, rows], k, v, mask.slice_rows(rows, q, k), scale) for rows in chunks], dim=2)
+        return torch.cat(
+            [_sdpa(q[:, :, rows], k, v, mask.slice_rows(rows, q, k), scale) for rows in chunks],
+            dim=2,
+        )
     return _sdpa(q, k, v, mask, scale)
 
 
@@ -141,7 +167,9 @@ def attention_weights(
     mask = AttentionMask() if mask is None else mask
     dtype = torch.promote_types(q.dtype, torch.float32)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(dtype)  # (B, H, S, D)
-    scores = q.to(dtype) @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)  # (B, H, T, S)
+    scores = (
+        q.to(dtype) @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    )  # (B, H, T, S)
     if attn_logit_softcap is not None:
         scores = attn_logit_softcap * torch.tanh(scores / attn_logit_softcap)
     allowed = mask.allowed
@@ -178,14 +206,21 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
         if not needs_sdpa and q.shape[2] <= 16 and q.dtype == torch.float32:
             return decode_attention(q, k, v, allowed, scale)
         k = k.contiguous()  # as SDPA's flash kernel requires
-    elif is_grouped and q.is_cuda and q.shape[2] == 1 and not (mask.differs_by_head or mask.is_causal):
+    elif (
+        is_grouped
+        and q.is_cuda
+        and q.shape[2] == 1
+        and not (mask.differs_by_head or mask.is_causal)
+    ):
         # With one query per head, heads that share a KV head become its queries, so that each key is read once.
         B, H, _, D = q.shape
         q = q.reshape(B, k.shape[1], -1, D)  # (B, K, H/K, D)
         return _sdpa(q, k, v, mask, scale).reshape(B, H, 1, -1)
     elif is_grouped and q.is_cuda and allowed is not None:
         # CUDA's kernels with a mask do not support grouped keys: SDPA would fall back to the slow math path.
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, S, D)
+        k, v = (
+            x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
+        )  # (B, H, S, D)
         is_grouped = False
     if allowed is not None and allowed.dtype != torch.bool:
         if mask.may_be_empty and q.dtype != allowed.dtype:
@@ -197,6 +232,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
         options["enable_gqa"] = True
     if q.is_cuda and not (mask.is_causal and torch.is_grad_enabled()):
         # cuDNN's gradients with a mask may be NaN, and it builds a new plan for every cache length.
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        with sdpa_kernel(
+            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        ):
             return F.scaled_dot_product_attention(q, k, v, **options)
     return F.scaled_dot_product_attention(q, k, v, **options)

@@ -29,7 +29,9 @@ def entropy(weights: Tensor, normalised: bool = False) -> Tensor:
     rows = row_entropy(weights)  # (..., T)
     if not normalised:
         return rows.mean(dim=-1)
-    n = (weights > 0).sum(dim=-1).maximum(torch.arange(1, rows.shape[-1] + 1, device=rows.device))  # (..., T)
+    n = (
+        (weights > 0).sum(dim=-1).maximum(torch.arange(1, rows.shape[-1] + 1, device=rows.device))
+    )  # (..., T)
     return (rows / n.log())[..., 1:].mean(dim=-1)
 
 
@@ -63,7 +65,9 @@ def measure_attention(
         logits, (B, T or 1, V).
     """
     B, T = tokens.shape
-    assert cache is None or T == 1  # a hook updates the cache twice, which changes nothing for one position
+    assert (
+        cache is None or T == 1
+    )  # a hook updates the cache twice, which changes nothing for one position
     end = T if cache is None else max(cache.lengths) + 1
     first_keys = torch.zeros(B, T, dtype=torch.int64, device=tokens.device)
     if document_ids is not None:
@@ -83,23 +87,35 @@ def measure_attention(
         if slots is not None and layer_cache.size < end and layer_cache.n_global == 0:
             figures[layer, FIGURES.index("first_token_share")] = 0  # another key has taken its slot
 
-    layers = [(layer, block.attention) for layer, block in enumerate(model.blocks) if has_logits(block.attention)]
-    hooks = [attention.register_forward_pre_hook(partial(measure, layer)) for layer, attention in layers]
+    layers = [
+        (layer, block.attention)
+        for layer, block in enumerate(model.blocks)
+        if has_logits(block.attention)
+    ]
+    hooks = [
+        attention.register_forward_pre_hook(partial(measure, layer)) for layer, attention in layers
+    ]
     try:
-        logits = model(tokens, document_ids=document_ids, cache=cache, last_logits_only=last_logits_only)
+        logits = model(
+            tokens, document_ids=document_ids, cache=cache, last_logits_only=last_logits_only
+        )
     finally:
         for hook in hooks:
             hook.remove()
     return figures, logits
 
 
-def _figures(attention: Attention, q: Tensor, k: Tensor, mask: AttentionMask, first_keys: Tensor) -> Tensor:
+def _figures(
+    attention: Attention, q: Tensor, k: Tensor, mask: AttentionMask, first_keys: Tensor
+) -> Tensor:
     """q (B, H, T, D), k (B, K, S, D), first_keys (B, T) -> (3, B, T), in chunks of queries to bound the memory."""
     H, K = q.shape[1], k.shape[1]
     parts = []
     for rows, weights in attention.weight_chunks(q, k, mask):  # (B, H, R, S)
         grouped = q[:, :, rows].float().unflatten(1, (K, H // K))  # (B, K, H/K, R, D)
-        logits = (grouped @ k.float()[:, :, None].mT).flatten(1, 2) * attention.scale  # (B, H, R, S)
+        logits = (grouped @ k.float()[:, :, None].mT).flatten(
+            1, 2
+        ) * attention.scale  # (B, H, R, S)
         largest = logits.masked_fill(weights == 0, -torch.inf).amax(dim=(1, 3))  # (B, R)
         first = first_keys[:, None, rows, None].expand(-1, H, -1, -1)  # (B, H, R, 1)
         share = weights.gather(3, first)[..., 0].mean(dim=1)  # (B, R)
@@ -109,10 +125,15 @@ def _figures(attention: Attention, q: Tensor, k: Tensor, mask: AttentionMask, fi
 
 def figure_names(n_layers: int) -> list[str]:
     """Names of the figures of measure_text(), in order: "blocks.0.attention_entropy", ..., "token_entropy"."""
-    return [*(f"blocks.{layer}.{name}" for layer in range(n_layers) for name in FIGURES), "token_entropy"]
+    return [
+        *(f"blocks.{layer}.{name}" for layer in range(n_layers) for name in FIGURES),
+        "token_entropy",
+    ]
 
 
-def measure_text(model: Thinker, tokens: Tensor, vocab_size: int, cache: KVCache | None = None) -> Tensor:
+def measure_text(
+    model: Thinker, tokens: Tensor, vocab_size: int, cache: KVCache | None = None
+) -> Tensor:
     """Measure each position of one text, (1, T), as measure_attention() does: figures (N, T) by figure_names().
 
     token_entropy: of the distribution of the next token over the first `vocab_size` ids, in nats, before temperature

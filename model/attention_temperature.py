@@ -19,7 +19,9 @@ def override_attention_temperature(model: Thinker, temperature: float) -> None:
         block.attention.scale = model.config.head_dim**-0.5 / temperature
 
 
-def fold_attention_temperature(tensors: Mapping[str, Tensor], config: ThinkerConfig) -> dict[str, Tensor]:
+def fold_attention_temperature(
+    tensors: Mapping[str, Tensor], config: ThinkerConfig
+) -> dict[str, Tensor]:
     """The parameters of a model of temperature 1 that computes the same, for formats without a temperature.
 
     `tensors` are those of a model with `config`, by name. Divided by the temperature are the norm weights of the

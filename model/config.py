@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, get_type_hints
 
-from thinker.model.pattern_parser import layer_patterns
-from thinker.model.patterns import Pattern
+from thinker.model.patterns.pattern_parser import layer_patterns
+from thinker.model.patterns.patterns import Pattern
 from thinker.model.positions import RopeScaling
 from thinker.runtime.divisors import divisors
 from thinker.runtime.errors import UserError
@@ -27,7 +27,9 @@ class ThinkerConfig:
     n_heads: int = 4  # query heads
     n_kv_heads: int | None = None  # KV heads; None: n_heads (MHA); 1: multi-query attention
     head_dim: int | None = None  # None: d_model / n_heads
-    d_ff: int | None = None  # width inside the MLP; None: 8/3 of d_model, rounded up to a multiple of 64
+    d_ff: int | None = (
+        None  # width inside the MLP; None: 8/3 of d_model, rounded up to a multiple of 64
+    )
     max_seq_len: int = 1024  # longest sequence in training and generation
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
@@ -35,22 +37,41 @@ class ThinkerConfig:
     tie_embeddings: bool = False  # share the embedding's weight with the LM head
     dropout: float = 0.0  # on the embedding and on the outputs of attention and MLP
     init: str = "fan_in"  # or "normal" (GPT-2), for comparison; see Thinker.init_weights
-    head_init_std: float = 0.0  # std of the LM head's initial weights; with 0 the first loss is exactly ln V
-    attention: str | list = "full"  # a pattern, a list of patterns, or letters; see model/pattern_parser.py
-    window: int | None = None  # number of keys that each L layer attends to, with letters such as "LLLG"
+    head_init_std: float = (
+        0.0  # std of the LM head's initial weights; with 0 the first loss is exactly ln V
+    )
+    attention: str | list = (
+        "full"  # a pattern, a list of patterns, or letters; see model/patterns/pattern_parser.py
+    )
+    window: int | None = (
+        None  # number of keys that each L layer attends to, with letters such as "LLLG"
+    )
     positions: str = "rope"  # one of POSITIONS
-    rope_scaling: dict | None = None  # such as {"type": "yarn", "factor": 4, "original_max_seq_len": 256}
+    rope_scaling: dict | None = (
+        None  # such as {"type": "yarn", "factor": 4, "original_max_seq_len": 256}
+    )
     attention_temperature: float = 1.0  # divides the attention scores, beside √head_dim
     attn_logit_softcap: float | None = None  # soft limit of the attention scores
     attention_sinks: bool = False  # learned score per head that lets it attend to nothing
     attention_bias: bool = False  # bias on queries, keys and values, as in Qwen2
     token_shift: bool = False  # add the embedding of the token before, scaled per channel
     no_rope_layers: list | None = None  # layers without RoPE, counted from 0, as in SmolLM3
-    n_kv_heads_per_layer: list | None = None  # KV heads per layer of a pruned model; None: n_kv_heads
+    n_kv_heads_per_layer: list | None = (
+        None  # KV heads per layer of a pruned model; None: n_kv_heads
+    )
 
     def __post_init__(self) -> None:
         check_types(get_type_hints(ThinkerConfig), vars(self), "model.")
-        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "max_seq_len", "n_kv_heads", "head_dim", "d_ff"):
+        for name in (
+            "vocab_size",
+            "d_model",
+            "n_layers",
+            "n_heads",
+            "max_seq_len",
+            "n_kv_heads",
+            "head_dim",
+            "d_ff",
+        ):
             size = getattr(self, name)
             if size is not None and not 1 <= size <= MAX_SIZE:
                 raise UserError(f"model.{name} is {size}; it must be from 1 to {MAX_SIZE:,}")
@@ -58,13 +79,19 @@ class ThinkerConfig:
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}; it must be in [0, 1)")
         if not (0 < self.rope_theta <= MAX_FLOAT and 0 < self.norm_eps <= MAX_FLOAT):
-            raise UserError(f"model.rope_theta and model.norm_eps must be above 0 and at most {MAX_FLOAT:g}")
+            raise UserError(
+                f"model.rope_theta and model.norm_eps must be above 0 and at most {MAX_FLOAT:g}"
+            )
         if self.init not in ("fan_in", "normal"):
             raise UserError(f"model.init is {self.init!r}; choose from: fan_in, normal")
         if not 0 <= self.head_init_std <= MAX_FLOAT:
-            raise UserError(f"model.head_init_std is {self.head_init_std}; it must be from 0 to {MAX_FLOAT:g}")
+            raise UserError(
+                f"model.head_init_std is {self.head_init_std}; it must be from 0 to {MAX_FLOAT:g}"
+            )
         if self.head_init_std > 0 and (self.tie_embeddings or self.init == "normal"):
-            raise UserError("model.head_init_std needs model.init=fan_in and model.tie_embeddings=false; remove it")
+            raise UserError(
+                "model.head_init_std needs model.init=fan_in and model.tie_embeddings=false; remove it"
+            )
         self._check_positions_and_attention()
 
     def _set_widths(self) -> None:
@@ -73,19 +100,27 @@ class ThinkerConfig:
         heads = f"model.n_heads = {self.n_heads}"
         if self.n_heads % self.n_kv_heads:
             choices = ", ".join(map(str, divisors(self.n_heads)))
-            raise UserError(f"model.n_kv_heads is {self.n_kv_heads}, which does not divide {heads} (use {choices})")
+            raise UserError(
+                f"model.n_kv_heads is {self.n_kv_heads}, which does not divide {heads} (use {choices})"
+            )
         if self.head_dim is None:
             if self.d_model % self.n_heads:
-                raise UserError(f"model.d_model is {self.d_model}, not a multiple of {heads}; set model.head_dim")
+                raise UserError(
+                    f"model.d_model is {self.d_model}, not a multiple of {heads}; set model.head_dim"
+                )
             self.head_dim = self.d_model // self.n_heads
         if self.head_dim % 2:
-            raise UserError(f"the head dimension is {self.head_dim}; it must be even because RoPE rotates pairs")
+            raise UserError(
+                f"the head dimension is {self.head_dim}; it must be even because RoPE rotates pairs"
+            )
         if self.d_ff is None:
             self.d_ff = -(-8 * self.d_model // (3 * 64)) * 64
 
     def _check_positions_and_attention(self) -> None:
         if self.positions not in POSITIONS:
-            raise UserError(f"model.positions is {self.positions!r}; choose from: {', '.join(POSITIONS)}")
+            raise UserError(
+                f"model.positions is {self.positions!r}; choose from: {', '.join(POSITIONS)}"
+            )
         for name in ("rope_scaling", "no_rope_layers"):
             if self.positions != "rope" and getattr(self, name) is not None:
                 raise UserError(f"model.{name} works only with model.positions=rope; remove it")
@@ -93,25 +128,43 @@ class ThinkerConfig:
             RopeScaling.from_dict(self.rope_scaling)
         layers, last = self.no_rope_layers or [], self.n_layers - 1
         if any(type(i) is not int or not 0 <= i <= last for i in layers):
-            raise UserError(f"model.no_rope_layers is {layers}; it must be a list of layers from 0 to {last}")
-        softcap, n_kv_heads, patterns = self.attn_logit_softcap, self.n_kv_heads_per_layer, self.patterns
+            raise UserError(
+                f"model.no_rope_layers is {layers}; it must be a list of layers from 0 to {last}"
+            )
+        softcap, n_kv_heads, patterns = (
+            self.attn_logit_softcap,
+            self.n_kv_heads_per_layer,
+            self.patterns,
+        )
         if softcap is not None and not 1e-9 <= softcap <= 1e9:
-            raise UserError(f"model.attn_logit_softcap is {softcap}; it must be a number from 1e-9 to 1e9, or null")
+            raise UserError(
+                f"model.attn_logit_softcap is {softcap}; it must be a number from 1e-9 to 1e9, or null"
+            )
         if not 1e-3 <= (temperature := self.attention_temperature) <= 1e3:
-            raise UserError(f"model.attention_temperature is {temperature}; it must be a number from 0.001 to 1000")
+            raise UserError(
+                f"model.attention_temperature is {temperature}; it must be a number from 0.001 to 1000"
+            )
         if n_kv_heads is not None:
             rule = f"it must list {self.n_layers} numbers from 1 to {self.n_kv_heads}"
             are_counts = all(type(n) is int and 1 <= n <= self.n_kv_heads for n in n_kv_heads)
             if len(n_kv_heads) != self.n_layers or not are_counts:
                 raise UserError(f"model.n_kv_heads_per_layer is {n_kv_heads}; {rule}")
             if self.positions == "alibi" or any(pattern.by_head for pattern in patterns):
-                raise UserError("model.n_kv_heads_per_layer does not work with alibi or per-head patterns; remove it")
+                raise UserError(
+                    "model.n_kv_heads_per_layer does not work with alibi or per-head patterns; remove it"
+                )
         last_token = max((token for pattern in patterns for token in pattern.tokens), default=0)
         if last_token >= (V := self.vocab_size) > 1:  # 1 until the tokenizer is known
-            raise UserError(f"model.attention names token {last_token}, which is not in the vocabulary (0 to {V - 1})")
+            raise UserError(
+                f"model.attention names token {last_token}, which is not in the vocabulary (0 to {V - 1})"
+            )
         has_linear = any(pattern.n_features for pattern in patterns)
-        if has_linear and (softcap or temperature != 1 or self.attention_sinks or self.positions == "alibi"):
-            raise UserError("linear attention does not support attention_temperature, softcap, sinks or alibi")
+        if has_linear and (
+            softcap or temperature != 1 or self.attention_sinks or self.positions == "alibi"
+        ):
+            raise UserError(
+                "linear attention does not support attention_temperature, softcap, sinks or alibi"
+            )
 
     @property
     def patterns(self) -> list[Pattern]:
@@ -120,7 +173,11 @@ class ThinkerConfig:
 
     def head_counts(self, layer: int) -> tuple[int, int]:
         """H and K of a layer; H / K is the same in all layers."""
-        K = self.n_kv_heads if self.n_kv_heads_per_layer is None else self.n_kv_heads_per_layer[layer]
+        K = (
+            self.n_kv_heads
+            if self.n_kv_heads_per_layer is None
+            else self.n_kv_heads_per_layer[layer]
+        )
         return K * self.n_heads // self.n_kv_heads, K
 
     @property
@@ -129,7 +186,11 @@ class ThinkerConfig:
         has_plain_scores = self.attn_logit_softcap is None and not self.attention_sinks
         has_changed_input = self._has_dynamic_rope or self.no_rope_layers or self.token_shift
         is_plain_input = self.positions == "rope" and not has_changed_input
-        return has_plain_scores and is_plain_input and {pattern.text for pattern in self.patterns} == {"full"}
+        return (
+            has_plain_scores
+            and is_plain_input
+            and {pattern.text for pattern in self.patterns} == {"full"}
+        )
 
     @property
     def is_unbounded(self) -> bool:
@@ -139,7 +200,11 @@ class ThinkerConfig:
             for pattern in self.patterns
         )
         has_unbounded_positions = self.positions in ("rope", "alibi", "none")
-        return is_bounded_attention and has_unbounded_positions and self.max_cached_len == self.max_seq_len
+        return (
+            is_bounded_attention
+            and has_unbounded_positions
+            and self.max_cached_len == self.max_seq_len
+        )
 
     @property
     def max_cached_len(self) -> int:
@@ -166,7 +231,9 @@ class ThinkerConfig:
         """The inverse of to_dict. Raises UserError for an unknown key or a wrong type."""
         for name in values:
             if name not in cls.__dataclass_fields__:
-                raise UserError(f"the model config has an unknown key {name!r}; it may need a newer version of Thinker")
+                raise UserError(
+                    f"the model config has an unknown key {name!r}; it may need a newer version of Thinker"
+                )
         if "vocab_size" not in values:
             raise UserError("the model config has no vocab_size; add it")
         return cls(**values)

@@ -27,31 +27,56 @@ def check_inputs(
     """
     if (tokens is None) == (embeddings is None):
         raise UserError("pass either tokens or embeddings to the model, not both or neither")
-    given = {"tokens": tokens, "embeddings": embeddings, "targets": targets, "document_ids": document_ids}
+    given = {
+        "tokens": tokens,
+        "embeddings": embeddings,
+        "targets": targets,
+        "document_ids": document_ids,
+    }
     given = {name: value for name, value in given.items() if value is not None}
     name, inputs = next(iter(given.items()))
     if not isinstance(inputs, Tensor):
-        encode = "; encode the text first: torch.tensor([tokenizer.encode(text)])" if isinstance(inputs, str) else ""
+        encode = (
+            "; encode the text first: torch.tensor([tokenizer.encode(text)])"
+            if isinstance(inputs, str)
+            else ""
+        )
         raise UserError(f"{name} is a {type(inputs).__name__}; it must be a tensor{encode}")
     width = () if embeddings is None else (config.d_model,)
     if inputs.dim() != 2 + len(width) or 0 in inputs.shape or inputs.shape[2:] != width:
-        raise UserError(f"{name} has shape {tuple(inputs.shape)}; use non-empty tokens (B, T) or embeddings (B, T, C)")
+        raise UserError(
+            f"{name} has shape {tuple(inputs.shape)}; use non-empty tokens (B, T) or embeddings (B, T, C)"
+        )
     for name, value in given.items():
         shape = (*inputs.shape[:2], *(width if name == "embeddings" else ()))
         if not isinstance(value, Tensor) or value.shape != shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else describe(value)
-            raise UserError(f"{name} is {found}; it must be a tensor of shape {shape}, like the tokens")
+            raise UserError(
+                f"{name} is {found}; it must be a tensor of shape {shape}, like the tokens"
+            )
         if value.device != device:
-            raise UserError(f"{name} is on {value.device}, but the model is on {device}; use {name}.to(model.device)")
+            raise UserError(
+                f"{name} is on {value.device}, but the model is on {device}; use {name}.to(model.device)"
+            )
         if name != "embeddings":
             _check_ids(name, value, config.vocab_size)
     if embeddings is not None and not embeddings.is_floating_point():
-        raise UserError(f"embeddings is {embeddings.dtype}; it must be a floating-point dtype such as torch.float32")
+        raise UserError(
+            f"embeddings is {embeddings.dtype}; it must be a floating-point dtype such as torch.float32"
+        )
     if cache is not None:
         _check_cache(config, dtype, cache, document_ids)
-    too_long = inputs.shape[1] > config.max_seq_len and config.positions != "learned"  # those raise an error
-    if too_long and targets is None and not (cache is not None or config.is_unbounded or torch.compiler.is_compiling()):
-        warnings.warn(beyond_context(inputs.shape[1], config), stacklevel=5)  # the caller of model(...)
+    too_long = (
+        inputs.shape[1] > config.max_seq_len and config.positions != "learned"
+    )  # those raise an error
+    if (
+        too_long
+        and targets is None
+        and not (cache is not None or config.is_unbounded or torch.compiler.is_compiling())
+    ):
+        warnings.warn(
+            beyond_context(inputs.shape[1], config), stacklevel=5
+        )  # the caller of model(...)
     return inputs
 
 
@@ -60,15 +85,21 @@ def beyond_context(n_tokens: int, config: ThinkerConfig) -> str:
     return f"the sequence has {n_tokens} tokens, but the model was trained with a context of {config.max_seq_len}"
 
 
-def _check_cache(config: ThinkerConfig, dtype: torch.dtype, cache: KVCache, document_ids: Tensor | None) -> None:
+def _check_cache(
+    config: ThinkerConfig, dtype: torch.dtype, cache: KVCache, document_ids: Tensor | None
+) -> None:
     if not isinstance(cache, KVCache):
         raise UserError(f"cache is {describe(cache)}; it must come from model.new_cache()")
     if document_ids is not None:
         raise UserError("document_ids cannot be combined with a cache; pass only one")
     if (len(cache.layers), cache.head_dim) != (config.n_layers, config.head_dim):
-        raise UserError("the cache was made for a model of another shape; create a new one with model.new_cache()")
+        raise UserError(
+            "the cache was made for a model of another shape; create a new one with model.new_cache()"
+        )
     if cache.dtype != dtype:
-        raise UserError(f"the cache is {cache.dtype}, but the model uses {dtype}; create one with model.new_cache()")
+        raise UserError(
+            f"the cache is {cache.dtype}, but the model uses {dtype}; create one with model.new_cache()"
+        )
 
 
 def _check_ids(name: str, tokens: Tensor, vocab_size: int) -> None:
@@ -86,7 +117,9 @@ def _check_ids(name: str, tokens: Tensor, vocab_size: int) -> None:
             raise UserError(f"token id {token.item()} in {name} is out of range; {known}")
 
 
-def tokens_to_inspect(tokens: Tensor | str, tokenizer: Any, config: ThinkerConfig, device: torch.device) -> Tensor:
+def tokens_to_inspect(
+    tokens: Tensor | str, tokenizer: Any, config: ThinkerConfig, device: torch.device
+) -> Tensor:
     """Return tokens (B, T), or encode a text as a prompt, (1, T). Raises UserError beyond the context."""
     if isinstance(tokens, str):
         if not hasattr(tokenizer, "bos_prefix"):

@@ -12,7 +12,7 @@ from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_attention import LinearState
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
-from thinker.model.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
+from thinker.model.patterns.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.type_checks import describe
@@ -29,26 +29,38 @@ class LayerCache:
     size = math.inf  # positions before old ones are overwritten; inf: never, max_len is the limit
     no_truncate_reason = ""
 
-    def prepare(self, cache: KVCache, pattern: Pattern, positions: Tensor) -> tuple[AttentionMask, CacheSlots]:
+    def prepare(
+        self, cache: KVCache, pattern: Pattern, positions: Tensor
+    ) -> tuple[AttentionMask, CacheSlots]:
         """Return the mask and slots of new positions, (T,) or (B, T), which `cache` already counts."""
         if max(cache.lengths) == positions.shape[-1]:  # the first chunk
-            return cache.build_mask(pattern, positions, positions, aligned=True), CacheSlots(positions)
+            return cache.build_mask(pattern, positions, positions, aligned=True), CacheSlots(
+                positions
+            )
         slots = CacheSlots(positions, max(cache.lengths))
         has_alibi = cache.mask_builder.alibi_slopes is not None
         if positions.shape == (1,) and pattern == CAUSAL and not has_alibi:
             return AttentionMask(), slots  # the last position attends to every key
-        return cache.build_mask(pattern, positions, torch.arange(slots.kv_len, device=positions.device)), slots
+        return cache.build_mask(
+            pattern, positions, torch.arange(slots.kv_len, device=positions.device)
+        ), slots
 
-    def update(self, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots) -> tuple[Tensor, Tensor, Tensor]:
+    def update(
+        self, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Store new keys and values (B, K, T, D). Returns q and the keys and values to attend to, (B, K, S, D) each."""
         keys, values, slot_mapping = k, v, slots.slot_mapping
         if slots.kv_len is not None:
             keys, values = self.keys[:, :, : slots.kv_len], self.values[:, :, : slots.kv_len]
-            if self.size < math.inf and k.shape[2] > 1:  # read the old ring before it is overwritten
+            if (
+                self.size < math.inf and k.shape[2] > 1
+            ):  # read the old ring before it is overwritten
                 keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
         for stored, new in ((self.keys, k), (self.values, v)):
             if slot_mapping.dim() == 2:
-                rows = torch.arange(len(slot_mapping), device=slot_mapping.device)[:, None]  # (B, 1)
+                rows = torch.arange(len(slot_mapping), device=slot_mapping.device)[
+                    :, None
+                ]  # (B, 1)
                 stored[rows, :, slot_mapping] = new.transpose(1, 2)  # (B, T, K, D)
             else:
                 stored.index_copy_(2, slot_mapping, new)
@@ -71,7 +83,9 @@ class RingLayer(LayerCache):
         """Slot of each new position, (T,) or (B, T). Positions that newer ones overwrite get the unread slot."""
         ring = self.size - self.n_global
         is_global = positions < self.n_global
-        slots = torch.where(is_global, positions, self.n_global + (positions - self.n_global) % ring)
+        slots = torch.where(
+            is_global, positions, self.n_global + (positions - self.n_global) % ring
+        )
         is_overwritten = ~is_global & (positions < positions[..., -1:] + 1 - ring)
         return torch.where(is_overwritten, self.size, slots)
 
@@ -84,7 +98,9 @@ class RingLayer(LayerCache):
         positions = torch.where(slots < self.n_global, slots, in_ring)
         return torch.where(positions > newest, INVALID_POSITION, positions)
 
-    def prepare(self, cache: KVCache, pattern: Pattern, positions: Tensor) -> tuple[AttentionMask, CacheSlots]:
+    def prepare(
+        self, cache: KVCache, pattern: Pattern, positions: Tensor
+    ) -> tuple[AttentionMask, CacheSlots]:
         """See LayerCache.prepare(); the high-water mark of each row determines what the ring contains."""
         slots, T = CacheSlots(self.slot_mapping(positions)), positions.shape[-1]
         if max(cache.lengths) == T:
@@ -92,12 +108,18 @@ class RingLayer(LayerCache):
         is_single = T == 1
         high_water = cache.high_water if is_single else cache.high_water_before
         slots.kv_len = min(max(high_water), self.size)
-        lengths = to_device(high_water if positions.dim() == 2 else high_water[:1], positions.device)
+        lengths = to_device(
+            high_water if positions.dim() == 2 else high_water[:1], positions.device
+        )
         keys = self.slot_positions(lengths, slots.kv_len)  # (B or 1, kv_len)
-        if not is_single:  # new keys follow those in the ring, without the old keys that they replace
+        if (
+            not is_single
+        ):  # new keys follow those in the ring, without the old keys that they replace
             keys = torch.where(keys < positions[..., :1], keys, INVALID_POSITION)
             keys = torch.cat((keys, positions.expand(len(keys), -1)), dim=1)
-        return cache.build_mask(pattern, positions, keys if positions.dim() == 2 else keys[0]), slots
+        return cache.build_mask(
+            pattern, positions, keys if positions.dim() == 2 else keys[0]
+        ), slots
 
 
 class LinearLayer(LinearState):
@@ -120,9 +142,14 @@ class KVCache:
         slack: int = 0,
     ) -> None:  # fmt: skip
         """`slack`: number of positions that truncate() can always remove, even from ring buffers."""
-        if not all(type(n) is int and n >= least for n, least in ((batch_size, 1), (max_len, 1), (slack, 0))):
+        if not all(
+            type(n) is int and n >= least
+            for n, least in ((batch_size, 1), (max_len, 1), (slack, 0))
+        ):
             sizes = f"batch_size={describe(batch_size)}, max_len={describe(max_len)}, slack={describe(slack)}"
-            raise UserError(f"invalid cache size {sizes}; use integers of at least 1 (slack: at least 0)")
+            raise UserError(
+                f"invalid cache size {sizes}; use integers of at least 1 (slack: at least 0)"
+            )
         self.max_len, self.device, self.slack = max_len, torch.device(device), slack
         self.mask_builder = MaskBuilder.of_model(config, dtype, self.device, "auto")
         self.prefix, self.head_dim, self.dtype = config.prefix, config.head_dim, dtype
@@ -132,9 +159,13 @@ class KVCache:
         ]
         self.n_moves = 0  # times that the tensors of all layers were replaced
         self.lengths = [0] * batch_size
-        self.high_water = self.high_water_before = self.lengths  # largest length of each row before truncate()
+        self.high_water = self.high_water_before = (
+            self.lengths
+        )  # largest length of each row before truncate()
         keeps_tokens = self.mask_builder.by_token or config.token_shift
-        self.tokens = torch.zeros(batch_size, max_len, dtype=int, device=device) if keeps_tokens else None
+        self.tokens = (
+            torch.zeros(batch_size, max_len, dtype=int, device=device) if keeps_tokens else None
+        )
 
     def _new_layer(self, pattern: Pattern, B: int, K: int) -> LayerCache | LinearLayer:
         if pattern.n_features:
@@ -145,7 +176,10 @@ class KVCache:
         return RingLayer(*self._new_tensors(B, K, size + 1), self.slack, pattern.n_global)
 
     def _new_tensors(self, B: int, K: int, size: int) -> tuple[Tensor, Tensor]:
-        return tuple(torch.zeros(B, K, size, self.head_dim, device=self.device, dtype=self.dtype) for _ in range(2))
+        return tuple(
+            torch.zeros(B, K, size, self.head_dim, device=self.device, dtype=self.dtype)
+            for _ in range(2)
+        )
 
     @property
     def is_unbounded(self) -> bool:
@@ -168,7 +202,9 @@ class KVCache:
             at = (positions[..., :1].expand(batch_size, 1) - 1) % self.max_len
             token_before = self.tokens.gather(1, at)  # any id before position 0
             newest = slice(-self.max_len, None)  # unbounded caches keep the last max_len tokens
-            self.tokens.scatter_(1, positions.expand(batch_size, -1)[:, newest] % self.max_len, tokens[:, newest])
+            self.tokens.scatter_(
+                1, positions.expand(batch_size, -1)[:, newest] % self.max_len, tokens[:, newest]
+            )
         patterns, prepared = self.mask_builder.patterns, {}
         for layer, pattern in zip(self.layers, patterns):
             if pattern.n_features:  # no mask and no slots
@@ -182,10 +218,14 @@ class KVCache:
         """Add `length` positions to every row and return the previous lengths. Raises the errors of append()."""
         starts = self.lengths
         if batch_size != len(starts):
-            raise UserError(f"the cache has {len(starts)} rows, not {batch_size}; use new_cache({batch_size})")
+            raise UserError(
+                f"the cache has {len(starts)} rows, not {batch_size}; use new_cache({batch_size})"
+            )
         if max(starts) + length > self.max_len and not self.is_unbounded:
             used = f"the cache has {self.max_len} positions and {max(starts)} are used"
-            raise UserError(f"{used}, so {length} more do not fit; raise max_len in new_cache(max_len=...)")
+            raise UserError(
+                f"{used}, so {length} more do not fit; raise max_len in new_cache(max_len=...)"
+            )
         if min(starts) < self.prefix and (max(starts) > 0 or length < self.prefix):
             raise UserError(
                 f"{length} positions after {min(starts)} split the bidirectional prefix; pass the first {self.prefix} "
@@ -196,7 +236,9 @@ class KVCache:
         self.high_water = [max(pair) for pair in zip(self.high_water, self.lengths)]
         return starts
 
-    def build_mask(self, pattern: Pattern, queries: Tensor, keys: Tensor, aligned: bool = False) -> AttentionMask:
+    def build_mask(
+        self, pattern: Pattern, queries: Tensor, keys: Tensor, aligned: bool = False
+    ) -> AttentionMask:
         """Mask between queries and keys at these positions, (T,) or (B, T) each."""
         query, key = TokenInfo(queries), TokenInfo(keys)
         if self.mask_builder.by_token:
@@ -208,10 +250,14 @@ class KVCache:
         """Shorten each row to its new length. Raises UserError if keys that it needs have been overwritten."""
         for new, old in zip(lengths, self.lengths, strict=True):
             if not 0 <= new <= old:
-                raise UserError(f"cannot truncate a row of {old} positions to {new}; use 0 to {old}")
+                raise UserError(
+                    f"cannot truncate a row of {old} positions to {new}; use 0 to {old}"
+                )
         for layer in self.layers:
             if not self._can_truncate_layer(layer, lengths):
-                raise UserError(f"cannot truncate from {self.lengths} to {lengths}: {layer.no_truncate_reason}")
+                raise UserError(
+                    f"cannot truncate from {self.lengths} to {lengths}: {layer.no_truncate_reason}"
+                )
         self.lengths = list(lengths)
 
     def can_truncate(self, lengths: list[int]) -> bool:
@@ -244,4 +290,7 @@ class KVCache:
                 setattr(layer, name, torch.cat((getattr(layer, name), getattr(other_layer, name))))
         if self.tokens is not None:
             self.tokens = torch.cat((self.tokens, other.tokens))
-        self.lengths, self.high_water = self.lengths + other.lengths, self.high_water + other.high_water
+        self.lengths, self.high_water = (
+            self.lengths + other.lengths,
+            self.high_water + other.high_water,
+        )

@@ -26,7 +26,9 @@ class Linear(nn.Linear):
 
     def __init__(self, n_in: int, n_out: int, bias: bool = False) -> None:
         super().__init__(n_in, n_out, bias=bias)
-        self.cached_weight: Tensor | None = None  # in the dtype of the activations, during a training step
+        self.cached_weight: Tensor | None = (
+            None  # in the dtype of the activations, during a training step
+        )
 
     def effective_weight(self) -> Tensor:
         """The matrix that forward() multiplies by, (n_out, n_in)."""
@@ -41,11 +43,18 @@ class Linear(nn.Linear):
         """(..., n_in) -> (..., n_out), in x's dtype."""
         weight = self.cast_weight(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if bias is None and x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_grad_enabled():
+        if (
+            bias is None
+            and x.device.type == "cpu"
+            and x.dtype == torch.float32
+            and not torch.is_grad_enabled()
+        ):
             rows = x.numel() // x.shape[-1]
             if 4 <= rows <= 16:
                 # In this order MKL reads the matrix once for all rows: 8 rows take 1.4 times as long as 1, not 2.4.
-                return (weight @ x.reshape(rows, -1).t().contiguous()).t().reshape(*x.shape[:-1], -1)
+                return (
+                    (weight @ x.reshape(rows, -1).t().contiguous()).t().reshape(*x.shape[:-1], -1)
+                )
         return F.linear(x, weight, bias)
 
 
@@ -72,7 +81,9 @@ class RMSNorm(nn.Module):
         if self.kernels is not None:
             return self.kernels.rms_norm(x, self.weight, self.eps)
         if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight.to(x.dtype)
+            return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight.to(
+                x.dtype
+            )
         if torch.is_grad_enabled():
             return _FusedRMSNorm.apply(x, self.weight, self.eps)
         return _normalise(x, self.eps)[0] * self.weight.to(x.dtype)
@@ -80,11 +91,15 @@ class RMSNorm(nn.Module):
 
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x / rms(x) in x's dtype, and 1 / rms(x) in fp32 (fp64 if x is fp64), (..., 1)."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(
+        x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
+    )
     scale = torch.rsqrt(norm * norm / x.shape[-1] + eps)  # (..., 1)
     if x.dtype == scale.dtype:
         return x * scale, scale
-    return torch.mul(x, scale, out=torch.empty_like(x)), scale  # multiplies in fp32 and casts while writing
+    return torch.mul(
+        x, scale, out=torch.empty_like(x)
+    ), scale  # multiplies in fp32 and casts while writing
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -20,14 +20,18 @@ class LoraLinear(Linear):
             super().__init__(frozen.in_features, frozen.out_features)
         self.weight, self.bias = frozen.weight.requires_grad_(False), frozen.bias
         like = {"device": frozen.weight.device, "dtype": frozen.weight.dtype}
-        self.lora_A = nn.Parameter(torch.empty(rank, frozen.in_features, **like).normal_(0, frozen.in_features**-0.5))
+        self.lora_A = nn.Parameter(
+            torch.empty(rank, frozen.in_features, **like).normal_(0, frozen.in_features**-0.5)
+        )
         self.lora_B = nn.Parameter(torch.zeros(frozen.out_features, rank, **like))
         self.register_buffer("lora_scale", torch.tensor(scale, **like))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
         low = F.linear(x, self.lora_A.to(x.dtype))  # (..., r)
-        return super().forward(x) + F.linear(low, self.lora_B.to(x.dtype)) * self.lora_scale.to(x.dtype)
+        return super().forward(x) + F.linear(low, self.lora_B.to(x.dtype)) * self.lora_scale.to(
+            x.dtype
+        )
 
     def effective_weight(self) -> Tensor:
         """W + scale · B A, (n_out, n_in)."""

@@ -14,7 +14,7 @@ from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.flex_attention import FlexAttention
 from thinker.model.kernels.local_attention import LocalBlocks, positions_to_blocks
 from thinker.model.kernels.varlen_attention import VarlenAttention
-from thinker.model.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
+from thinker.model.patterns.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
 from thinker.model.positions import Rotation, alibi_slopes
 
 
@@ -35,7 +35,9 @@ class ForwardContext:
     masks: list[AttentionMask]  # per layer; layers with the same pattern share one
     slots: list[CacheSlots | None]  # per layer; None without a cache of keys
     rope: Rotation = None
-    token_before: Tensor | None = None  # (B, 1): the id that precedes each row in the cache, if the cache keeps ids
+    token_before: Tensor | None = (
+        None  # (B, 1): the id that precedes each row in the cache, if the cache keeps ids
+    )
 
 
 @dataclass
@@ -44,7 +46,9 @@ class MaskBuilder:
 
     n_heads: int  # H, query heads
     dtype: torch.dtype = torch.float32  # dtype of the activations
-    alibi_slopes: Tensor | None = None  # (H,), penalty per position of distance (model/positions.py)
+    alibi_slopes: Tensor | None = (
+        None  # (H,), penalty per position of distance (model/positions.py)
+    )
     kernel: str = "auto"  # one of attention_dispatch.KERNELS; "reference" supports all patterns
     plain_scores: bool = True  # without attn_logit_softcap and sinks
     patterns: list[Pattern] = field(default_factory=list)  # one per layer
@@ -52,7 +56,9 @@ class MaskBuilder:
     _last: tuple[int, dict[Pattern, AttentionMask]] = (0, {})
 
     @classmethod
-    def of_model(cls, config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str) -> MaskBuilder:
+    def of_model(
+        cls, config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str
+    ) -> MaskBuilder:
         """Create the builder for a model."""
         slopes = alibi_slopes(config.n_heads, device) if config.positions == "alibi" else None
         plain_scores = config.attn_logit_softcap is None and not config.attention_sinks
@@ -79,18 +85,28 @@ class MaskBuilder:
         by_layer = [masks[pattern] for pattern in self.patterns]
         return ForwardContext(query.position, T, by_layer, [None] * len(by_layer))
 
-    def reference_mask(self, pattern: Pattern, query: TokenInfo, rows: slice = slice(None)) -> AttentionMask:
+    def reference_mask(
+        self, pattern: Pattern, query: TokenInfo, rows: slice = slice(None)
+    ) -> AttentionMask:
         """Mask of a slice of queries, for the reference; the mask of the whole sequence is never built."""
         part = _map_tensors(query, lambda x: x[..., rows])
         return replace(self, kernel="reference").build(pattern, part, query)
 
-    def build(self, pattern: Pattern, query: TokenInfo, key: TokenInfo, aligned: bool = False) -> AttentionMask:
+    def build(
+        self, pattern: Pattern, query: TokenInfo, key: TokenInfo, aligned: bool = False
+    ) -> AttentionMask:
         """Mask between queries at positions (T,) or (B, T) and keys at (S,) or (B, S).
 
         `aligned`: both have the same positions in the same order. Raises UserError if `kernel` does not support it.
         """
         kernel = choose_kernel(
-            self.kernel, pattern, query, aligned, self.dtype, self.alibi_slopes is not None, self.plain_scores
+            self.kernel,
+            pattern,
+            query,
+            aligned,
+            self.dtype,
+            self.alibi_slopes is not None,
+            self.plain_scores,
         )
         mask = AttentionMask(kernel=kernel, may_be_empty=not pattern.includes_self)
         if aligned:
@@ -99,19 +115,33 @@ class MaskBuilder:
             mask.kernel_state = FlexAttention(pattern, query, self.n_heads, self.alibi_slopes)
         elif kernel == "varlen":
             mask.kernel_state = VarlenAttention(query.document_id, pattern.max_distance)
-        elif pattern == CAUSAL and aligned and query.document_id is None and self.alibi_slopes is None:
+        elif (
+            pattern == CAUSAL
+            and aligned
+            and query.document_id is None
+            and self.alibi_slopes is None
+        ):
             mask.is_causal = True
         else:
             if kernel == "local":
-                blocks = mask.kernel_state = LocalBlocks.for_distance(pattern.max_distance, pattern.n_global)
+                blocks = mask.kernel_state = LocalBlocks.for_distance(
+                    pattern.max_distance, pattern.n_global
+                )
                 query, key = (  # (blocks or B·blocks, block) and (..., n_global + before + block)
-                    _map_tensors(key, lambda x, i=i: positions_to_blocks(x, blocks, INVALID_POSITION)[i].flatten(0, -2))
+                    _map_tensors(
+                        key,
+                        lambda x, i=i: positions_to_blocks(x, blocks, INVALID_POSITION)[i].flatten(
+                            0, -2
+                        ),
+                    )
                     for i in (0, 1)
                 )
             self._set_allowed(mask, pattern, _unsqueeze(query, -1), _unsqueeze(key, -2))
         return mask
 
-    def _set_allowed(self, mask: AttentionMask, pattern: Pattern, query: TokenInfo, key: TokenInfo) -> None:
+    def _set_allowed(
+        self, mask: AttentionMask, pattern: Pattern, query: TokenInfo, key: TokenInfo
+    ) -> None:
         """Mask for kernels that read `allowed`: query (..., T, 1), key (..., 1, S)."""
         device, slopes = query.position.device, self.alibi_slopes
         if pattern.by_head or slopes is not None:
@@ -120,10 +150,14 @@ class MaskBuilder:
             head = torch.zeros((), dtype=int, device=device)
         bias = None
         if slopes is not None:
-            bias = -slopes[:, None, None] * (query.position - key.position).abs()  # (H, T, S) or (B, H, T, S)
+            bias = (
+                -slopes[:, None, None] * (query.position - key.position).abs()
+            )  # (H, T, S) or (B, H, T, S)
         if pattern.by_content:
 
-            def content_mask(q: Tensor, k: Tensor, scores: Tensor | None = None, rows: slice = slice(None)) -> Tensor:
+            def content_mask(
+                q: Tensor, k: Tensor, scores: Tensor | None = None, rows: slice = slice(None)
+            ) -> Tensor:
                 part = _map_tensors(query, lambda x: x[..., rows, :])  # (..., rows, 1)
                 part.scores, part.vectors = scores, q
                 return pattern(head, part, replace(key, vectors=k))

@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinker.model.activation_hooks import ActivationCache, HookManager, Patch, hook, hook_points, open_hooks
+from thinker.model.activation_hooks import (
+    ActivationCache,
+    HookManager,
+    Patch,
+    hook,
+    hook_points,
+    open_hooks,
+)
 from thinker.model.attention import AnyCache, Attention, LinearAttention
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
@@ -18,7 +25,7 @@ from thinker.model.kernels.linear_cross_entropy import ChunkLoss, linear_cross_e
 from thinker.model.kv_cache import KVCache
 from thinker.model.layers import FusedKernels, Linear, RMSNorm, project_jointly
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
-from thinker.model.patterns import Pattern, TokenInfo
+from thinker.model.patterns.patterns import Pattern, TokenInfo
 from thinker.model.positions import Rope, RopeScaling, Rotation, sinusoidal_embedding
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import check_memory
@@ -32,7 +39,9 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_proj = Linear(config.d_model, config.d_ff)
         self.up_proj = Linear(config.d_model, config.d_ff)
-        self.register_module("gate_up_proj", None)  # gate and up in one matrix (generation/inference_model.py)
+        self.register_module(
+            "gate_up_proj", None
+        )  # gate and up in one matrix (generation/decoders/inference_model.py)
         self.down_proj = Linear(config.d_ff, config.d_model)
         self.hooks: HookManager | None = None
         self.kernels: FusedKernels | None = None
@@ -56,18 +65,29 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
         is_linear = pattern.n_features > 0
-        self.attention = LinearAttention(config, pattern.n_features, layer) if is_linear else Attention(config, layer)
+        self.attention = (
+            LinearAttention(config, pattern.n_features, layer)
+            if is_linear
+            else Attention(config, layer)
+        )
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = MLP(config)
         self.dropout = Dropout(config.dropout)
         self.hooks: HookManager | None = None
 
     def forward(
-        self, x: Tensor, rope: Rotation, mask: AttentionMask, cache: AnyCache = None, slots: CacheSlots | None = None
+        self,
+        x: Tensor,
+        rope: Rotation,
+        mask: AttentionMask,
+        cache: AnyCache = None,
+        slots: CacheSlots | None = None,
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         h = hook(self.hooks, "attention_norm", self.attention_norm(x))
-        x = x + self.dropout(hook(self.hooks, "attention", self.attention(h, rope, mask, cache, slots)))
+        x = x + self.dropout(
+            hook(self.hooks, "attention", self.attention(h, rope, mask, cache, slots))
+        )
         h = hook(self.hooks, "mlp_norm", self.mlp_norm(x))
         x = x + self.dropout(hook(self.hooks, "mlp", self.mlp(h)))
         return hook(self.hooks, "output", x)
@@ -86,20 +106,36 @@ class Thinker(nn.Module):
         check_types({"config": ThinkerConfig}, locals())
         self.config = config
         self.activation_dtype: torch.dtype | None = None
-        self.is_compiled = False  # set when the blocks are compiled; on CUDA this also compiles the loss
-        self.embedding = nn.Embedding.from_pretrained(_random(config.vocab_size, config.d_model), freeze=False)
+        self.is_compiled = (
+            False  # set when the blocks are compiled; on CUDA this also compiles the loss
+        )
+        self.embedding = nn.Embedding.from_pretrained(
+            _random(config.vocab_size, config.d_model), freeze=False
+        )
         # As the token shift of RWKV (Peng et al. 2023, arXiv:2305.13048), but only on the embedding.
-        self.token_shift = nn.Parameter(torch.zeros(config.d_model)) if config.token_shift else None  # (C,)
+        self.token_shift = (
+            nn.Parameter(torch.zeros(config.d_model)) if config.token_shift else None
+        )  # (C,)
         self.dropout = Dropout(config.dropout)
         self.kernel = "auto"  # or one of attention_dispatch.KERNELS
         self.mask_builder: MaskBuilder | None = None
         self._built_for: tuple[torch.dtype, torch.device, str] | None = None
         self.hooks: HookManager | None = None
         scaling = RopeScaling.from_dict(config.rope_scaling) if config.rope_scaling else None
-        self.rope = Rope(config.head_dim, config.rope_theta, scaling) if config.positions == "rope" else None
-        table = _random(config.max_seq_len, config.d_model) if config.positions == "learned" else None
-        self.positions = None if table is None else nn.Embedding.from_pretrained(table, freeze=False)
-        self.blocks = nn.ModuleList(Block(config, pattern, layer) for layer, pattern in enumerate(config.patterns))
+        self.rope = (
+            Rope(config.head_dim, config.rope_theta, scaling)
+            if config.positions == "rope"
+            else None
+        )
+        table = (
+            _random(config.max_seq_len, config.d_model) if config.positions == "learned" else None
+        )
+        self.positions = (
+            None if table is None else nn.Embedding.from_pretrained(table, freeze=False)
+        )
+        self.blocks = nn.ModuleList(
+            Block(config, pattern, layer) for layer, pattern in enumerate(config.patterns)
+        )
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.lm_head = Linear(config.d_model, config.vocab_size)
         if config.tie_embeddings:
@@ -116,7 +152,9 @@ class Thinker(nn.Module):
             elif self.config.init == "normal" or name == "positions.weight":
                 parameter.normal_(0, 0.02, generator=generator)
             elif name == "embedding.weight":
-                parameter.normal_(0, 0.02 if self.config.tie_embeddings else 1.0, generator=generator)
+                parameter.normal_(
+                    0, 0.02 if self.config.tie_embeddings else 1.0, generator=generator
+                )
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()  # every block starts as the identity
             elif name == "lm_head.weight":  # with std 0 the first loss is exactly ln V
@@ -160,11 +198,17 @@ class Thinker(nn.Module):
         Returns: logits (B, T or 1, V); with targets, (sum of losses in nats, fp32; number of targets). Raises UserError
             if shapes do not fit, an id is out of range (on a CPU), or the cache is full. Warns beyond the context.
         """
-        inputs = check_inputs(self.config, self.device, self.dtype, tokens, embeddings, targets, document_ids, cache)
+        inputs = check_inputs(
+            self.config, self.device, self.dtype, tokens, embeddings, targets, document_ids, cache
+        )
         if targets is not None and self.hooks is not None and "logits" in self.hooks:
-            raise UserError("logits cannot be recorded or patched in a pass with targets; leave out the targets")
+            raise UserError(
+                "logits cannot be recorded or patched in a pass with targets; leave out the targets"
+            )
         if targets is not None and last_logits_only:
-            raise UserError("last_logits_only cannot be combined with targets, which need the logits of all positions")
+            raise UserError(
+                "last_logits_only cannot be combined with targets, which need the logits of all positions"
+            )
         if target_losses is not None and (targets is None or target_losses.shape != targets.shape):
             raise UserError("target_losses needs targets of the same shape")
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
@@ -179,16 +223,26 @@ class Thinker(nn.Module):
             return linear_cross_entropy(x, *weights, compiles_loss, target_losses, chunk_loss)
 
     def make_context(
-        self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None
+        self,
+        inputs: Tensor,
+        tokens: Tensor | None,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> ForwardContext:
         """Context of a whole sequence, or of the next positions of a cache. Raises UserError if they do not fit."""
         if tokens is None and any(pattern.tokens for pattern in self.config.patterns):
-            raise UserError("model.attention selects tokens by id, but embeddings have no ids; pass tokens")
+            raise UserError(
+                "model.attention selects tokens by id, but embeddings have no ids; pass tokens"
+            )
         if tokens is None and cache is not None and self.token_shift is not None:
-            raise UserError("model.token_shift with a cache needs token ids; pass tokens, not embeddings")
+            raise UserError(
+                "model.token_shift with a cache needs token ids; pass tokens, not embeddings"
+            )
         end = inputs.shape[1] + (0 if cache is None else max(cache.lengths))
         if self.positions is not None and end > (n_learned := len(self.positions.weight)):
-            raise UserError(f"the sequence has {end} tokens, more than the {n_learned} learned positions; shorten it")
+            raise UserError(
+                f"the sequence has {end} tokens, more than the {n_learned} learned positions; shorten it"
+            )
         if self.rope is not None and not (cache is None and document_ids is None):
             self.rope.check_growth(end)
         if cache is not None:
@@ -196,7 +250,9 @@ class Thinker(nn.Module):
         else:
             positions = torch.arange(inputs.shape[1], device=inputs.device)  # (T,)
             if document_ids is not None:
-                is_first = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)  # (B, T)
+                is_first = F.pad(
+                    document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True
+                )  # (B, T)
                 positions = positions - torch.where(is_first, positions, 0).cummax(dim=1).values
                 document_ids = is_first.cumsum(dim=1)  # renumbered from 1
             built_for = self.dtype, inputs.device, self.kernel
@@ -211,7 +267,11 @@ class Thinker(nn.Module):
         return context
 
     def forward_blocks(
-        self, inputs: Tensor, context: ForwardContext, cache: KVCache | None = None, last_logits_only: bool = False
+        self,
+        inputs: Tensor,
+        context: ForwardContext,
+        cache: KVCache | None = None,
+        last_logits_only: bool = False,
     ) -> Tensor:
         """Map tokens (B, T) or embeddings (B, T, C) to the input of the LM head, (B, T, C)."""
         x = self.embedding(inputs) if inputs.dim() == 2 else inputs
@@ -263,7 +323,9 @@ class Thinker(nn.Module):
         with self.record("blocks.*.attention.weights") as cache:
             self(tokens_to_inspect(tokens, tokenizer, self.config, self.device))
         by_head = [weights.transpose(0, 1) for weights in cache.values()]  # (H, B, T, T) each
-        return nn.utils.rnn.pad_sequence(by_head, batch_first=True, padding_value=torch.nan).transpose(1, 2)
+        return nn.utils.rnn.pad_sequence(
+            by_head, batch_first=True, padding_value=torch.nan
+        ).transpose(1, 2)
 
 
 def _random(*shape: int) -> Tensor:

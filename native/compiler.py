@@ -17,7 +17,9 @@ from thinker.runtime.errors import UserError
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
-TRAINING_FLAGS = ("-fno-trapping-math",)  # without it GCC does not vectorize loops that choose between two numbers
+TRAINING_FLAGS = (
+    "-fno-trapping-math",
+)  # without it GCC does not vectorize loops that choose between two numbers
 COMPILERS = ("gcc", "clang", "cc")
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -57,7 +59,10 @@ def load_training_library() -> ctypes.CDLL:
     }  # fmt: skip
     for name, types in signatures.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = (*types, integer), None  # the last argument is the number of threads
+        function.argtypes, function.restype = (
+            (*types, integer),
+            None,
+        )  # the last argument is the number of threads
     return library
 
 
@@ -92,10 +97,14 @@ def _find_or_compile(compiler: str, source: Path, flags: tuple[str, ...]) -> Pat
     temporary = folder / f".{key}.{os.getpid()}.so"
     command = [compiler, *flags, "-o", str(temporary), str(source), "-lm"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+        result = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL
+        )
         if result.returncode or not temporary.exists():
             lines = result.stderr.strip().splitlines()
-            reason = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+            reason = next(
+                (line for line in lines if "error" in line), lines[-1] if lines else "no message"
+            )
             raise UserError(f"{compiler} cannot compile the kernels: {reason}")
         return temporary.replace(folder / f"{key}-{_hash(temporary.read_bytes())}.so")
     except OSError as error:
@@ -125,7 +134,9 @@ def _key(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
     """Changes with source, headers, flags, compiler, CPU and torch, whose OpenMP library is linked."""
     cpu = platform.machine()
     if CPU_INFO.exists():
-        cpu = "".join(re.findall(r"(?m)^(?:model name|flags|Features)\s*:.*", CPU_INFO.read_text())[:2])
+        cpu = "".join(
+            re.findall(r"(?m)^(?:model name|flags|Features)\s*:.*", CPU_INFO.read_text())[:2]
+        )
     stat = os.stat(compiler)
     parts = [
         *(path.read_text() for path in (source, *sorted(FOLDER.glob("*.h")))),

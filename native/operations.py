@@ -37,10 +37,18 @@ class Cached(Structure):
 
     def bind_quantized(self, codes: Tensor, scale: Tensor, newest: Tensor, bits: int) -> None:
         """Refer to codes (B, K, S, D or D / 2), their scale (B, K, S), and unrounded vectors, (B, K, n_newest, D)."""
-        self.data, self.format, self.scale = codes.data_ptr(), QUANTIZED_FORMATS[bits], scale.data_ptr()
+        self.data, self.format, self.scale = (
+            codes.data_ptr(),
+            QUANTIZED_FORMATS[bits],
+            scale.data_ptr(),
+        )
         self.row, self.head, self.slot, _ = codes.stride()
         self.scale_row, self.scale_head, _ = scale.stride()
-        self.newest, self.newest_format, self.n_newest = newest.data_ptr(), FORMATS[newest.dtype], newest.shape[2]
+        self.newest, self.newest_format, self.n_newest = (
+            newest.data_ptr(),
+            FORMATS[newest.dtype],
+            newest.shape[2],
+        )
         self.newest_row, self.newest_head, *_ = newest.stride()
 
 
@@ -98,7 +106,11 @@ class Workspace:
             "offset": torch.empty(n_rows, n_groups, dtype=torch.int32, device="cpu"),
         }
         for name, tensor in self.tensors.items():
-            setattr(self.step if name == "transformed" else self.step.activations, name, tensor.data_ptr())
+            setattr(
+                self.step if name == "transformed" else self.step.activations,
+                name,
+                tensor.data_ptr(),
+            )
 
     def set_scores(self, n_scores: int) -> None:
         """Allocate memory for the attention scores of one tile per thread."""
@@ -110,7 +122,9 @@ class Workspace:
     def run(self, operations: ctypes.Array, n_rows: int, n_operations: int | None = None) -> None:
         """Run the first operations (default: all) on `n_rows` rows."""
         self.step.n_rows = n_rows
-        load_library().run(operations, n_operations or len(operations), ctypes.byref(self.step), self.n_threads)
+        load_library().run(
+            operations, n_operations or len(operations), ctypes.byref(self.step), self.n_threads
+        )
 
     def sample_steps(
         self, operations: ctypes.Array, visible: Visible, logits: Tensor, n_ids: int, temperatures: list[float],
@@ -140,7 +154,11 @@ def linear_operation(weight: Tensor | Packed, bias: Tensor | None = None) -> Ope
     """x weightᵀ + bias, for a contiguous weight (n_out, n_in) in fp32 or bf16, or a packed one; bias in fp32."""
     operation = Operation(kind=LINEAR, bias=None if bias is None else bias.data_ptr())
     if isinstance(weight, Packed):
-        operation.format, operation.n_in, operation.n_out = QUANTIZED_FORMATS[weight.bits], weight.n_in, weight.n_out
+        operation.format, operation.n_in, operation.n_out = (
+            QUANTIZED_FORMATS[weight.bits],
+            weight.n_in,
+            weight.n_out,
+        )
         operation.weight, operation.scale = weight.codes.data_ptr(), weight.scale.data_ptr()
     else:
         assert weight.is_contiguous()
@@ -150,7 +168,11 @@ def linear_operation(weight: Tensor | Packed, bias: Tensor | None = None) -> Ope
 
 
 def sample(
-    logits: Tensor, n_ids: int, temperatures: list[float], uniforms: list[float], allowed: Tensor | None = None
+    logits: Tensor,
+    n_ids: int,
+    temperatures: list[float],
+    uniforms: list[float],
+    allowed: Tensor | None = None,
 ) -> tuple[list[int], list[float]]:
     """Sample a token from each row of contiguous logits (N, V) in fp32, of which the first `n_ids` are valid.
 
@@ -159,7 +181,11 @@ def sample(
     under the unmodified model.
     """
     n_rows = len(uniforms)
-    tokens, logprobs, numbers = (c_int64 * n_rows)(), (c_float * n_rows)(), (c_double * n_rows)(*uniforms)
+    tokens, logprobs, numbers = (
+        (c_int64 * n_rows)(),
+        (c_float * n_rows)(),
+        (c_double * n_rows)(*uniforms),
+    )
     by_row = (c_double * n_rows)(*temperatures)
     terms = torch.empty(n_ids + 32, dtype=torch.float64, device="cpu")
     masked = None if allowed is None else torch.empty(n_ids, dtype=torch.float32, device="cpu")

@@ -40,22 +40,31 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
     error among a few is used (docs/experiments.md compares the forms).
     """
     n_in = weight.shape[1]
-    groups = F.pad(weight.detach().float(), (0, -n_in % GROUP)).unflatten(1, (-1, GROUP))  # (n_out, groups, 32)
+    groups = F.pad(weight.detach().float(), (0, -n_in % GROUP)).unflatten(
+        1, (-1, GROUP)
+    )  # (n_out, groups, 32)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # with its sign
     if bits == 8:
         scale = _to_bf16(largest.abs() / 127)
         return Quantized(_round(groups, scale, bits).to(torch.int8), scale.squeeze(-1), n_in)
     best_codes, best_scale, least = None, None, None
     for factor in SCALE_FACTORS:
-        codes = _round(groups, _to_bf16(largest / -8 * factor), bits)  # the largest weight becomes -8, or is clipped
-        fitted = (groups * codes).sum(-1, keepdim=True) / codes.square().sum(-1, keepdim=True).clamp_min(1)
+        codes = _round(
+            groups, _to_bf16(largest / -8 * factor), bits
+        )  # the largest weight becomes -8, or is clipped
+        fitted = (groups * codes).sum(-1, keepdim=True) / codes.square().sum(
+            -1, keepdim=True
+        ).clamp_min(1)
         scale = _to_bf16(fitted)
         codes = _round(groups, scale, bits)
         error = (codes * scale.float() - groups).square().sum(-1, keepdim=True)
         if least is None:
             best_codes, best_scale, least = codes, scale, error
         is_better = error < least
-        best_codes, best_scale = torch.where(is_better, codes, best_codes), torch.where(is_better, scale, best_scale)
+        best_codes, best_scale = (
+            torch.where(is_better, codes, best_codes),
+            torch.where(is_better, scale, best_scale),
+        )
         least = torch.minimum(error, least)
     return Quantized(best_codes.to(torch.int8), best_scale.squeeze(-1), n_in)
 
@@ -76,7 +85,9 @@ def pack(quantized: Quantized, bits: int) -> Packed:
     n_out, n_groups = scale.shape
     padding = -n_out % BLOCK
     codes = F.pad(codes, (0, 0, 0, 0, 0, padding)).view(-1, BLOCK, n_groups, GROUP // 4, 4)
-    codes = (codes.permute(0, 2, 3, 1, 4).to(torch.int16) + (128 if bits == 8 else 8)).to(torch.uint8)
+    codes = (codes.permute(0, 2, 3, 1, 4).to(torch.int16) + (128 if bits == 8 else 8)).to(
+        torch.uint8
+    )
     if bits == 4:  # (blocks, groups, 8, 16, 4): the first 4 quads of inputs are the low nibbles
         codes = codes[:, :, :4] | (codes[:, :, 4:] << 4)
     scale = F.pad(scale, (0, 0, 0, padding)).view(-1, BLOCK, n_groups).transpose(1, 2)

@@ -63,7 +63,16 @@ def muon_momentum(
     """Update the momenta of matrices of one shape, fp32. Returns their updates (n, rows, columns) in fp32 or bf16."""
     grads = [grad.contiguous() for grad in grads]
     updates = grads[0].new_empty(len(grads), *grads[0].shape, dtype=dtype)
-    _run("muon_momentum", grads, momenta, *updates.shape, momentum, nesterov, updates, _is_bf16(updates))
+    _run(
+        "muon_momentum",
+        grads,
+        momenta,
+        *updates.shape,
+        momentum,
+        nesterov,
+        updates,
+        _is_bf16(updates),
+    )
     return updates
 
 
@@ -98,7 +107,12 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         w, width = weight.float().contiguous(), x.shape[-1]
-        grad, x_grad, w_grad, partial = grad.contiguous(), torch.empty_like(x), torch.empty_like(w), _partial(width)
+        grad, x_grad, w_grad, partial = (
+            grad.contiguous(),
+            torch.empty_like(x),
+            torch.empty_like(w),
+            _partial(width),
+        )
         _run(
             "rms_norm_backward", grad, x, _is_bf16(x), w, ctx.eps, x.numel() // width, width, x_grad, w_grad, partial
         )  # fmt: skip
@@ -113,7 +127,9 @@ class _RotateHeads(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         qkv, (B, T, width) = qkv.contiguous(), qkv.shape
         D = width // (H + 2 * K)
-        q, k, v = (qkv.new_empty(B, T, n, D).transpose(1, 2) for n in (H, K, K))  # rows of heads in memory, as in qkv
+        q, k, v = (
+            qkv.new_empty(B, T, n, D).transpose(1, 2) for n in (H, K, K)
+        )  # rows of heads in memory, as in qkv
         cos, sin = rope or (None, None)
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
         ctx.H, ctx.K, ctx.eps = H, K, eps
@@ -126,11 +142,15 @@ class _RotateHeads(torch.autograd.Function):
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         grads = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
         qkv_grad, weights = torch.empty_like(qkv), (q_weight, k_weight)
-        weight_grads = [None if w is None else torch.empty_like(w, dtype=torch.float32) for w in weights]
+        weight_grads = [
+            None if w is None else torch.empty_like(w, dtype=torch.float32) for w in weights
+        ]
         _rotate(
             "rotate_heads_backward", qkv, ctx.H, ctx.K, weights, ctx.eps, (cos, sin), grads, qkv_grad, weight_grads
         )  # fmt: skip
-        q_grad, k_grad = (None if w is None else grad.to(w.dtype) for w, grad in zip(weights, weight_grads))
+        q_grad, k_grad = (
+            None if w is None else grad.to(w.dtype) for w, grad in zip(weights, weight_grads)
+        )
         return qkv_grad, None, None, q_grad, k_grad, None, None
 
 
@@ -207,7 +227,9 @@ def _run(name: str, *arguments: Tensor | list[Tensor] | int | float) -> None:
         if isinstance(argument, Tensor):
             argument = argument.data_ptr()
         elif isinstance(argument, list):
-            assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in argument)
+            assert all(
+                tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in argument
+            )
             argument = _pointers(argument)
         values.append(argument)
     getattr(load_training_library(), name)(*values, torch.get_num_threads())

@@ -19,10 +19,17 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
-        if default is None or default is False or default in ("", [], argparse.SUPPRESS) or "default" in text:
+        if (
+            default is None
+            or default is False
+            or default in ("", [], argparse.SUPPRESS)
+            or "default" in text
+        ):
             return text
         values = default if isinstance(default, (list, tuple)) else [default]
-        shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+        shown = " ".join(
+            f"{value:g}" if isinstance(value, float) else str(value) for value in values
+        )
         return f"{text} (default: {shown.replace('%', '%%')})".lstrip()
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
@@ -36,13 +43,21 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, *, examples: Iterable[str] = (), **options: Any) -> None:
         """Create a parser. `examples`: the arguments of command lines to print at the end of the help."""
         super().__init__(**{"formatter_class": HelpFormatter} | options)
-        command = f"python {sys.argv[0]}" if sys.argv[0].endswith(".py") else os.path.basename(sys.argv[0])
-        lines = [" ".join((command, *self.prog.split()[1:], example)).rstrip() for example in examples]
+        command = (
+            f"python {sys.argv[0]}"
+            if sys.argv[0].endswith(".py")
+            else os.path.basename(sys.argv[0])
+        )
+        lines = [
+            " ".join((command, *self.prog.split()[1:], example)).rstrip() for example in examples
+        ]
         self.epilog = "\n  ".join(("examples:", *lines)) if lines else self.epilog
 
     def add_model(self, name: str, metavar: str, hint: str = "") -> None:
         """Add the positional argument for a model, and --checkpoint."""
-        self.add_argument(name, metavar=metavar, help=f"run directory, checkpoint or Hugging Face folder{hint}")
+        self.add_argument(
+            name, metavar=metavar, help=f"run directory, checkpoint or Hugging Face folder{hint}"
+        )
         checkpoint_help = "checkpoint to load from a run directory: latest, best, a step or a name"
         self.add_argument("--checkpoint", default="latest", metavar="NAME", help=checkpoint_help)
 
@@ -54,7 +69,9 @@ class ArgumentParser(argparse.ArgumentParser):
         """Raise UserError if the value of a flag is not UTF-8; Python decodes such bytes as surrogates."""
         for name in names:
             if any("\ud800" <= char <= "\udfff" for char in getattr(arguments, name, None) or ""):
-                raise UserError(f"--{name.replace('_', '-')} is not valid UTF-8; convert it, for example with iconv")
+                raise UserError(
+                    f"--{name.replace('_', '-')} is not valid UTF-8; convert it, for example with iconv"
+                )
 
     def check_unused(self, arguments: argparse.Namespace, when: str, names: Iterable[str]) -> None:
         """Raise UserError if one of these flags, which have no effect `when`, is not at its default."""
@@ -76,7 +93,9 @@ def output_file(name: str | Path) -> Path:
 def png_file(name: str | Path) -> Path:
     """Check a PNG file to write, as output_file() does; used as the `type` of a flag."""
     if Path(name).suffix.lower() not in (".png", ""):
-        raise UserError(f"cannot write plot {name}: plots are PNG files; give a name that ends in .png")
+        raise UserError(
+            f"cannot write plot {name}: plots are PNG files; give a name that ends in .png"
+        )
     return output_file(name)
 
 
@@ -89,5 +108,7 @@ def parse_bits(text: str) -> int | dict[str, int]:
         raise UserError(f"--bits is {text}; use 8, 4 or mixed:FILE")
     bits = read_json(Path(name)).get("bits")
     if not isinstance(bits, dict):
-        raise UserError(f"{name} does not contain bits; use a file that scripts/sensitivity.py has written")
+        raise UserError(
+            f"{name} does not contain bits; use a file that scripts/sensitivity.py has written"
+        )
     return bits

@@ -15,7 +15,9 @@ from torch import Tensor
 from thinker.runtime.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TORCH_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES.values(), torch.float64)}
+TORCH_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES.values(), torch.float64)
+}
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from malloc.h
 
 
@@ -34,7 +36,9 @@ def choose_dtype(name: torch.dtype | str) -> torch.dtype:
     """The floating-point dtype of a short name ("bf16") or torch name. Raises UserError for other names."""
     dtype = {**DTYPES, **TORCH_DTYPES}.get(str(name).removeprefix("torch."))
     if dtype is None:
-        raise UserError(f"unknown dtype {name}; use {', '.join(DTYPES)}, or a floating-point torch.dtype")
+        raise UserError(
+            f"unknown dtype {name}; use {', '.join(DTYPES)}, or a floating-point torch.dtype"
+        )
     return dtype
 
 
@@ -50,7 +54,9 @@ def configure_backend(device: torch.device) -> None:
     """Set process-wide options that make training on the device faster."""
     if device.type == "cpu":
         torch.set_flush_denormal(True)  # peaked softmaxes produce denormals, which are slow
-        if sys.platform == "linux" and not any(name.startswith(("MALLOC_", "LD_PRELOAD")) for name in os.environ):
+        if sys.platform == "linux" and not any(
+            name.startswith(("MALLOC_", "LD_PRELOAD")) for name in os.environ
+        ):
             # Make glibc keep the memory of large tensors. Otherwise the system clears every page again: 17,000 to
             # 59,000 page faults per step, up to a quarter of its time.
             with contextlib.suppress(OSError, AttributeError):  # another C library
@@ -92,7 +98,9 @@ def choose_precision(name: str, device: torch.device) -> str:
         return name
     if device.type == "cuda":
         return "bf16" if has_bf16 else "fp16"
-    is_faster = device.type == "cpu" and matmul_flops(device, "bf16") > 1.25 * matmul_flops(device, "fp32")
+    is_faster = device.type == "cpu" and matmul_flops(device, "bf16") > 1.25 * matmul_flops(
+        device, "fp32"
+    )
     return "bf16" if is_faster else "fp32"
 
 

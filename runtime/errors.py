@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from thinker.runtime.constants import FULL_DISK
 from thinker.runtime.interrupts import end_on_interrupt, interrupt_once
-from thinker.runtime.streams import ResilientStream, open_closed_streams, print_error
+from thinker.runtime.standard_streams import ResilientStream, open_closed_streams, print_error
 from thinker.runtime.terminal_text import protect_terminal
 
 
@@ -27,7 +27,9 @@ def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
     return f"; did you mean {form.format(close[0])}?" if close else ""
 
 
-OUT_OF_MEMORY = "can't allocate memory|cannot allocate memory|out of memory|can't start new thread"  # in torch
+OUT_OF_MEMORY = (
+    "can't allocate memory|cannot allocate memory|out of memory|can't start new thread"  # in torch
+)
 WRONG_PATH = ("ENOENT", "ENOTDIR", "EISDIR", "EACCES", "EPERM", "EROFS", "ENAMETOOLONG", "ELOOP")
 
 
@@ -67,12 +69,19 @@ def run_command(main: Callable[[], int]) -> None:
         print(f"\ninterrupted by SIGINT (Ctrl-C) {error}", file=sys.stderr)
         status = 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # avoids an error message at exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # avoids an error message at exit
         status = 1
     except (OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not re.search(OUT_OF_MEMORY, str(error), re.IGNORECASE):
+        if isinstance(error, RuntimeError) and not re.search(
+            OUT_OF_MEMORY, str(error), re.IGNORECASE
+        ):
             raise
-        name, message = getattr(error, "filename", None), getattr(error, "strerror", None) or str(error)
+        name, message = (
+            getattr(error, "filename", None),
+            getattr(error, "strerror", None) or str(error),
+        )
         if not isinstance(error, OSError):
             details = f": {message.splitlines()[0]}" if message else ""
             message = f"not enough memory{details}"

@@ -36,7 +36,9 @@ class OpenFile:
         except OSError as error:
             raise self.error_type(f"{self.path} cannot be read: {error.strerror}") from error
         if len(rest):
-            raise self.error_type(f"{self.path} was truncated while in use; run the same command again")
+            raise self.error_type(
+                f"{self.path} was truncated while in use; run the same command again"
+            )
         return numbers
 
 
@@ -56,4 +58,6 @@ class FileArray:
         positions = range(self.length)[index]
         if not isinstance(index, slice):
             return self[positions : positions + 1][0]
-        return self.file.read(self.start + positions.start * self.dtype.itemsize, len(positions), self.dtype)
+        return self.file.read(
+            self.start + positions.start * self.dtype.itemsize, len(positions), self.dtype
+        )

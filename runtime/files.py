@@ -38,7 +38,9 @@ def make_folder(path: Path, setting: str) -> None:
     except OSError as error:
         if error.errno in FULL_DISK:
             raise
-        raise UserError(f"{setting}={path}: cannot create the folder ({error.strerror}); use another path") from error
+        raise UserError(
+            f"{setting}={path}: cannot create the folder ({error.strerror}); use another path"
+        ) from error
 
 
 def can_write(folder: Path) -> bool:
@@ -68,7 +70,10 @@ def sync_to_disk(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync a folder
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # some file systems cannot sync a folder
             raise
     finally:
         os.close(descriptor)

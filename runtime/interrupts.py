@@ -7,7 +7,9 @@ import time
 from types import FrameType
 
 TWICE_SECONDS = 0.1  # a repeated signal within this time is the same one: timeout(1) signals a process and its group
-_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
 
 
 def interrupt_once() -> None:

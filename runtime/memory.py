@@ -28,7 +28,9 @@ def free_memory(device: torch.device) -> int:
     return _host_memory()[0]
 
 
-def check_memory(needed: dict[str, int], device: torch.device, remedy: str, n_processes: int = 1) -> None:
+def check_memory(
+    needed: dict[str, int], device: torch.device, remedy: str, n_processes: int = 1
+) -> None:
     """Raise UserError if the sum of `needed`, bytes by purpose, exceeds the memory of the device.
 
     Swap counts as memory. Each of `n_processes` on this machine needs the same amount.
@@ -43,7 +45,9 @@ def check_memory(needed: dict[str, int], device: torch.device, remedy: str, n_pr
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in needed.items() if size)
     each = f" in each of {n_processes} processes" if n_processes > 1 else ""
     have = f"the {'GPU' if device.type == 'cuda' else 'machine'} has only {format_bytes(available)} available"
-    raise UserError(f"this needs at least {format_bytes(total)} of memory{each} ({parts}), but {have}; {remedy}")
+    raise UserError(
+        f"this needs at least {format_bytes(total)} of memory{each} ({parts}), but {have}; {remedy}"
+    )
 
 
 def format_bytes(size: float) -> str:
@@ -76,14 +80,26 @@ def _free_in_cgroups(root: Path, membership: Path) -> float:
     Cached pages of files count as used, but are freed when memory is needed.
     """
     free, groups = float("inf"), membership.read_text() if membership.exists() else ""
-    versions = {"": ("max", "current", ""), "memory": ("limit_in_bytes", "usage_in_bytes", "total_")}
+    versions = {
+        "": ("max", "current", ""),
+        "memory": ("limit_in_bytes", "usage_in_bytes", "total_"),
+    }
     for controller, (limit_name, used_name, prefix) in versions.items():
         found = re.search(rf"^\d+:{controller}:/(.*)$", groups, re.MULTILINE)
         top = root / controller
-        folders = [top, *(top.joinpath(*part) for part in _beginnings(found[1].split("/")))] if found else []
+        folders = (
+            [top, *(top.joinpath(*part) for part in _beginnings(found[1].split("/")))]
+            if found
+            else []
+        )
         for folder in folders:
-            limit, used, stat = (folder / f"memory.{name}" for name in (limit_name, used_name, "stat"))
-            if not (limit.exists() and used.exists()) or (text := limit.read_text().strip()) == "max":
+            limit, used, stat = (
+                folder / f"memory.{name}" for name in (limit_name, used_name, "stat")
+            )
+            if (
+                not (limit.exists() and used.exists())
+                or (text := limit.read_text().strip()) == "max"
+            ):
                 continue
             counts = stat.read_text() if stat.exists() else ""
             cached = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", counts, re.MULTILINE)

@@ -11,7 +11,11 @@ BLUE, ORANGE, GREY = "#2f6db3", "#d9662b", "#777777"
 
 
 def new_figure(
-    width: float, height: float, columns: int = 1, share: bool = True, layout: str | None = "constrained"
+    width: float,
+    height: float,
+    columns: int = 1,
+    share: bool = True,
+    layout: str | None = "constrained",
 ) -> tuple[Any, list[Any]]:
     """A figure of width x height inches and its panels, which `share` the y axis. Needs no display."""
     try:

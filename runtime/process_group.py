@@ -47,8 +47,15 @@ class DistContext:
         """Read the rank from torchrun's environment variables. Raises UserError or RunError."""
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return cls()
-        host, values = os.environ.get("MASTER_ADDR"), [os.environ.get(name, "") for name in VARIABLES]
-        if not host or not all(value.isdigit() for value in values) or int(values[0]) >= int(values[1]):
+        host, values = (
+            os.environ.get("MASTER_ADDR"),
+            [os.environ.get(name, "") for name in VARIABLES],
+        )
+        if (
+            not host
+            or not all(value.isdigit() for value in values)
+            or int(values[0]) >= int(values[1])
+        ):
             found = ", ".join(f"{name}={value}" for name, value in zip(VARIABLES, values))
             raise UserError(
                 f"the environment variables {found}, MASTER_ADDR={host} do not describe a rank; start with torchrun, "
@@ -62,10 +69,14 @@ class DistContext:
         under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         is_master, timeout = rank == 0 and not under_torchrun, timedelta(seconds=CONNECT_SECONDS)
         try:
-            store = TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
+            store = TCPStore(
+                host, port, is_master=is_master, wait_for_workers=False, timeout=timeout
+            )
         except DistError as error:
             where = f"{host}:{port} within {CONNECT_SECONDS:.0f} s"
-            raise RunError(f"rank {rank} of {world_size} could not connect to rank 0 at {where}") from error
+            raise RunError(
+                f"rank {rank} of {world_size} could not connect to rank 0 at {where}"
+            ) from error
         # The prefix hides the keys of earlier attempts, as torchrun's store outlives a restart of the ranks.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"thinker/{attempt}/{world_size}", store)
@@ -175,7 +186,9 @@ class DistContext:
         except torch.distributed.DistError:  # the store ended with torchrun, or with rank 0
             if self.under_torchrun:
                 return SystemExit(1)
-            return RunError(f"rank 0 of {self.world_size} ended unexpectedly; run the same command again to resume")
+            return RunError(
+                f"rank 0 of {self.world_size} ended unexpectedly; run the same command again to resume"
+            )
         if first_to_fail == str(self.rank):
             return error
         return SystemExit(2 if isinstance(error, UserError) else 1)
@@ -191,7 +204,11 @@ class DistContext:
         """Answer under `key` and wait for all ranks to answer. Returns a description of ranks without an answer."""
         self.store.set(f"{key}/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
         missing, end = list(range(self.world_size)), time.monotonic() + seconds
-        while missing and time.monotonic() < end and (ignore_failure or not self.store.check(["failed"])):
+        while (
+            missing
+            and time.monotonic() < end
+            and (ignore_failure or not self.store.check(["failed"]))
+        ):
             missing = [rank for rank in missing if not self.store.check([f"{key}/{rank}"])]
             time.sleep(0.02)
         if not missing:
@@ -209,7 +226,11 @@ def _new_gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()
-    options._devices, options._threads, options._timeout = [ProcessGroupGloo.create_default_device()], 1, timeout
+    options._devices, options._threads, options._timeout = (
+        [ProcessGroupGloo.create_default_device()],
+        1,
+        timeout,
+    )
     return ProcessGroupGloo(store, rank, world_size, options)
 
 

@@ -10,7 +10,9 @@ import yaml
 
 from thinker.runtime.errors import UserError
 
-MAX_FILE_BYTES = 1 << 26  # the largest real file, o200k_base, has 4 MB; an untrusted file must not fill the memory
+MAX_FILE_BYTES = (
+    1 << 26
+)  # the largest real file, o200k_base, has 4 MB; an untrusted file must not fill the memory
 MAX_REPETITIONS = 4  # in a regular expression; each multiplies the time by the length of a name
 
 
@@ -41,7 +43,9 @@ class Loader(yaml.SafeLoader):
     def construct_number(self, node: yaml.Node) -> int | float:
         """Like the base class, but reject 1:30, which YAML 1.1 reads as 90, and 010, which it reads as 8."""
         if ":" in node.value or re.match(r"[-+]?0[0-9]", node.value):
-            raise yaml.MarkedYAMLError(problem=f"{node.value} is not a decimal number", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"{node.value} is not a decimal number", problem_mark=node.start_mark
+            )
         is_int = node.tag == "tag:yaml.org,2002:int"
         return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
 
@@ -54,7 +58,9 @@ def read_bytes(path: Path, error_type: type[Exception] = UserError) -> bytes:
     """Read a file. Raises `error_type` if it is missing, unreadable, too large, or a pipe or device."""
     try:
         if not path.is_file():
-            raise error_type(f"{path} {'is not a regular file' if path.exists() else 'does not exist'}")
+            raise error_type(
+                f"{path} {'is not a regular file' if path.exists() else 'does not exist'}"
+            )
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -75,11 +81,15 @@ def read_text(path: Path) -> str:
 def read_text_or_stdin(name: str) -> str:
     """Read a UTF-8 file, or standard input for "-". Raises UserError if it cannot be read or is not UTF-8."""
     try:
-        return (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
+        return (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode(
+            "utf-8-sig"
+        )
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not valid UTF-8 (byte {error.start}); convert it, for example with iconv") from None
+        raise UserError(
+            f"{name} is not valid UTF-8 (byte {error.start}); convert it, for example with iconv"
+        ) from None
 
 
 def read_json(path: Path, error_type: type[Exception] = UserError) -> dict[str, Any]:
@@ -97,12 +107,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a mapping from a YAML file; {} if the file is empty. Raises UserError if it contains anything else."""
     try:
         content = yaml.load(read_text(path), Loader) or {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date or number
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: an impossible date or number
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line}: invalid YAML: {getattr(error, 'problem', error)}") from error
+        raise UserError(
+            f"{path}{line}: invalid YAML: {getattr(error, 'problem', error)}"
+        ) from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} contains a {type(content).__name__}; it must be a mapping of keys to values")
+        raise UserError(
+            f"{path} contains a {type(content).__name__}; it must be a mapping of keys to values"
+        )
     return content
 
 

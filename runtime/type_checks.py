@@ -5,7 +5,13 @@ from typing import Any, get_args
 
 from thinker.runtime.errors import UserError
 
-NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
+NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+    type(None): "None",
+}
 
 
 def describe(value: Any) -> str:
@@ -19,7 +25,11 @@ def check_types(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str
     for name, hint in hints.items():
         types, value = get_args(hint) or (hint,), values.get(name)
         is_number = type(value) is int and float in types
-        is_allowed = type(value) in types or (isinstance(value, types) and not isinstance(value, bool)) or is_number
+        is_allowed = (
+            type(value) in types
+            or (isinstance(value, types) and not isinstance(value, bool))
+            or is_number
+        )
         if name in values and not is_allowed:
             wanted = " or ".join(NAMES.get(each, f"a {each.__name__}") for each in types)
             raise UserError(f"{prefix}{name} is {describe(value)}; it must be {wanted}")

@@ -18,13 +18,23 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser = ArgumentParser(description=description, examples=examples)
     parser.add_model("path", "PATH")
-    exit_help = "probabilities at which a token skips the later layers, as in generate.py --early-exit"
+    exit_help = (
+        "probabilities at which a token skips the later layers, as in generate.py --early-exit"
+    )
     thresholds = {"type": parse_thresholds, "default": [0.5, 0.8, 0.9, 0.95], "metavar": "P,..."}
     parser.add_argument("--early-exit", **thresholds, help=exit_help)
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text file (default: the run's validation split)")
-    parser.add_argument("--texts", type=int, default=64, metavar="N", help="number of sequences to predict")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--png", type=png_file, metavar="FILE", help="plot the loss against the layers per token")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="text file (default: the run's validation split)"
+    )
+    parser.add_argument(
+        "--texts", type=int, default=64, metavar="N", help="number of sequences to predict"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
+    parser.add_argument(
+        "--png", type=png_file, metavar="FILE", help="plot the loss against the layers per token"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     arguments = parser.parse_args()
     if arguments.texts < 1:
@@ -39,7 +49,9 @@ def parse_thresholds(text: str) -> list[float]:
     except ValueError:
         thresholds = []
     if not thresholds or not all(0 < threshold < 1 for threshold in thresholds):
-        raise UserError(f"--early-exit {text} is not a list of probabilities above 0 and below 1, such as 0.8,0.9")
+        raise UserError(
+            f"--early-exit {text} is not a list of probabilities above 0 and below 1, such as 0.8,0.9"
+        )
     return thresholds
 
 
@@ -47,7 +59,7 @@ def main() -> int:
     """Measure and print. Returns the exit status."""
     arguments = parse_arguments()
 
-    from thinker.evaluation.early_exit import early_exit_cost, format_table
+    from thinker.features.early_exit.agreement import early_exit_cost, format_table
     from thinker.interop import load
     from thinker.runtime.device import choose_device, configure_backend
     from thinker.runtime.finite import finite_json
@@ -57,14 +69,22 @@ def main() -> int:
     configure_backend(device)
     model, tokenizer = load(arguments.path, device, arguments.checkpoint)
     if tokenizer is None:
-        raise UserError(f"{arguments.path} has no tokenizer, so it cannot read text; use a model saved with one")
+        raise UserError(
+            f"{arguments.path} has no tokenizer, so it cannot read text; use a model saved with one"
+        )
     with tempfile.TemporaryDirectory() as scratch:
-        texts = sample_sequences(model, tokenizer, Path(arguments.path), arguments.text, arguments.texts, Path(scratch))
+        texts = sample_sequences(
+            model, tokenizer, Path(arguments.path), arguments.text, arguments.texts, Path(scratch)
+        )
     costs = [early_exit_cost(model, *texts, threshold) for threshold in arguments.early_exit]
     if arguments.png is not None:
         plot(costs, arguments.png, len(model.blocks))
     if arguments.json:
-        print(finite_json({"model": str(arguments.path), "early_exit": [vars(cost) for cost in costs]}))
+        print(
+            finite_json(
+                {"model": str(arguments.path), "early_exit": [vars(cost) for cost in costs]}
+            )
+        )
     else:
         print(format_table(costs))
     return 0
@@ -76,7 +96,12 @@ def plot(costs: list[Any], path: Path, n_layers: int) -> None:
 
     figure, (axes,) = new_figure(6, 4)
     costs = sorted(costs, key=lambda cost: cost.mean_layers)
-    axes.axhline(costs[0].loss, color=GREY, linestyle="--", label=f"all {n_layers} layers, {costs[0].loss:.3f}")
+    axes.axhline(
+        costs[0].loss,
+        color=GREY,
+        linestyle="--",
+        label=f"all {n_layers} layers, {costs[0].loss:.3f}",
+    )
     layers, losses = [cost.mean_layers for cost in costs], [cost.early_loss for cost in costs]
     axes.plot(layers, losses, color=BLUE, marker="o", label="early exit")
     for cost, x, y in zip(costs, layers, losses):

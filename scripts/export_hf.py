@@ -15,12 +15,18 @@ def main() -> int:
     parser = ArgumentParser(description=description, examples=examples)
     parser.add_model("path", "RUN")
     parser.add_argument("out", metavar="OUT", type=Path, help="output folder, new or empty")
-    parser.add_argument("--adapter", action="store_true", help="export only the LoRA adapter, in PEFT format")
-    parser.add_argument("--shard-gigabytes", type=float, default=5.0, help="maximum size of a weight file, in GiB")
+    parser.add_argument(
+        "--adapter", action="store_true", help="export only the LoRA adapter, in PEFT format"
+    )
+    parser.add_argument(
+        "--shard-gigabytes", type=float, default=5.0, help="maximum size of a weight file, in GiB"
+    )
     arguments = parser.parse_args()
     if not 0 < arguments.shard_gigabytes < 1e6:
-        raise UserError(f"--shard-gigabytes is {arguments.shard_gigabytes}; use a positive number, such as 5")
-    from thinker.data import tokenizer_conversion
+        raise UserError(
+            f"--shard-gigabytes is {arguments.shard_gigabytes}; use a positive number, such as 5"
+        )
+    from thinker.data.tokenizers import tokenizer_conversion
     from thinker.interop import huggingface, load
     from thinker.interop.hf_config import hf_model_type
     from thinker.interop.load import find_checkpoint, find_run_directory
@@ -47,21 +53,34 @@ def main() -> int:
                 raise UserError(
                     f"--adapter needs a run that starts from a Hugging Face folder, but {problem}; remove --adapter"
                 )
-            adapter = save_adapter(find_checkpoint(path, arguments.checkpoint), model.config, base.resolve(), temporary)
+            adapter = save_adapter(
+                find_checkpoint(path, arguments.checkpoint), model.config, base.resolve(), temporary
+            )
         else:
-            huggingface.save_pretrained(model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
+            huggingface.save_pretrained(
+                model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30)
+            )
         if tokenizer is not None:
             tokenizer_conversion.write(tokenizer, temporary, model.config.max_seq_len)
         compared = verify_hf_export(model, tokenizer, temporary, base=base)
-        state = {} if run is None else read_json(find_checkpoint(path, arguments.checkpoint) / "state.json")
-        card = model_card(model, tokenizer, run, state.get("step", 0), out.name, compared, base, adapter)
+        state = (
+            {}
+            if run is None
+            else read_json(find_checkpoint(path, arguments.checkpoint) / "state.json")
+        )
+        card = model_card(
+            model, tokenizer, run, state.get("step", 0), out.name, compared, base, adapter
+        )
         (temporary / "README.md").write_text(card, encoding="utf-8")
         if out.exists():
             out.rmdir()
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    kind, n_parameters = f"adapter ({adapter}) for " if adapter else "", sum(p.numel() for p in model.parameters())
+    kind, n_parameters = (
+        f"adapter ({adapter}) for " if adapter else "",
+        sum(p.numel() for p in model.parameters()),
+    )
     print(f"wrote {arguments.out}: {kind}{model_type}, {n_parameters:,} parameters")
     print(f"verified with transformers: {compared}")
     return 0

@@ -45,13 +45,13 @@ PACKAGE_NAMES = (
 )
 CLASSES = {
     "thinker.generation": ("Score",),
-    "thinker.generation.monitor": ("Monitor", "Reference", "load_monitor"),
-    "thinker.data.tokenizer": ("Tokenizer",),
+    "thinker.features.monitoring.monitor": ("Monitor", "Reference", "load_monitor"),
+    "thinker.data.tokenizers.tokenizer": ("Tokenizer",),
     "thinker.interpretability.reports": ("Prompt",),
 }
 MODULES = (
     *(f"thinker.interpretability.{name}" for name in ("heads", "flow", "attribution")),
-    "thinker.compression.pruning",
+    "thinker.features.pruning.pruning",
     "thinker.model.attention_statistics",
 )
 EXAMPLE = """import torch
@@ -67,7 +67,9 @@ GENERATED = "`python scripts/make_reference.py` generates this page; do not edit
 
 def main() -> int:
     """Write all generated files. Returns the exit status."""
-    ArgumentParser(description="Write the generated pages of docs/reference/ and configs/schema.json.").parse_args()
+    ArgumentParser(
+        description="Write the generated pages of docs/reference/ and configs/schema.json."
+    ).parse_args()
     reference = ROOT / "docs" / "reference"
     (reference / "config.md").write_text(config_markdown(), encoding="utf-8")
     (reference / "commands.md").write_text(commands_markdown(), encoding="utf-8")
@@ -79,7 +81,7 @@ def main() -> int:
 
 def sizes_markdown() -> str:
     """Tables of what model.size=auto chooses."""
-    from thinker.training.auto_size import choose, format_size
+    from thinker.features.auto_size.auto_size import choose, format_size
 
     parts = [
         "# Sizes that model.size=auto chooses\n",
@@ -108,8 +110,8 @@ def sizes_markdown() -> str:
 
 def config_markdown() -> str:
     """A table of keys per section."""
-    from thinker.training.config import Config
-    from thinker.training.config_file import NESTED
+    from thinker.training.config.config import Config
+    from thinker.training.config.load import NESTED
 
     parts = [
         "# Config keys\n",
@@ -122,16 +124,20 @@ def config_markdown() -> str:
         parts += [f"## {section_name}\n", f"{inspect.cleandoc(section.__doc__)}\n"]
         parts += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for name, field in section.model_fields.items():
-            default = "required" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
+            default = (
+                "required" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
+            )
             type_name = _type_name(schema["properties"][name]).replace("|", "\\|")
-            parts.append(f"| `{name}` | {type_name} | `{default}` | {' '.join(field.description.split())} |")
+            parts.append(
+                f"| `{name}` | {type_name} | `{default}` | {' '.join(field.description.split())} |"
+            )
         parts.append("")
     return _join(parts)
 
 
 def config_schema() -> str:
     """JSON schema for editors that check config files."""
-    from thinker.training.config import Config
+    from thinker.training.config.config import Config
 
     schema = Config.model_json_schema() | {"title": "Thinker config"}
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
@@ -145,7 +151,11 @@ def _type_name(schema: dict[str, Any]) -> str:
         return " | ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     name = schema.get("type", "any")
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    limits = [f"{sign} {schema[key]:.10g}" for key, sign in bounds.items() if abs(schema.get(key, 1e38)) < 1e15]
+    limits = [
+        f"{sign} {schema[key]:.10g}"
+        for key, sign in bounds.items()
+        if abs(schema.get(key, 1e38)) < 1e15
+    ]
     return " ".join([name, ", ".join(limits)]).strip()
 
 
@@ -193,7 +203,9 @@ def _command(name: str, parser: argparse.ArgumentParser, heading: str) -> Iterat
             elif not isinstance(action, argparse._HelpAction):
                 rows.append(_option_row(parser, action))
         if rows:
-            title = {"positional arguments": "arguments", "options": "option"}.get(group.title, group.title)
+            title = {"positional arguments": "arguments", "options": "option"}.get(
+                group.title, group.title
+            )
             yield f"| {title} | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"
     for subcommand, subparser in subcommands.items():
         yield from _command(f"{name} {subcommand}", subparser, heading + "#")
@@ -203,7 +215,9 @@ def _option_row(parser: argparse.ArgumentParser, action: argparse.Action) -> str
     formatter = parser._get_formatter()
     is_flag = bool(action.option_strings)
     name = formatter._get_default_metavar_for_optional(action) if is_flag else action.dest
-    names = " ".join([", ".join(action.option_strings), formatter._format_args(action, name)]).strip()
+    names = " ".join(
+        [", ".join(action.option_strings), formatter._format_args(action, name)]
+    ).strip()
     meaning = formatter._expand_help(action)
     return f"| `{_cell(names)}` | {_cell(meaning)} |"
 
@@ -212,7 +226,11 @@ def api_markdown() -> str:
     """The public classes and functions with their signatures and docstrings."""
     parts = ["# Python API\n", f"The public classes and functions. {GENERATED}"]
     package = import_module("thinker")
-    parts += ["## thinker\n", "Import these names from `thinker` itself.\n", f"```python\n{EXAMPLE}```\n"]
+    parts += [
+        "## thinker\n",
+        "Import these names from `thinker` itself.\n",
+        f"```python\n{EXAMPLE}```\n",
+    ]
     for name in PACKAGE_NAMES:
         parts += _document(name, getattr(package, name))
     for module_name, names in CLASSES.items():
@@ -233,7 +251,9 @@ def _public_names(module: ModuleType) -> list[str]:
     return [
         name
         for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__ and callable(value)
+        if not name.startswith("_")
+        and getattr(value, "__module__", None) == module.__name__
+        and callable(value)
     ]
 
 
@@ -250,7 +270,11 @@ def _document(name: str, value: Any) -> Iterator[str]:
     if not inspect.isclass(value):
         return
     if is_config:
-        yield "| field | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(_field_rows(value)) + "\n"
+        yield (
+            "| field | type | default | meaning |\n|---|---|---|---|\n"
+            + "\n".join(_field_rows(value))
+            + "\n"
+        )
     for method_name, method in vars(value).items():
         function = method.__func__ if isinstance(method, (classmethod, staticmethod)) else method
         if method_name.startswith("_") or not getattr(function, "__doc__", None):
@@ -259,18 +283,30 @@ def _document(name: str, value: Any) -> Iterator[str]:
             yield f"**{name}.{method_name}**: {_docstring(function)}\n"
         elif inspect.isfunction(function):
             owner = name if function is not method else name[0].lower() + name[1:]
-            yield _code(_signature(f"{owner}.{method_name}", function, skip_first=not isinstance(method, staticmethod)))
+            yield _code(
+                _signature(
+                    f"{owner}.{method_name}",
+                    function,
+                    skip_first=not isinstance(method, staticmethod),
+                )
+            )
             yield f"{_docstring(function)}\n"
 
 
 def _field_rows(dataclass: type) -> Iterator[str]:
     """The fields of a dataclass; the comment behind a field in the source is its meaning."""
-    lines = re.findall(r"(?m)^    (\w+): (.+?)(?: = (.+?))?(?:  # (.+))?$", inspect.getsource(dataclass))
-    fields = {field.name for field in dataclasses.fields(dataclass) if not field.name.startswith("_")}
+    lines = re.findall(
+        r"(?m)^    (\w+): (.+?)(?: = (.+?))?(?:  # (.+))?$", inspect.getsource(dataclass)
+    )
+    fields = {
+        field.name for field in dataclasses.fields(dataclass) if not field.name.startswith("_")
+    }
     for name, kind, default, comment in lines:
         if name in fields:
             shown = re.sub(
-                r"field\(default_factory=(list|dict).*\)", lambda m: {"list": "[]", "dict": "{}"}[m[1]], default
+                r"field\(default_factory=(list|dict).*\)",
+                lambda m: {"list": "[]", "dict": "{}"}[m[1]],
+                default,
             )
             yield f"| `{name}` | `{_cell(kind)}` | {f'`{_cell(shown)}`' if shown else ''} | {_cell(comment)} |"
 
@@ -292,14 +328,26 @@ def _signature(name: str, function: Any, skip_first: bool = False) -> str:
             text += f" = {parameter.default!r}" if has_type else f"={parameter.default!r}"
         words.append(text)
     returns = signature.return_annotation
-    arrow = "" if returns in (signature.empty, None, "None") or inspect.isclass(function) else f" -> {_type(returns)}"
+    arrow = (
+        ""
+        if returns in (signature.empty, None, "None") or inspect.isclass(function)
+        else f" -> {_type(returns)}"
+    )
     line = f"{name}({', '.join(words)}){arrow}"
-    return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {word},\n" for word in words) + f"){arrow}"
+    return (
+        line
+        if len(line) <= 100
+        else f"{name}(\n" + "".join(f"    {word},\n" for word in words) + f"){arrow}"
+    )
 
 
 def _type(annotation: Any) -> str:
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    return re.sub(r"\b(?:typing|collections\.abc|pathlib|torch|torch\.nn|thinker\.[\w.]+)\.(?=[A-Z])", "", text)
+    return re.sub(
+        r"\b(?:typing|collections\.abc|pathlib|torch|torch\.nn|thinker\.[\w.]+)\.(?=[A-Z])",
+        "",
+        text,
+    )
 
 
 def _docstring(value: Any) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation.sequence import Completion, SampledToken, Sequence
 from thinker.serving.protocol import TOKEN_PREFIX, ChatRequest, CompletionRequest
 
@@ -25,7 +25,9 @@ class Choice:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0  # characters before the next token
 
-    def piece(self, text: str, sampled: list[SampledToken], finish_reason: str | None) -> dict[str, Any] | None:
+    def piece(
+        self, text: str, sampled: list[SampledToken], finish_reason: str | None
+    ) -> dict[str, Any] | None:
         """A choice of a chunk, or None if it would say nothing."""
         is_first, self._has_begun = not self._has_begun, True
         wants_tokens = sampled and (self.body.has_logprobs or self.body.return_token_ids)
@@ -33,7 +35,9 @@ class Choice:
             return None
         content: dict[str, Any] = {"text": text}
         if self.is_chat:
-            content = {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
+            content = {
+                "delta": {"role": "assistant", "content": text} if is_first else {"content": text}
+            }
         choice = self._choice(content, sampled, finish_reason)
         if is_first:
             self._add_prompt(choice)
@@ -44,15 +48,24 @@ class Choice:
         completion = self.sequence.completion
         content: dict[str, Any] = {"text": completion.text}
         if self.is_chat:
-            content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+            content = {
+                "message": {"role": "assistant", "content": completion.text, "refusal": None}
+            }
         choice = self._choice(content, sampled, completion.finish_reason)
         self._add_prompt(choice)
         return choice
 
-    def _choice(self, content: dict[str, Any], sampled: list[SampledToken], reason: str | None) -> dict[str, Any]:
+    def _choice(
+        self, content: dict[str, Any], sampled: list[SampledToken], reason: str | None
+    ) -> dict[str, Any]:
         write = self._chat_logprobs if self.is_chat else self._text_logprobs
         logprobs = write(sampled) if self.body.has_logprobs and sampled else None
-        choice = {"index": self.sequence.index, **content, "logprobs": logprobs, "finish_reason": reason}
+        choice = {
+            "index": self.sequence.index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
         if self.body.return_token_ids:
             choice["token_ids"] = [token for token, *_ in sampled]
         return choice
@@ -63,7 +76,11 @@ class Choice:
             choice["prompt_token_ids"] = self._prompt
 
     def _name(self, token: int) -> str:
-        return f"{TOKEN_PREFIX}{token}" if self.body.return_tokens_as_token_ids else token_text(self.tokenizer, token)
+        return (
+            f"{TOKEN_PREFIX}{token}"
+            if self.body.return_tokens_as_token_ids
+            else token_text(self.tokenizer, token)
+        )
 
     def _text_logprobs(self, sampled: list[SampledToken]) -> dict[str, list[Any]]:
         """Lists with an element per token."""
@@ -74,7 +91,9 @@ class Choice:
         return {
             "tokens": [self._name(token) for token, *_ in sampled],
             "token_logprobs": [logprob for _, logprob, _ in sampled],
-            "top_logprobs": [{self._name(token): value for token, value in top.items()} for *_, top in sampled],
+            "top_logprobs": [
+                {self._name(token): value for token, value in top.items()} for *_, top in sampled
+            ],
             "text_offset": offsets,
         }
 
@@ -108,12 +127,18 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 def envelope(body: CompletionRequest | ChatRequest) -> Callable[..., dict[str, Any]]:
     """A function from choices to a response, or to one of many chunks."""
     is_chat, is_chunk = isinstance(body, ChatRequest), body.stream
-    kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if is_chat else "text_completion"
+    kind = (
+        ("chat.completion.chunk" if is_chunk else "chat.completion")
+        if is_chat
+        else "text_completion"
+    )
     head = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}", "object": kind}
     head |= {"created": int(time.time()), "model": body.model}
 
     def wrap(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        has_usage = not is_chunk or (body.stream_options is not None and body.stream_options.include_usage)
+        has_usage = not is_chunk or (
+            body.stream_options is not None and body.stream_options.include_usage
+        )
         return {**head, "choices": choices} | ({"usage": usage} if has_usage else {})
 
     return wrap

@@ -44,17 +44,23 @@ class Service:
     page: str  # of the playground
     api_key: str | None = None
     max_body: int = 1 << 20  # bytes
-    hosts: frozenset[str] | None = None  # names under which a browser may reach this server; None: any
+    hosts: frozenset[str] | None = (
+        None  # names under which a browser may reach this server; None: any
+    )
     is_draining: bool = False
     n_active: int = 0  # accepted requests without a complete response
     # One inspection at a time: each takes seconds of all cores.
-    inspector: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "inspector"))
+    inspector: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "inspector")
+    )
 
     def model(self, name: str) -> ServedModel:
         """The model of this name. Raises ApiError."""
         if name not in self.models:
             hint = did_you_mean(name, self.models) or f"; available: {', '.join(self.models)}"
-            raise ApiError(404, f"there is no model {name[:80]!r}{hint}", "model", "model_not_found")
+            raise ApiError(
+                404, f"there is no model {name[:80]!r}{hint}", "model", "model_not_found"
+            )
         return self.models[name]
 
 
@@ -74,7 +80,9 @@ def create_app(service: Service, cors_origins: list[str]) -> ASGIApp:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(request: Request) -> Response:
-        return json_response({"object": "list", "data": [model.describe() for model in service.models.values()]})
+        return json_response(
+            {"object": "list", "data": [model.describe() for model in service.models.values()]}
+        )
 
     async def one_model(request: Request) -> Response:
         return json_response(service.model(request.path_params["name"]).describe())
@@ -91,7 +99,9 @@ def create_app(service: Service, cors_origins: list[str]) -> ASGIApp:
             return Response(status_code=499)
 
         async def page() -> Response:
-            return HTMLResponse(await loop.run_in_executor(service.inspector, inspection_page, model, body))
+            return HTMLResponse(
+                await loop.run_in_executor(service.inspector, inspection_page, model, body)
+            )
 
         return await _while_connected(request.receive, page(), Response(status_code=499))
 
@@ -129,7 +139,9 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         404: f"there is no {request.scope['path'][:80]} here; see /v1/models, /v1/completions, /v1/chat/completions",
         405: f"{request.method} is not allowed here; use {allowed}",
     }
-    return ApiError(error.status_code, reasons.get(error.status_code, error.detail), headers=error.headers).response()
+    return ApiError(
+        error.status_code, reasons.get(error.status_code, error.detail), headers=error.headers
+    ).response()
 
 
 async def _disconnected(request: Request, error: ClientDisconnect) -> Response:
@@ -168,7 +180,9 @@ class Guard:
 
         refusal = self._refusal(Request(scope))
         try:
-            await (self.app if refusal is None else refusal.response())(scope, receive, count_and_send)
+            await (self.app if refusal is None else refusal.response())(
+                scope, receive, count_and_send
+            )
         finally:
             path = scope["path"] if scope["path"] in self.paths else "other"
             self.service.metrics.requests.labels(path, statuses[0] if statuses else "none").inc()
@@ -176,19 +190,34 @@ class Guard:
     def _refusal(self, request: Request) -> ApiError | None:
         # Not request.url: older versions of Starlette read its path from the Host header, which the client chooses.
         service, path = self.service, request.scope["path"]
-        host = re.sub(r":\d*$", "", request.headers.get("host", "localhost")).strip("[]").lower()  # without the port
+        host = (
+            re.sub(r":\d*$", "", request.headers.get("host", "localhost")).strip("[]").lower()
+        )  # without the port
         if service.hosts is not None and host not in service.hosts:
-            return ApiError(403, f"this server does not answer to the name {host[:80]!r}; start it with --host")
+            return ApiError(
+                403, f"this server does not answer to the name {host[:80]!r}; start it with --host"
+            )
         if service.api_key is not None and path not in OPEN_PATHS:
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
             is_right = hmac.compare_digest(key.strip().encode("latin-1"), service.api_key.encode())
             if scheme.lower() != "bearer" or not is_right:
-                message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
-                return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+                message = (
+                    "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+                )
+                return ApiError(
+                    401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+                )
         if service.is_draining and request.method == "POST":
-            return ApiError(503, "the server is shutting down; use another one", headers={"Retry-After": "5"})
-        is_json = request.headers.get("content-type", "").split(";")[0].strip().lower() == "application/json"
-        if request.method == "POST" and not is_json:  # pages of other sites can send other types without permission
+            return ApiError(
+                503, "the server is shutting down; use another one", headers={"Retry-After": "5"}
+            )
+        is_json = (
+            request.headers.get("content-type", "").split(";")[0].strip().lower()
+            == "application/json"
+        )
+        if (
+            request.method == "POST" and not is_json
+        ):  # pages of other sites can send other types without permission
             return ApiError(415, "the body has to be JSON: send Content-Type: application/json")
         return None
 
@@ -201,17 +230,23 @@ async def _body(request: Request, limit: int) -> bytes:
         async for chunk in request.stream():
             size += len(chunk)
             if size > limit:
-                raise ApiError(413, f"the body of the request has more than {limit} bytes; see --max-body")
+                raise ApiError(
+                    413, f"the body of the request has more than {limit} bytes; see --max-body"
+                )
             chunks.append(chunk)
         return b"".join(chunks)
 
     try:
         return await asyncio.wait_for(read(), BODY_SECONDS)
     except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-        raise ApiError(408, f"the request did not arrive within {BODY_SECONDS} s; send it again") from None
+        raise ApiError(
+            408, f"the request did not arrive within {BODY_SECONDS} s; send it again"
+        ) from None
 
 
-async def _generate(service: Service, request: Request, kind: type[CompletionRequest | ChatRequest]) -> Response:
+async def _generate(
+    service: Service, request: Request, kind: type[CompletionRequest | ChatRequest]
+) -> Response:
     """Answer a request for completions, as one response or as a stream."""
     body = parse(kind, await _body(request, service.max_body))
     model = service.model(body.model)
@@ -222,7 +257,9 @@ async def _generate(service: Service, request: Request, kind: type[CompletionReq
         submission = model.engine.submit(sequences)
     except QueueFull as error:
         message = f"{model.name} is busy; try again in {error.retry_after} s"
-        raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(error.retry_after)}) from None
+        raise ApiError(
+            429, message, code="queue_full", headers={"Retry-After": str(error.retry_after)}
+        ) from None
     finally:
         service.n_active -= 1
     answer = Answer(service, body, choices, submission)
@@ -235,7 +272,11 @@ class Answer(Response):
     """The answer to a request: a stream of events, or whole()."""
 
     def __init__(
-        self, service: Service, body: CompletionRequest | ChatRequest, choices: list[Choice], submission: Submission
+        self,
+        service: Service,
+        body: CompletionRequest | ChatRequest,
+        choices: list[Choice],
+        submission: Submission,
     ) -> None:
         super().__init__(media_type="text/event-stream")
         self._service, self._body, self._submission = service, body, submission
@@ -250,7 +291,10 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as ASGI defines it."""
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-store"),
+        ]
         with self._end():
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await _while_connected(receive, self._send_events(send), None)
@@ -292,14 +336,19 @@ class Answer(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Result], otherwise: Result) -> Result:
+async def _while_connected(
+    receive: Receive, work: Coroutine[Any, Any, Result], otherwise: Result
+) -> Result:
     """The result of `work`, which is cancelled when the client disconnects."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks: list[Awaitable[Any]] = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
+    tasks: list[Awaitable[Any]] = [
+        asyncio.ensure_future(work),
+        asyncio.ensure_future(disconnected()),
+    ]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return tasks[0].result() if tasks[0].done() else otherwise

@@ -75,7 +75,9 @@ class Submission:
             return
         self._n_unread += len(progress.sampled)
         if self._n_unread > MAX_UNREAD:  # the memory of the server is limited
-            error = RunError(f"the text was cancelled, because more than {MAX_UNREAD} of its tokens were not read")
+            error = RunError(
+                f"the text was cancelled, because more than {MAX_UNREAD} of its tokens were not read"
+            )
             self._unread = {0: Progress(progress.sequence, "", [], True, error)}
             self._engine.remove(self.texts)
         elif progress.sequence.index in self._unread:
@@ -97,7 +99,9 @@ class Submission:
 class EngineThread:
     """Decodes the texts of one model. All public methods may be called from any thread."""
 
-    def __init__(self, name: str, generator: Generator, max_batch: int, max_queue: int, metrics: Metrics) -> None:
+    def __init__(
+        self, name: str, generator: Generator, max_batch: int, max_queue: int, metrics: Metrics
+    ) -> None:
         """`max_batch`: texts decoded at once; `max_queue`: further texts that may wait. Raises UserError."""
         self.name, self.generator, self.metrics = name, generator, metrics
         self.max_batch, self.max_texts = max_batch, max_batch + max_queue
@@ -118,7 +122,9 @@ class EngineThread:
         with self._changed:
             n_too_many = len(self._texts) + len(texts) - self.max_texts
             if n_too_many > 0:
-                raise QueueFull(max(1, math.ceil(self._seconds_per_text * n_too_many / self.max_batch)))
+                raise QueueFull(
+                    max(1, math.ceil(self._seconds_per_text * n_too_many / self.max_batch))
+                )
             self._texts |= {id(text.sequence): text for text in texts}
             self._added += texts
             self._changed.notify()
@@ -134,7 +140,9 @@ class EngineThread:
         """The numbers of running and waiting texts, and the used part of the cache."""
         running = list(self._batch.running)
         n_cached = sum(row.n_read for row in running)
-        capacity = self.max_batch * min(self.generator.context_len, self.generator.config.max_seq_len)
+        capacity = self.max_batch * min(
+            self.generator.context_len, self.generator.config.max_seq_len
+        )
         n_waiting = max(0, len(self._texts) - len(running))
         return {"running": len(running), "waiting": n_waiting, "cache_used": n_cached / capacity}
 

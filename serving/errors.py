@@ -8,7 +8,12 @@ from starlette.responses import Response
 
 from thinker.runtime.finite import finite_json
 
-TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
 
 class ApiError(Exception):
@@ -23,20 +28,32 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+        self.status, self.message, self.param, self.code, self.headers = (
+            status,
+            message,
+            param,
+            code,
+            headers,
+        )
 
     @property
     def content(self) -> dict[str, dict[str, str | None]]:
         """The body of the response."""
-        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
     def response(self) -> Response:
         """The whole response."""
         return json_response(self.content, self.status, self.headers)
 
 
-def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(
+    content: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     """A response of JSON."""
     return Response(finite_json(content), status, headers, "application/json")
 

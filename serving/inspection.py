@@ -24,8 +24,12 @@ def inspection_page(served: ServedModel, body: InspectRequest) -> str:
             prompt = Prompt.from_text(model, tokenizer, body.text)
         else:
             n_ids, limit = len(body.token_ids), model.config.max_seq_len
-            if not 2 <= n_ids <= limit or not all(0 <= token < tokenizer.vocab_size for token in body.token_ids):
-                raise UserError(f"token_ids has {n_ids} ids; use 2 to {limit} ids below {tokenizer.vocab_size}")
+            if not 2 <= n_ids <= limit or not all(
+                0 <= token < tokenizer.vocab_size for token in body.token_ids
+            ):
+                raise UserError(
+                    f"token_ids has {n_ids} ids; use 2 to {limit} ids below {tokenizer.vocab_size}"
+                )
             labels = [token_label(tokenizer, token) for token in body.token_ids]
             prompt = Prompt(torch.tensor(body.token_ids), labels)
         explorer = make_explorer(model, tokenizer, prompt)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from thinker.data import chat
+from thinker.data.text import chat
 from thinker.generation import Completion, Generator
 from thinker.generation.mixed_bits import describe_bits
 from thinker.generation.sequence import Sequence
@@ -75,12 +75,16 @@ class ServedModel:
         seed = secrets.randbelow(2**31) if body.seed is None else body.seed
         try:
             sequences = []
-            for tokens in self._chat_prompt(body) if isinstance(body, ChatRequest) else self._prompts(body):
+            for tokens in (
+                self._chat_prompt(body) if isinstance(body, ChatRequest) else self._prompts(body)
+            ):
                 n_new = self._max_new_tokens(body, len(tokens))
                 for _ in range(body.n):
                     index = len(sequences)
                     params = body.sampling_params(n_new, seed + index, body.n_top)
-                    sequences.append(self.generator.new_sequence(index, Completion(""), params, tokens))
+                    sequences.append(
+                        self.generator.new_sequence(index, Completion(""), params, tokens)
+                    )
         except UserError as error:
             raise refusal(error, type(body)) from None
         return sequences
@@ -90,7 +94,10 @@ class ServedModel:
         self._check_number(len(prompts) * body.n)
         if not prompts or [] in prompts:
             raise invalid("prompt", body.prompt, type(body))
-        encoded = [self.generator.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        encoded = [
+            self.generator.encode(prompt) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
         return [self._check_length(tokens, "prompt") for tokens in encoded]
 
     def _chat_prompt(self, body: ChatRequest) -> list[list[int]]:
@@ -111,7 +118,9 @@ class ServedModel:
         if isinstance(body, ChatRequest):
             limits.append(body.max_completion_tokens)
             if None not in limits:
-                raise ApiError(400, "max_tokens and max_completion_tokens mean the same; use one", "max_tokens")
+                raise ApiError(
+                    400, "max_tokens and max_completion_tokens mean the same; use one", "max_tokens"
+                )
         given = [limit for limit in limits if limit is not None]
         return given[0] if given else max(1, self.context_len + 1 - n_prompt)
 
@@ -127,13 +136,17 @@ class ServedModel:
             raise ApiError(400, f"the request asks for {n_texts} texts; {limit}", "n")
 
 
-def load_model(path: Path, device: torch.device, precision: str, options: dict[str, Any]) -> tuple[Generator, str, int]:
+def load_model(
+    path: Path, device: torch.device, precision: str, options: dict[str, Any]
+) -> tuple[Generator, str, int]:
     """Load a model for serving. Returns its Generator, precision in words, number of parameters. Raises UserError."""
     from thinker.runtime.device import DTYPES
 
     model, tokenizer = load(path, device)
     if tokenizer is None:
-        raise UserError(f"{path} has no tokenizer, so it cannot read text; use a model saved with one")
+        raise UserError(
+            f"{path} has no tokenizer, so it cannot read text; use a model saved with one"
+        )
     generator = Generator(model, tokenizer, dtype=DTYPES[precision], **options)
     words = describe_bits(options.get("bits"), options.get("cache_bits"), precision)
     return generator, words, sum(weight.numel() for weight in model.parameters())

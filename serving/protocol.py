@@ -30,7 +30,11 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, fields: Any) -> Any:
-        return {name: value for name, value in fields.items() if value is not None} if type(fields) is dict else fields
+        return (
+            {name: value for name, value in fields.items() if value is not None}
+            if type(fields) is dict
+            else fields
+        )
 
 
 class StreamOptions(Fields):
@@ -56,7 +60,9 @@ class ResponseFormat(Fields):
 
 
 Item = TypeVar("Item")
-Items = Annotated[list[Item], Field(fail_fast=True)]  # a body may have a million mistakes, and each takes memory
+Items = Annotated[
+    list[Item], Field(fail_fast=True)
+]  # a body may have a million mistakes, and each takes memory
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-NUMBER, le=NUMBER, description="a number")]
 
 
@@ -68,15 +74,25 @@ class Sampling(Fields):
     top_p: float = Field(1.0, gt=0, le=1, description="a number in (0, 1]")
     top_k: int | None = Field(None, ge=1, description="an integer of at least 1, or null")
     min_p: float = Field(0.0, ge=0, le=1, description="a number in [0, 1]")
-    repetition_penalty: float = Field(1.0, gt=0, le=NUMBER, description="a positive number (1: none)")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=NUMBER, description="a positive number (1: none)"
+    )
     presence_penalty: Number = 0.0
     frequency_penalty: Number = 0.0
-    logit_bias: dict[str, Number] | None = Field(None, description="an object from token ids to numbers, or null")
+    logit_bias: dict[str, Number] | None = Field(
+        None, description="an object from token ids to numbers, or null"
+    )
     n: int = Field(1, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description=f"an integer from 0 to {MAX_SEED}, or null")
-    stop: str | Items[str] | None = Field(None, description="a non-empty string, a list of up to 16 of them, or null")
+    seed: int | None = Field(
+        None, ge=0, le=MAX_SEED, description=f"an integer from 0 to {MAX_SEED}, or null"
+    )
+    stop: str | Items[str] | None = Field(
+        None, description="a non-empty string, a list of up to 16 of them, or null"
+    )
     stream: bool = Field(False, description="true or false")
-    stream_options: StreamOptions | None = Field(None, description='{"include_usage": true or false}, with stream')
+    stream_options: StreamOptions | None = Field(
+        None, description='{"include_usage": true or false}, with stream'
+    )
     response_format: ResponseFormat | None = Field(
         None,
         description='{"type": "text"}, {"type": "json_object"} or '
@@ -91,13 +107,23 @@ class Sampling(Fields):
         if len(stop) > 16 or "" in stop:
             raise invalid("stop", self.stop, type(self))
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options has no effect without stream; remove it", "stream_options")
+            raise ApiError(
+                400, "stream_options has no effect without stream; remove it", "stream_options"
+            )
         if logprobs and not self.has_logprobs:
-            raise ApiError(400, "top_logprobs has no effect without logprobs; set logprobs to true", "top_logprobs")
+            raise ApiError(
+                400,
+                "top_logprobs has no effect without logprobs; set logprobs to true",
+                "top_logprobs",
+            )
         kind = None if self.response_format is None else self.response_format.type
         schema = None if self.response_format is None else self.response_format.json_schema
         if (kind == "json_schema") != (schema is not None):
-            raise ApiError(400, "response_format: json_schema goes with the type json_schema", "response_format")
+            raise ApiError(
+                400,
+                "response_format: json_schema goes with the type json_schema",
+                "response_format",
+            )
         try:
             bias = {int(token): number for token, number in (self.logit_bias or {}).items()}
         except ValueError:
@@ -158,7 +184,11 @@ class ChatMessage(Fields):
     @property
     def text(self) -> str:
         """The content as one string."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
 
 
 class ChatRequest(Sampling):
@@ -168,10 +198,15 @@ class ChatRequest(Sampling):
         min_length=1, description='a list of {"role": "user", "content": "..."}, with text only'
     )
     max_tokens: int | None = Field(None, ge=1, description="an integer of at least 1, or null")
-    max_completion_tokens: int | None = Field(None, ge=1, description="an integer of at least 1, or null")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="an integer of at least 1, or null"
+    )
     logprobs: bool = Field(False, description="true or false")
     top_logprobs: int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS} with logprobs, or null"
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description=f"an integer from 0 to {MAX_LOGPROBS} with logprobs, or null",
     )
 
     @property
@@ -205,14 +240,24 @@ def parse(kind: type[Request], body: bytes) -> Request:
     location = [str(part) for part in first["loc"]]
     if not location:
         reason = first["msg"].removeprefix("Invalid JSON: ")
-        raise ApiError(400, f"the body of the request is not a valid JSON object: {reason}", code="invalid_json")
+        raise ApiError(
+            400,
+            f"the body of the request is not a valid JSON object: {reason}",
+            code="invalid_json",
+        )
     names = {field.alias or name for name, field in kind.model_fields.items()}
     if first["type"] == "extra_forbidden":
         param = ".".join(location)
         hint = did_you_mean(location[0], names) if len(location) == 1 else ""
-        raise ApiError(400, f"{param} is not supported here; remove it{hint}", param, "unknown_field")
+        raise ApiError(
+            400, f"{param} is not supported here; remove it{hint}", param, "unknown_field"
+        )
     if first["type"] == "missing" and len(location) == 1:
-        raise ApiError(400, f"{location[0]} is missing; pass {kind.model_fields[location[0]].description}", location[0])
+        raise ApiError(
+            400,
+            f"{location[0]} is missing; pass {kind.model_fields[location[0]].description}",
+            location[0],
+        )
     raise invalid(location[0], _value(body, location[0]), kind)
 
 
@@ -226,8 +271,14 @@ def invalid(name: str, value: object, kind: type[Fields]) -> ApiError:
 def refusal(error: UserError, kind: type[Fields]) -> ApiError:
     """The error for what a Generator refuses. Its messages begin with the parameter at fault."""
     prompt = "messages" if "messages" in kind.model_fields else "prompt"
-    fields = {"the prompt": prompt, "json_schema": "response_format"} | {name: name for name in kind.model_fields}
-    return ApiError(400, str(error), next((fields[name] for name in fields if str(error).startswith(name)), None))
+    fields = {"the prompt": prompt, "json_schema": "response_format"} | {
+        name: name for name in kind.model_fields
+    }
+    return ApiError(
+        400,
+        str(error),
+        next((fields[name] for name in fields if str(error).startswith(name)), None),
+    )
 
 
 def _value(body: bytes, name: str) -> object:

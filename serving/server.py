@@ -32,4 +32,6 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times per second. Returns whether to end."""
-        return await super().on_tick(counter) or (self._service.is_draining and self._service.n_active == 0)
+        return await super().on_tick(counter) or (
+            self._service.is_draining and self._service.n_active == 0
+        )

@@ -44,14 +44,23 @@ def run_script(*args, cwd=ROOT, timeout=600, input="", **variables):
 
     Our own scripts are forked from a process that has imported torch already. `timeout` only guards against hanging.
     """
-    args, environment = [str(argument) for argument in args], {**os.environ, "PYTHONUTF8": "1", **variables}
+    args, environment = (
+        [str(argument) for argument in args],
+        {**os.environ, "PYTHONUTF8": "1", **variables},
+    )
     script = Path(cwd, args[0])
     if script.is_relative_to(ROOT) and script.suffix == ".py":
         args[0] = str(script)
         return fork_server.run_script(args, cwd, environment, timeout, input)
     command = [sys.executable, *args]
     return subprocess.run(
-        command, cwd=cwd, env=environment, input=input, capture_output=True, text=True, timeout=timeout
+        command,
+        cwd=cwd,
+        env=environment,
+        input=input,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
 
 
@@ -61,14 +70,18 @@ def start_script(*args, **options):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--stress", action="store_true", help="run the stress tests in full, as make prove does")
+    parser.addoption(
+        "--stress", action="store_true", help="run the stress tests in full, as make prove does"
+    )
 
 
 def pytest_configure(config):
     global in_full
     in_full = config.getoption("--stress")
     # No deadline: a busy machine is no failure. The same examples every time, and new ones with --stress.
-    settings.register_profile("thinker", deadline=None, max_examples=examples(100), derandomize=not in_full)
+    settings.register_profile(
+        "thinker", deadline=None, max_examples=examples(100), derandomize=not in_full
+    )
     settings.load_profile("thinker")
 
 
@@ -135,7 +148,11 @@ def run_script_fixture():
 def text_file(tmp_path_factory):
     """A small text with something to learn in it."""
     path = tmp_path_factory.mktemp("text") / "my.txt"
-    path.write_text("".join(f"Line {i}: the cat number {i % 7} sat on mat number {i % 7}.\n" for i in range(600)))
+    path.write_text(
+        "".join(
+            f"Line {i}: the cat number {i % 7} sat on mat number {i % 7}.\n" for i in range(600)
+        )
+    )
     return path
 
 
@@ -143,7 +160,12 @@ def text_file(tmp_path_factory):
 def train_args(text_file, tmp_path_factory):
     """train.py with the arguments of a tiny run on text_file; append run.dir=... and other overrides."""
     cache = tmp_path_factory.mktemp("cache")
-    data = ["data.source=text", f"data.path={text_file}", "data.max_documents=null", f"data.cache_dir={cache}"]
+    data = [
+        "data.source=text",
+        f"data.path={text_file}",
+        "data.max_documents=null",
+        f"data.cache_dir={cache}",
+    ]
     return [ROOT / "train.py", ROOT / "tests" / "fixtures" / "base.yaml", *TINY_OVERRIDES, *data]
 
 
@@ -159,7 +181,14 @@ def tiny_run(train_args, tmp_path_factory):
 def random_model(seed=0, norm_mean=0.5, std=0.3, **options):
     """A model whose every parameter is random; a fresh one has zero output projections, which would hide mistakes."""
     torch.manual_seed(seed)
-    shape = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64}
+    shape = {
+        "vocab_size": 61,
+        "d_model": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "max_seq_len": 64,
+    }
     model = Thinker(ThinkerConfig(**{**shape, **options}))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -12,7 +12,7 @@ from conftest import ROOT, run_script, start_script
 from fork_server import run_ranks
 from training_runs import assert_same_run, last_step, wait_for
 
-from thinker.training.config_file import load_config
+from thinker.training.config.load import load_config
 from thinker.training.run import build_trainer
 
 
@@ -35,7 +35,9 @@ def train_whole(folder):
 
 def trainer_of(folder, tmp_path, *overrides):
     """A trainer of config.yaml with the run directory tmp_path/run."""
-    return build_trainer(load_config(folder / "config.yaml", [f"run.dir={tmp_path / 'run'}", *overrides]))
+    return build_trainer(
+        load_config(folder / "config.yaml", [f"run.dir={tmp_path / 'run'}", *overrides])
+    )
 
 
 def check_killed_runs(folder, whole, run, count, n_steps, after_kill=lambda draw: None):
@@ -61,7 +63,9 @@ def check_killed_runs(folder, whole, run, count, n_steps, after_kill=lambda draw
 def check_samples(folder, tmp_path, size, n_workers, n_steps):
     """Ranks with some number of workers train on the samples that one rank reads with the default one."""
     options = [f"run.dir={tmp_path / 'run'}", f"data.num_workers={n_workers}", "train.parallel=ddp"]
-    seen = run_ranks(size, rank_workers.train_and_record_inputs, str(folder / "config.yaml"), options)
+    seen = run_ranks(
+        size, rank_workers.train_and_record_inputs, str(folder / "config.yaml"), options
+    )
     trainer = trainer_of(folder, tmp_path / "other")
     expected = [trainer.loader.batch(step)[0].tolist() for step in range(n_steps)]
     trainer.batches.close()

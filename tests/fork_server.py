@@ -24,8 +24,8 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "thinker.training.run",
-    "thinker.training.plan",
-    "thinker.generation.interactive",
+    "thinker.training.reports.plan",
+    "thinker.generation.chat.interactive",
     "thinker.evaluation.long_context",
     "thinker.evaluation.needle",
     "matplotlib.figure",
@@ -45,7 +45,9 @@ def fork_context():
         assert not missing, f"the fork server would skip {missing}"
     context.set_forkserver_preload(PRELOADED)
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), *([before] if before else [])]
+    )
     multiprocessing.forkserver.ensure_running()
     if before is None:
         del os.environ["PYTHONPATH"]
@@ -98,7 +100,12 @@ def free_port():
 
 def rank_environment(rank, n_ranks, port):
     """The environment variables that torchrun gives a rank."""
-    variables = {"RANK": rank, "WORLD_SIZE": n_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n_ranks}
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": n_ranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": n_ranks,
+    }
     return {name: str(value) for name, value in variables.items()} | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -144,7 +151,8 @@ class ForkedCommand:
         stderr = str(stderr or self._err)
         environment = dict(os.environ if environment is None else environment)
         self._process = fork_context().Process(
-            target=_run_script, args=(self.args, str(cwd), environment, str(stdin), str(self._out), stderr, ignored)
+            target=_run_script,
+            args=(self.args, str(cwd), environment, str(stdin), str(self._out), stderr, ignored),
         )
         self._process.start()
         self.pid = self._process.pid
@@ -177,7 +185,10 @@ class ForkedCommand:
     def output(self):
         """What it has written so far to standard output and to standard error."""
         paths = (self._out, self._err)
-        return tuple(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "" for path in paths)
+        return tuple(
+            path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+            for path in paths
+        )
 
     def communicate(self, timeout=600):
         """Wait for its end; returns its standard output and standard error."""
@@ -203,7 +214,11 @@ def _run_script(args, cwd, environment, stdin, stdout, stderr, ignored):
         sys.stderr = None
     else:
         _redirect(2, stderr)
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # whatever started the tests may ignore some
+    for number in (
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # whatever started the tests may ignore some
         handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in ignored else handler)
     os.chdir(cwd)

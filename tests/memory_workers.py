@@ -5,10 +5,10 @@ import ctypes
 import torch
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.training.config_file import validate_config
+from thinker.training.config.load import validate_config
 from thinker.training.metrics import MemoryMeter
-from thinker.training.plan import time_steps
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.reports.plan import time_steps
+from thinker.training.settings.resolve import resolve_settings
 
 CPU = torch.device("cpu")
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
@@ -35,7 +35,14 @@ def peak_of_two_steps(dist, tree, shape):
 def peak_of_mapping_a_layer(dist, attention, length):
     """The bytes that recording a layer's attention weights takes at most, and those of the weights."""
     return_freed_memory_at_once()
-    shape = {"vocab_size": 64, "d_model": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "max_seq_len": length}
+    shape = {
+        "vocab_size": 64,
+        "d_model": 64,
+        "n_layers": 4,
+        "n_heads": 8,
+        "n_kv_heads": 2,
+        "max_seq_len": length,
+    }
     model = Thinker(ThinkerConfig(**shape, attention=attention)).eval()
     tokens = torch.randint(64, (1, length))
     with model.record("blocks.3.attention.weights"):

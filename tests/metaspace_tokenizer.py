@@ -3,7 +3,7 @@
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from thinker.data.tokenizer_factory import load_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import load_tokenizer
 
 
 def metaspace_tokenizer(folder, more_pieces, byte_fallback, normalizer=None):
@@ -15,9 +15,13 @@ def metaspace_tokenizer(folder, more_pieces, byte_fallback, normalizer=None):
     if normalizer is not None:
         library.normalizer = normalizer
     library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")])
+    library.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")]
+    )
     library.add_special_tokens(["<unk>", "<s>", "</s>"])
     folder.mkdir(exist_ok=True)
     library.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}')
+    (folder / "tokenizer_config.json").write_text(
+        '{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}'
+    )
     return load_tokenizer(folder)

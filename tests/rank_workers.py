@@ -13,16 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from thinker import checkpoint
 from thinker.checkpoint import CheckpointManager
-from thinker.data.prefetch import Batch
+from thinker.data.batches.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.runtime import process_group
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import full_tensor
 from thinker.training import resume
-from thinker.training.config_file import load_config, validate_config
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.config.load import load_config, validate_config
 from thinker.training.run import build_trainer
 from thinker.training.run_state import RunState
+from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 CPU, ROWS, T = torch.device("cpu"), 8, 24
@@ -45,7 +45,9 @@ def batch(step, dist, isolate=False):
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(97, (ROWS, T + 1), generator=generator)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
-    targets[torch.rand(targets.shape, generator=generator) < torch.linspace(0, 0.95, ROWS)[:, None]] = -1
+    targets[
+        torch.rand(targets.shape, generator=generator) < torch.linspace(0, 0.95, ROWS)[:, None]
+    ] = -1
     count, rows = int((targets >= 0).sum()), ROWS // dist.world_size
     own = slice(dist.rank * rows, (dist.rank + 1) * rows)
     return Batch(inputs[own], targets[own], count, (inputs[own] < 9).cumsum(1) if isolate else None)
@@ -61,7 +63,9 @@ def make_step(dist, model_config=CONFIG, optimizer="adamw", **train):
         "parallel": "ddp",
     } | train
     train.setdefault("micro_batch_size", ROWS // dist.world_size)
-    config = validate_config({"train": train, "optimizer": {"name": optimizer}, "data": {"seq_len": T}})
+    config = validate_config(
+        {"train": train, "optimizer": {"name": optimizer}, "data": {"seq_len": T}}
+    )
     if not torch.distributed.is_initialized():
         dist.init_process_group("cpu", 600.0)
     with contextlib.redirect_stderr(io.StringIO()):  # tests compare what ranks print when they fail
@@ -72,13 +76,17 @@ def make_step(dist, model_config=CONFIG, optimizer="adamw", **train):
 def full_state(step):
     """Weights and optimizer state, whole, as a safetensors file can hold them."""
     tensors = checkpoint.model_tensors(step.model) | step.optimizers.tensors()
-    return {name: full_tensor(tensor.detach()).clone().contiguous() for name, tensor in tensors.items()}
+    return {
+        name: full_tensor(tensor.detach()).clone().contiguous() for name, tensor in tensors.items()
+    }
 
 
 def train_steps(dist, out, steps, options):
     """Make so many steps. Returns (loss, gradient norm) of each; `out` gets all that there is then."""
     step = make_step(dist, **options)
-    found = [[float(number) for number in step(batch(number, dist), 1.0)] for number in range(steps)]
+    found = [
+        [float(number) for number in step(batch(number, dist), 1.0)] for number in range(steps)
+    ]
     tensors = full_state(step)
     if dist.is_main:
         save_file(tensors, out)
@@ -114,12 +122,16 @@ def compare_gradients(dist, folder, steps, options):
                     else:
                         parameter.copy_(value)
         else:
-            weights = {f"weight {name}": p.detach().clone() for name, p in step.model.named_parameters()}
+            weights = {
+                f"weight {name}": p.detach().clone() for name, p in step.model.named_parameters()
+            }
         norm = step(batch(number, dist), 1.0)[1]
         found["norm of all"] = norm.reshape(1)
         if path.exists():
             sizes = {name: float(theirs[name].norm()) or 1.0 for name in found}
-            far.append({name: float((g - theirs[name]).norm()) / sizes[name] for name, g in found.items()})
+            far.append(
+                {name: float((g - theirs[name]).norm()) / sizes[name] for name, g in found.items()}
+            )
         else:
             save_file(found | weights, path)
     return far
@@ -133,14 +145,19 @@ def save_checkpoints(dist, folder, parallel):
             step(batch(number, dist), 1.0)
         tensors = full_state(step)
         for sharded in (False, True):
-            place = Path(folder, f"{optimizer}-{dist.world_size}-{parallel}-{'sharded' if sharded else 'whole'}")
+            place = Path(
+                folder,
+                f"{optimizer}-{dist.world_size}-{parallel}-{'sharded' if sharded else 'whole'}",
+            )
             if dist.is_main:
                 place.mkdir()
                 save_file(tensors, place / "was.safetensors")
             dist.broadcast_object()
             saver = CheckpointManager(place, 1, dist=dist, sharded=sharded)
             state = RunState(step=2).model_dump(mode="json")
-            saver.save("step", 2, checkpoint.checkpoint_files(step.model, state, step.optimizers.tensors()))
+            saver.save(
+                "step", 2, checkpoint.checkpoint_files(step.model, state, step.optimizers.tensors())
+            )
             dist.broadcast_object()  # rank 0 has written
 
 
@@ -153,7 +170,9 @@ def restore_checkpoints(dist, folder, parallel, places):
         found, was = full_state(step), load_file(place / "was.safetensors")
         assert found.keys() == was.keys()
         assert any(name.startswith("optimizer.") for name in was)
-        changed += [f"{place.name} {name}" for name in was if not torch.equal(found[name], was[name])]
+        changed += [
+            f"{place.name} {name}" for name in was if not torch.equal(found[name], was[name])
+        ]
         losses[place.name] = float(step(batch(2, dist), 1.0)[0])
     return changed, losses
 
@@ -180,14 +199,21 @@ def gradients_of_a_frequent_token(dist, precision, parallel):
     matrix's numbers bf16 could hold.
     """
     rows = 512 // dist.world_size
-    step = make_step(dist, parallel=parallel, precision=precision, grad_clip=1e9, micro_batch_size=rows)
+    step = make_step(
+        dist, parallel=parallel, precision=precision, grad_clip=1e9, micro_batch_size=rows
+    )
     tokens = torch.randint(97, (512, T), generator=torch.Generator().manual_seed(3))
     tokens[:, ::2] = 5
     tokens, found = tokens[dist.rank * rows : (dist.rank + 1) * rows], {}
     update = step.optimizers.step
 
     def kept(skip):
-        found.update({name: full_tensor(p.grad.detach()).clone() for name, p in step.model.named_parameters()})
+        found.update(
+            {
+                name: full_tensor(p.grad.detach()).clone()
+                for name, p in step.model.named_parameters()
+            }
+        )
         update(skip)
 
     step.optimizers.step = kept
@@ -254,17 +280,24 @@ def fail_on_rank_1(dist, failure, seconds=None):
                 process_group.ROLL_CALL_SECONDS = 0.1  # rank 0 will not fail before it
             is_lost, hangs = failure.startswith(("killed", "hangs")), failure.startswith("hangs")
             if is_lost and dist.is_main:
-                process_group.time, process_group.ROLL_CALL_SECONDS = RollCallClock(dist.store), 10.0
+                process_group.time, process_group.ROLL_CALL_SECONDS = (
+                    RollCallClock(dist.store),
+                    10.0,
+                )
             if hangs and dist.rank > 1:
                 dist.store.wait(["alive/0"])  # rank 0 is the first to miss rank 1
-            if hangs or (is_lost and dist.rank > 1):  # rank 3 may wait for rank 0, which has found rank 1 gone
+            if hangs or (
+                is_lost and dist.rank > 1
+            ):  # rank 3 may wait for rank 0, which has found rank 1 gone
                 dist.timeout = 0.5
                 torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=dist.timeout))
         if number == 2 and dist.rank == 1:
             if failure == "exception":
                 raise ZeroDivisionError("boom on rank 1")
             if failure == "network":
-                raise TimeoutError("the hub timed out")  # an error of its own, not another rank's silence
+                raise TimeoutError(
+                    "the hub timed out"
+                )  # an error of its own, not another rank's silence
             if failure == "user error":
                 raise UserError("rank 1 cannot read its data")
             if failure == "killed":

@@ -46,7 +46,9 @@ class ServerProcess:
         from prometheus_client.parser import text_string_to_metric_families
 
         families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text)
-        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        samples = [
+            sample for family in families for sample in family.samples if sample.name == name
+        ]
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def signal(self, number=signal.SIGTERM):
@@ -95,9 +97,18 @@ def chat_run(served_run, tmp_path_factory):
     talks = folder.parent / "talks.jsonl"
     row = '{"messages": [{"role": "user", "content": "Hi %d"}, {"role": "assistant", "content": "cat number %d"}]}\n'
     talks.write_text("".join(row % (i, i % 7) for i in range(40)))
-    given = [f"run.init_from={served_run}", f"run.dir={folder}", f"data.path={talks}", "data.seq_len=160"]
+    given = [
+        f"run.init_from={served_run}",
+        f"run.dir={folder}",
+        f"data.path={talks}",
+        "data.seq_len=160",
+    ]
     given += ["train.batch_size=4", "train.max_steps=4", "train.eval_every=4", "train.save_every=4"]
-    given += ["train.max_minutes=null", "train.precision=fp32", f"data.cache_dir={folder.parent / 'cache'}"]
+    given += [
+        "train.max_minutes=null",
+        "train.precision=fp32",
+        f"data.cache_dir={folder.parent / 'cache'}",
+    ]
     config = ROOT / "configs" / "finetune.yaml"
     options = [config, *given, "data.chat_template=configs/chat.jinja"]
     done = run_script([ROOT / "train.py", *options], ROOT, os.environ, 600)
@@ -108,7 +119,9 @@ def chat_run(served_run, tmp_path_factory):
 @pytest.fixture(scope="session")
 def server(served_run, chat_run):
     """A server with two models, "served" and "chat"."""
-    with ServerProcess(served_run, chat_run, forked=False) as server:  # forked processes end with their test
+    with ServerProcess(
+        served_run, chat_run, forked=False
+    ) as server:  # forked processes end with their test
         yield server
         server.stop()
 

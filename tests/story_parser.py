@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from thinker.data import tales
+from thinker.data.text import tales
 
-State = tuple[int, dict[str, tales.Item], tuple[tales.Choice, ...]]  # position in the text, bindings, events
+State = tuple[
+    int, dict[str, tales.Item], tuple[tales.Choice, ...]
+]  # position in the text, bindings, events
 
 
 def parse(text: str) -> tales.Story:
     """The story that has this text, with its choices. Raises ValueError if the grammar has no such story."""
-    found = [events for end, _, events in _derive(tales.GRAMMAR.story, text, (0, {}, ())) if end == len(text)]
+    found = [
+        events
+        for end, _, events in _derive(tales.GRAMMAR.story, text, (0, {}, ()))
+        if end == len(text)
+    ]
     if not found:
         raise ValueError("this text is not a story of the grammar")
     assert len(found) == 1, f"the grammar is ambiguous: {len(found)} derivations of {text!r}"
@@ -46,4 +52,6 @@ def _match(op: tales.Op, text: str, state: State) -> list[State]:
             return []
         bound = {**bound, op.name: item} if op.name else bound
         events += (tales.Choice("filler", op.name or op.source, item[""], op.log_prob),)
-    return [(position + len(expected), bound, events)] if text.startswith(expected, position) else []
+    return (
+        [(position + len(expected), bound, events)] if text.startswith(expected, position) else []
+    )

@@ -42,7 +42,12 @@ def test_bf16_compiled_follows_fp32_resumes_and_samples(tmp_path):
         "fp32": ["train.precision=fp32", "train.compile=false"],
     }.items():
         runs[name] = tmp_path / name
-        common = [*PYDOCS, *options, f"run.dir={runs[name]}", f"data.cache_dir={tmp_path / 'cache'}"]
+        common = [
+            *PYDOCS,
+            *options,
+            f"run.dir={runs[name]}",
+            f"data.cache_dir={tmp_path / 'cache'}",
+        ]
         assert run_script(*common, "train.max_steps=150", timeout=900).returncode == 0
         done = run_script(*common, "train.max_steps=200", timeout=900)
         assert done.returncode == 0, done.stderr
@@ -51,7 +56,14 @@ def test_bf16_compiled_follows_fp32_resumes_and_samples(tmp_path):
     assert len(bf16) == len(fp32) == 200
     assert sum(bf16[-20:]) / 20 == pytest.approx(sum(fp32[-20:]) / 20, rel=0.02)
     done = run_script(
-        ROOT / "generate.py", runs["bf16"], "--device", "cuda", "--prompt", "def ", "--max-new-tokens", "20"
+        ROOT / "generate.py",
+        runs["bf16"],
+        "--device",
+        "cuda",
+        "--prompt",
+        "def ",
+        "--max-new-tokens",
+        "20",
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) > len("def \n")
@@ -68,14 +80,24 @@ def test_cached_logits_equal_uncached_ones(random_model):
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
-def test_compiled_decoding_gives_the_same_texts_with_two_programs_and_never_waits(random_model, bits):
-    from thinker.data.tokenizer_factory import make_tokenizer
+def test_compiled_decoding_gives_the_same_texts_with_two_programs_and_never_waits(
+    random_model, bits
+):
+    from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
     from thinker.generation import Generator, SamplingParams
-    from thinker.generation.conversation import Conversation
+    from thinker.generation.chat.conversation import Conversation
 
-    model, tokenizer = random_model(vocab_size=264, max_seq_len=300, norm_mean=0.3).cuda(), make_tokenizer("byte", [])
-    plain, compiled = (Generator(model, tokenizer, bits=bits, compile=compile) for compile in (False, True))
-    chats, counters = [Conversation(plain), Conversation(compiled)], torch._dynamo.utils.counters["stats"]
+    model, tokenizer = (
+        random_model(vocab_size=264, max_seq_len=300, norm_mean=0.3).cuda(),
+        make_tokenizer("byte", []),
+    )
+    plain, compiled = (
+        Generator(model, tokenizer, bits=bits, compile=compile) for compile in (False, True)
+    )
+    chats, counters = (
+        [Conversation(plain), Conversation(compiled)],
+        torch._dynamo.utils.counters["stats"],
+    )
     before = counters["unique_graphs"]
     for lengths in ((9, 9, 9), (30, 3, 17, 8, 25), (140, 12), (5,), (7,)):
         prompts = ["The cat", "a", "The cat", "", "Once upon a time"][: len(lengths)]
@@ -96,16 +118,24 @@ def test_compiled_decoding_gives_the_same_texts_with_two_programs_and_never_wait
 
 
 def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
-    from thinker.data.prefetch import Batch
+    from thinker.data.batches.prefetch import Batch
     from thinker.model import ThinkerConfig
-    from thinker.training.config_file import validate_config
-    from thinker.training.resolve_settings import resolve_settings
+    from thinker.training.config.load import validate_config
+    from thinker.training.settings.resolve import resolve_settings
     from thinker.training.step import TrainingStep, build_model
 
     config = ThinkerConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=2, max_seq_len=16)
-    train = {"precision": "fp32", "compile": False, "micro_batch_size": 4, "batch_size": 4, "max_steps": 9}
+    train = {
+        "precision": "fp32",
+        "compile": False,
+        "micro_batch_size": 4,
+        "batch_size": 4,
+        "max_steps": 9,
+    }
     device = torch.device("cuda")
-    settings = resolve_settings(validate_config({"train": {**train, "max_nonfinite_steps": 1}}), config, device)
+    settings = resolve_settings(
+        validate_config({"train": {**train, "max_nonfinite_steps": 1}}), config, device
+    )
     step = TrainingStep(build_model(config, 1, device), settings)
     tokens = torch.randint(50, (4, 17))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 64)
@@ -124,8 +154,8 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
 
 def random_inputs(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
     """A pattern, TokenInfo, ALiBi slopes, soft-cap; leaves q, k, v (and sinks) in fp32 that `dtype` holds exactly."""
-    from thinker.model.pattern_parser import parse_pattern
-    from thinker.model.patterns import TokenInfo
+    from thinker.model.patterns.pattern_parser import parse_pattern
+    from thinker.model.patterns.patterns import TokenInfo
     from thinker.model.positions import alibi_slopes
 
     generator = torch.Generator().manual_seed(0)
@@ -139,7 +169,10 @@ def random_inputs(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
         token = torch.randint(200, (B, T), generator=generator)
     tokens = TokenInfo(*(x if x is None else x.cuda() for x in (position, document, token)))
     shapes = [(B, H, T, D), (B, K, T, D), (B, K, T, D)] + [(H,)] * ("sinks" in features)
-    leaves = [torch.randn(s, generator=generator).to("cuda", dtype).float().requires_grad_() for s in shapes]
+    leaves = [
+        torch.randn(s, generator=generator).to("cuda", dtype).float().requires_grad_()
+        for s in shapes
+    ]
     alibi, attn_logit_softcap = (
         alibi_slopes(H, "cuda") if "alibi" in features else None,
         1.5 if "attn_logit_softcap" in features else None,
@@ -160,7 +193,9 @@ def values_and_gradients(kernel, dtype, pattern, tokens, alibi, attn_logit_softc
 
 
 def assert_near(ours, known, tolerance):
-    for mine, right in zip(ours, known, strict=True):  # kernels give gradients of 1e-4 where they are 0
+    for mine, right in zip(
+        ours, known, strict=True
+    ):  # kernels give gradients of 1e-4 where they are 0
         assert (mine - right).norm() <= tolerance * (right.norm() + 0.05)
 
 
@@ -201,7 +236,11 @@ def test_flex_equals_the_reference(text, features, width):
 
 @pytest.mark.usefixtures("_exact_fp32")
 def test_flex_takes_further_lengths_and_patterns_without_end():
-    for text, T in [("window(9)", 128), ("window(9)", 200), *((f"window({w})", 1024) for w in range(9, 18))]:
+    for text, T in [
+        ("window(9)", 128),
+        ("window(9)", 200),
+        *((f"window({w})", 1024) for w in range(9, 18)),
+    ]:
         given = random_inputs(text, "", torch.float32, T=T)
         _, known = values_and_gradients("reference", torch.float32, *given)
         assert_near(values_and_gradients("flex", torch.float32, *given)[1], known, 1e-4)
@@ -210,17 +249,21 @@ def test_flex_takes_further_lengths_and_patterns_without_end():
 def test_flex_of_a_long_sequence_holds_neither_scores_nor_mask():
     from thinker.model.attention_dispatch import attend
     from thinker.model.masks import MaskBuilder
-    from thinker.model.pattern_parser import parse_pattern
-    from thinker.model.patterns import TokenInfo
+    from thinker.model.patterns.pattern_parser import parse_pattern
+    from thinker.model.patterns.patterns import TokenInfo
 
     tokens = TokenInfo(torch.arange(2**15, device="cuda"))
     q = torch.randn(1, 2, 2**15, 64, device="cuda", dtype=torch.bfloat16)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    mask = MaskBuilder(2, q.dtype).build(parse_pattern("longformer(256, 4, 4)"), tokens, tokens, True)
+    mask = MaskBuilder(2, q.dtype).build(
+        parse_pattern("longformer(256, 4, 4)"), tokens, tokens, True
+    )
     assert mask.kernel == "flex"
     assert torch.isfinite(attend(q, q, q, mask)).all()
-    assert torch.cuda.max_memory_allocated() - before < 3 * 2**30  # positions' differences alone would be 8 GiB
+    assert (
+        torch.cuda.max_memory_allocated() - before < 3 * 2**30
+    )  # positions' differences alone would be 8 GiB
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -236,22 +279,40 @@ def test_varlen_equals_the_reference(text, heads, kv_heads, width, dtype):
 
 @pytest.mark.parametrize(
     ("attention", "isolated", "kernel"),
-    [("window(256)", False, "flex"), ("window(256)", True, "varlen"), ("bigbird(64, 2, 64, 2)", True, "flex")],
+    [
+        ("window(256)", False, "flex"),
+        ("window(256)", True, "varlen"),
+        ("bigbird(64, 2, 64, 2)", True, "flex"),
+    ],
 )
 def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, isolated, kernel):
-    from thinker.data.prefetch import Batch
+    from thinker.data.batches.prefetch import Batch
     from thinker.model import ThinkerConfig
-    from thinker.training.config_file import validate_config
-    from thinker.training.resolve_settings import resolve_settings
+    from thinker.training.config.load import validate_config
+    from thinker.training.settings.resolve import resolve_settings
     from thinker.training.step import TrainingStep, build_model
 
-    shape = {"vocab_size": 50, "d_model": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_init_std": 0.2}
+    shape = {
+        "vocab_size": 50,
+        "d_model": 128,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_init_std": 0.2,
+    }
     config = ThinkerConfig(**shape, max_seq_len=2048, attention=attention)
     found = {}
     for name in ("reference", "plain", "compiled"):
-        train = {"precision": "bf16", "compile": name == "compiled", "micro_batch_size": 2, "batch_size": 2}
+        train = {
+            "precision": "bf16",
+            "compile": name == "compiled",
+            "micro_batch_size": 2,
+            "batch_size": 2,
+        }
         device = torch.device("cuda")
-        settings = resolve_settings(validate_config({"train": {**train, "max_steps": 9}}), config, device)
+        settings = resolve_settings(
+            validate_config({"train": {**train, "max_steps": 9}}), config, device
+        )
         step = TrainingStep(build_model(config, 1, device), settings)
         step.model.kernel = "reference" if name == "reference" else "auto"
         generator, used = torch.Generator().manual_seed(0), set()
@@ -265,7 +326,11 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
         step.model.make_context = recorded
         for number in range(3):
             tokens = torch.randint(50, (2, 2049), generator=generator)
-            documents = (torch.rand(2, 2048, generator=generator) < (number + 1) / 400).cumsum(1) if isolated else None
+            documents = (
+                (torch.rand(2, 2048, generator=generator) < (number + 1) / 400).cumsum(1)
+                if isolated
+                else None
+            )
             batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 4096, documents)
             found.setdefault(name, []).append([float(x) for x in step(batch, 1.0)])
         assert used == {"reference" if name == "reference" else kernel}
@@ -278,12 +343,39 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 def test_two_gpus_learn_as_one_and_save_for_one(tmp_path, parallel):
     """NCCL: each rank on a GPU of its own, from the commands that docs/guides/scaling-out.md gives."""
-    common = ["data.max_documents=200", "data.seq_len=64", "train.batch_size=8", "train.precision=fp32"]
-    common += ["train.compile=false", "optimizer.name=adamw", "optimizer.lr=0.003", "train.max_steps=20"]
-    common += ["train.max_minutes=null", "train.device=cuda", f"data.cache_dir={tmp_path / 'cache'}"]
+    common = [
+        "data.max_documents=200",
+        "data.seq_len=64",
+        "train.batch_size=8",
+        "train.precision=fp32",
+    ]
+    common += [
+        "train.compile=false",
+        "optimizer.name=adamw",
+        "optimizer.lr=0.003",
+        "train.max_steps=20",
+    ]
+    common += [
+        "train.max_minutes=null",
+        "train.device=cuda",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    ]
     config = ROOT / "configs" / "quickstart.yaml"
-    assert run_script(ROOT / "train.py", config, *common, f"run.dir={tmp_path / '1'}", timeout=300).returncode == 0
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "train.py", config]
+    assert (
+        run_script(
+            ROOT / "train.py", config, *common, f"run.dir={tmp_path / '1'}", timeout=300
+        ).returncode
+        == 0
+    )
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        ROOT / "train.py",
+        config,
+    ]
     options = [f"train.parallel={parallel}", "train.save_sharded=true", f"run.dir={tmp_path / '2'}"]
     done = run_script(*torchrun, *common, *options, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -305,7 +397,9 @@ def test_head_and_loss_in_bf16_are_near_fp32(monkeypatch, is_compiled):
     weight = (torch.randn(5000, 256, **options) / 4).bfloat16().float().requires_grad_()
     targets = torch.randint(-1, 5000, (1, 1001), **options)
     ours, count = module.linear_cross_entropy(x, weight, targets, None, is_compiled)
-    known = torch.nn.functional.cross_entropy((x.float() @ weight.T)[0], targets[0], ignore_index=-1, reduction="sum")
+    known = torch.nn.functional.cross_entropy(
+        (x.float() @ weight.T)[0], targets[0], ignore_index=-1, reduction="sum"
+    )
     assert int(count) == int((targets >= 0).sum())
     assert ours.item() == pytest.approx(known.item(), rel=1e-3)
     grads, right = (torch.autograd.grad(loss, (x, weight)) for loss in (ours, known))

@@ -15,7 +15,12 @@ import pytest
 from conftest import ROOT, TINY_OVERRIDES, run_script
 
 from thinker.benchmarks import command
-from thinker.scripts.make_reference import api_markdown, commands_markdown, parser_of, sizes_markdown
+from thinker.scripts.make_reference import (
+    api_markdown,
+    commands_markdown,
+    parser_of,
+    sizes_markdown,
+)
 
 browser = chromium.browser  # a fixture
 README = ROOT / "README.md"
@@ -25,7 +30,12 @@ BLOCK = re.compile(r"(?ms)^```(\w+)\n(.*?)^```$")
 TALES = ["data.max_documents=3000", "model.d_model=48"]
 # Smaller, and without what this machine may lack; everything else is as on the page.
 SMALLER = {
-    "train.py": ["train.max_steps=2", "train.max_minutes=10", "train.device=cpu", "train.compile=false"],
+    "train.py": [
+        "train.max_steps=2",
+        "train.max_minutes=10",
+        "train.device=cpu",
+        "train.compile=false",
+    ],
     "configs/quickstart.yaml": TALES,
     "configs/gpu-": [
         *TINY_OVERRIDES,
@@ -50,7 +60,12 @@ SMALLER = {
     "generate.py": ["--max-new-tokens", "3"],
     "prune.py": ["--texts", "4"],
     "early_exit.py": ["--texts", "4"],
-    "sensitivity.py": ["--texts", "4", "--budget", "7"],  # a width of 48 leaves groups of 32 half empty
+    "sensitivity.py": [
+        "--texts",
+        "4",
+        "--budget",
+        "7",
+    ],  # a width of 48 leaves groups of 32 half empty
 }
 NOT_HERE = {
     "make ": "installs and runs what other tests run",
@@ -75,12 +90,16 @@ NOT_HERE = {
 
 def blocks(path, *languages):
     """The fenced blocks of a page in these languages, as pairs of language and code."""
-    return [block for block in BLOCK.findall(path.read_text(encoding="utf-8")) if block[0] in languages]
+    return [
+        block for block in BLOCK.findall(path.read_text(encoding="utf-8")) if block[0] in languages
+    ]
 
 
 def lines_of(code):
     """The command lines of a block, without comments; a backslash continues a line."""
-    lines = (re.sub(r"(^|\s+)#.*", "", line).strip() for line in code.replace("\\\n", " ").splitlines())
+    lines = (
+        re.sub(r"(^|\s+)#.*", "", line).strip() for line in code.replace("\\\n", " ").splitlines()
+    )
     return [line for line in lines if line]
 
 
@@ -94,7 +113,9 @@ def test_the_readme_is_short():
 def test_tables_fit_and_code_has_a_language(path):
     text = path.read_text(encoding="utf-8")
     if path.parent.name != "reference":
-        assert [line for line in text.splitlines() if line.startswith("|") and len(line) > 200] == []
+        assert [
+            line for line in text.splitlines() if line.startswith("|") and len(line) > 200
+        ] == []
     fences = re.findall(r"(?m)^ *```(.*)$", text)
     assert set(fences[::2]) <= {"bash", "python", "text", "yaml", "json"}
     assert set(fences[1::2]) <= {""}
@@ -106,7 +127,9 @@ def quickstart(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
     for name in ("configs", "scripts"):
         (folder / name).symlink_to(ROOT / name)
-    done = run_script(ROOT / "train.py", "configs/quickstart.yaml", *TALES, *SMALLER["train.py"], cwd=folder)
+    done = run_script(
+        ROOT / "train.py", "configs/quickstart.yaml", *TALES, *SMALLER["train.py"], cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     (folder / "my.txt").write_text("Some words, and a few more of them.\n" * 500)
     (folder / "story.txt").write_text("Once upon a time")
@@ -125,7 +148,9 @@ def folder(quickstart, tmp_path):
 def expand(line, variables):
     """The words of a command, expanded by the shell."""
     script = variables + f"\nprintf '%s\\0' {line}"
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    return subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=True
+    ).stdout.split("\0")[:-1]
 
 
 def run_line(line, variables, folder):
@@ -134,7 +159,9 @@ def run_line(line, variables, folder):
         line.split()[0] not in ("python", "torchrun", "thinker-train", "thinker-generate")
         and "=" not in line.split()[0]
     ):
-        return subprocess.run(["bash", "-c", f"{variables}\n{line}"], cwd=folder, capture_output=True, text=True)
+        return subprocess.run(
+            ["bash", "-c", f"{variables}\n{line}"], cwd=folder, capture_output=True, text=True
+        )
     words = expand(line, variables)
     environment = {}
     while "=" in words[0]:
@@ -147,7 +174,9 @@ def run_line(line, variables, folder):
     if program == "torchrun":
         words[words.index("train.py")] = str(ROOT / "train.py")
         torchrun = [sys.executable, "-m", "torch.distributed.run", *words]
-        return subprocess.run(torchrun, cwd=folder, env=os.environ | environment, capture_output=True, text=True)
+        return subprocess.run(
+            torchrun, cwd=folder, env=os.environ | environment, capture_output=True, text=True
+        )
     if program.startswith("thinker-"):
         words.insert(0, f"{program.removeprefix('thinker-')}.py")
     words[0] = str(ROOT / words[0])
@@ -155,7 +184,9 @@ def run_line(line, variables, folder):
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in PAGES if blocks(path, "bash", "python")], ids=lambda path: str(path.relative_to(ROOT))
+    "path",
+    [path for path in PAGES if blocks(path, "bash", "python")],
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_commands_and_python_run(path, folder, monkeypatch, start_server):
     """In the order of the page, in one folder; the Python of a page is one program."""
@@ -178,9 +209,13 @@ def test_commands_and_python_run(path, folder, monkeypatch, start_server):
 
 def test_benchmark_commands_are_accepted():
     """Those that take too long to run: their flags exist."""
-    commands = [line for path in PAGES for _, code in blocks(path, "text") for line in lines_of(code)]
     commands = [
-        line for line in commands if line.startswith("python scripts/benchmark.py ") and "BENCHMARK" not in line
+        line for path in PAGES for _, code in blocks(path, "text") for line in lines_of(code)
+    ]
+    commands = [
+        line
+        for line in commands
+        if line.startswith("python scripts/benchmark.py ") and "BENCHMARK" not in line
     ]
     assert len(commands) > 15
     parser = parser_of("scripts/benchmark.py", command.main)
@@ -229,10 +264,18 @@ def test_search_works_without_a_network(site, browser):
     assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
 
 
-@pytest.mark.parametrize("path", [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda path: path.name
+)
 def test_links_outside_the_site_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
         name, _, anchor = target.partition("#")
         assert (ROOT / name).is_file(), target
-        headings = re.findall(r"(?m)^#+ (.*)$", (ROOT / name).read_text(encoding="utf-8")) if anchor else []
-        assert not anchor or anchor in [re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings]
+        headings = (
+            re.findall(r"(?m)^#+ (.*)$", (ROOT / name).read_text(encoding="utf-8"))
+            if anchor
+            else []
+        )
+        assert not anchor or anchor in [
+            re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings
+        ]

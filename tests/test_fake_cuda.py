@@ -14,12 +14,15 @@ N_PROCESSES = 2  # each takes seconds to start
 
 
 needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None or sys.platform != "linux", reason="the fake device is built by g++ on Linux"
+    shutil.which("g++") is None or sys.platform != "linux",
+    reason="the fake device is built by g++ on Linux",
 )
 
 
 def run(*command):
-    done = subprocess.run([sys.executable, *command, "-q", "--color=no"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *command, "-q", "--color=no"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import random_model
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
@@ -28,7 +28,9 @@ def refused(call, message=None):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("path", [None, 42, b"runs", ["runs"], "a" * 5000, "a\0b", "", Path("nowhere")])
+@pytest.mark.parametrize(
+    "path", [None, 42, b"runs", ["runs"], "a" * 5000, "a\0b", "", Path("nowhere")]
+)
 def test_load_refuses_what_is_no_folder(path):
     refused(lambda: load(path))
 
@@ -53,7 +55,9 @@ def test_a_dtype_has_several_names(name):
     assert Generator(MODEL, TOKENIZER, dtype=name).model.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", ["half a float", 8, float, torch.int8, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", ["half a float", 8, float, torch.int8, torch.complex64, torch.float8_e4m3fn]
+)
 def test_other_dtypes_are_refused(dtype):
     refused(lambda: Generator(MODEL, TOKENIZER, dtype=dtype), "^(unknown )?dtype ")
 
@@ -68,7 +72,9 @@ def test_a_generator_needs_a_model_and_its_tokenizer(pair):
 def test_a_tokenizer_of_another_library_is_refused():
     models = pytest.importorskip("tokenizers.models")
     other = pytest.importorskip("tokenizers").Tokenizer(models.BPE())
-    refused(lambda: Generator(MODEL, other), "^tokenizer is a Tokenizer.*pass the model's tokenizer")
+    refused(
+        lambda: Generator(MODEL, other), "^tokenizer is a Tokenizer.*pass the model's tokenizer"
+    )
     refused(lambda: Generator(MODEL, None), "is None")
 
 
@@ -93,8 +99,15 @@ def test_a_stop_string_that_no_text_can_hold_is_refused():
 
 @pytest.mark.filterwarnings("error")
 def test_numbers_of_numpy_are_numbers():
-    values = {"top_k": np.int64(3), "temperature": np.float32(0.5), "seed": np.uint8(255), "top_p": np.float64(0.5)}
-    params = SamplingParams(**values, logit_bias={np.int64(3): np.float16(-2)}, max_new_tokens=np.int32(4))
+    values = {
+        "top_k": np.int64(3),
+        "temperature": np.float32(0.5),
+        "seed": np.uint8(255),
+        "top_p": np.float64(0.5),
+    }
+    params = SamplingParams(
+        **values, logit_bias={np.int64(3): np.float16(-2)}, max_new_tokens=np.int32(4)
+    )
     plain = SamplingParams(4, 0.5, 3, 0.5, logit_bias={3: -2.0}, seed=255)
     assert (params, hash(params)) == (plain, hash(plain))
     assert {type(getattr(params, name)) for name in values} == {int, float}
@@ -138,7 +151,15 @@ def test_sampling_parameters_have_their_types(field):
 @pytest.mark.parametrize("field", ThinkerConfig.__dataclass_fields__)
 def test_fields_of_a_config_have_their_types(field):
     hint = ThinkerConfig.__annotations__[field]
-    names = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "None": type(None)}
+    names = {
+        "int": int,
+        "float": float,
+        "bool": bool,
+        "str": str,
+        "list": list,
+        "dict": dict,
+        "None": type(None),
+    }
     types = {names[name] for name in hint.split(" | ")}
     shape = {"vocab_size": 9, "d_model": 32, "n_layers": 1, "max_seq_len": 8}
     types |= {int} if float in types else set()
@@ -164,7 +185,8 @@ def test_a_model_needs_a_config(config):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(0, -1), (0,), (1, 0), (1, -1), ("a",), (1.5,), (1, "b"), (None,), (1, 5, -1), (True,)]
+    "sizes",
+    [(0, -1), (0,), (1, 0), (1, -1), ("a",), (1.5,), (1, "b"), (None,), (1, 5, -1), (True,)],
 )
 def test_sizes_of_a_cache(sizes):
     refused(lambda: MODEL.new_cache(*sizes), "use integers of at least 1")
@@ -173,7 +195,10 @@ def test_sizes_of_a_cache(sizes):
 def test_a_cache_of_another_dtype_is_refused():
     cache = MODEL.new_cache()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        refused(lambda: MODEL(IDS[:1], cache=cache), "^the cache is torch.float32, but the model uses torch.bfloat16")
+        refused(
+            lambda: MODEL(IDS[:1], cache=cache),
+            "^the cache is torch.float32, but the model uses torch.bfloat16",
+        )
 
 
 def test_a_text_with_lone_surrogates_is_refused():
@@ -192,7 +217,10 @@ def test_a_model_loads_whatever_the_default_dtype_is(tiny_run):
 
 
 def test_a_cache_larger_than_the_memory_is_refused():
-    refused(lambda: MODEL.new_cache(1, 10**12), "^this needs at least .* use a smaller batch_size or max_len")
+    refused(
+        lambda: MODEL.new_cache(1, 10**12),
+        "^this needs at least .* use a smaller batch_size or max_len",
+    )
 
 
 @pytest.mark.parametrize("n_top", [-1, 1.5, None, "b"])
@@ -216,7 +244,10 @@ def test_score_refuses_what_is_no_number(n_top):
         ({"cache": MODEL.new_cache(2), "document_ids": IDS}, "cannot be combined with a cache"),
         ({"cache": MODEL.new_cache(2, 2)}, "cache"),
         ({"cache": MODEL.new_cache(3)}, "cache"),
-        ({"targets": IDS, "last_logits_only": True}, "^last_logits_only cannot be combined with targets"),
+        (
+            {"targets": IDS, "last_logits_only": True},
+            "^last_logits_only cannot be combined with targets",
+        ),
     ],
 )
 def test_arguments_of_a_pass(arguments, message):
@@ -236,7 +267,9 @@ def test_names_of_activations():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bits": 8}, {"compile": False}, {"window": 16}, {"use_cache": False}, {"speculate": 2}], ids=str
+    "options",
+    [{}, {"bits": 8}, {"compile": False}, {"window": 16}, {"use_cache": False}, {"speculate": 2}],
+    ids=str,
 )
 def test_a_generator_under_other_defaults(options):
     """torch.set_default_dtype() and torch.set_default_device() of the program around it change nothing."""

@@ -44,10 +44,20 @@ def test_public_names_are_documented(name):
     offered = getattr(thinker, name)
     assert len(inspect.getdoc(offered)) > 20
     assert name in dir(thinker)
-    if inspect.isclass(offered) and not name.endswith(("Config", "Params")) and name != "Completion":
-        methods = [each for each, _ in inspect.getmembers(offered, inspect.isfunction) if each in vars(offered)]
+    if (
+        inspect.isclass(offered)
+        and not name.endswith(("Config", "Params"))
+        and name != "Completion"
+    ):
+        methods = [
+            each
+            for each, _ in inspect.getmembers(offered, inspect.isfunction)
+            if each in vars(offered)
+        ]
         assert [
-            each for each in methods if not each.startswith("_") and not inspect.getdoc(getattr(offered, each))
+            each
+            for each in methods
+            if not each.startswith("_") and not inspect.getdoc(getattr(offered, each))
         ] == []
 
 

@@ -7,7 +7,13 @@ from safetensors.torch import load_file
 
 from thinker import checkpoint
 
-TIMING_KEYS = ("elapsed_s", "tokens_per_second", "flops_per_second", "peak_memory_bytes", "data_wait")
+TIMING_KEYS = (
+    "elapsed_s",
+    "tokens_per_second",
+    "flops_per_second",
+    "peak_memory_bytes",
+    "data_wait",
+)
 
 
 def wait_for(condition, process=None, seconds=600):
@@ -43,7 +49,9 @@ def last_step(run):
 
 def checkpoint_steps(run):
     """The steps that have a checkpoint."""
-    return [int(path.name.split("-")[1]) for path in checkpoint.list_checkpoints(run / "checkpoints")]
+    return [
+        int(path.name.split("-")[1]) for path in checkpoint.list_checkpoints(run / "checkpoints")
+    ]
 
 
 def temporary_files(run):
@@ -52,7 +60,10 @@ def temporary_files(run):
 
 
 def metrics_without_times(run):
-    return [{key: value for key, value in line.items() if key not in TIMING_KEYS} for line in read_metrics(run)]
+    return [
+        {key: value for key, value in line.items() if key not in TIMING_KEYS}
+        for line in read_metrics(run)
+    ]
 
 
 def assert_same_tensors(a, b, step):
@@ -70,7 +81,10 @@ def assert_same_run(a, b, step):
     ours, theirs = metrics_without_times(a), metrics_without_times(b)
     assert ours == theirs
     assert_same_tensors(a, b, step)
-    states = [checkpoint.read_json(run / "checkpoints" / f"step-{step:08d}" / "state.json") for run in (a, b)]
+    states = [
+        checkpoint.read_json(run / "checkpoints" / f"step-{step:08d}" / "state.json")
+        for run in (a, b)
+    ]
     for state in states:
         del state["elapsed_s"]
         del state["settings"]["run"]["dir"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from thinker.training import trainer
-from thinker.training.config_file import load_config
+from thinker.training.config.load import load_config
 from thinker.training.run import build_trainer
 
 

@@ -4,7 +4,7 @@ import contextlib
 
 from torch import Tensor
 
-from thinker.data.prefetch import Batch
+from thinker.data.batches.prefetch import Batch
 from thinker.training.weight_average import WeightAverage
 
 
@@ -41,4 +41,6 @@ class AfterStep:
     @property
     def nbytes(self) -> int:
         """Memory that is held on the device."""
-        return 0 if self.average is None else sum(average.nbytes for average in self.average.averages)
+        return (
+            0 if self.average is None else sum(average.nbytes for average in self.average.averages)
+        )

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thinker.model import Thinker
 from thinker.runtime.process_group import DistContext
-from thinker.training.config import TrainSettings
+from thinker.training.config.config import TrainSettings
 
 
 def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.Module:
@@ -45,10 +45,14 @@ def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.M
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         wrapped.register_comm_hook(None, _sum_gradients)
         return wrapped
-    cast = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    cast = MixedPrecisionPolicy(
+        param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     mesh = init_device_mesh(dist.device_type, (dist.world_size,))
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy() if module is model else cast)
+        fully_shard(
+            module, mesh=mesh, mp_policy=MixedPrecisionPolicy() if module is model else cast
+        )
         module.set_gradient_divide_factor(1.0)  # a sum
         module.set_force_sum_reduction_for_comms(True)
     return model

@@ -3,17 +3,24 @@
 import json
 from pathlib import Path
 
-from thinker.data.tokenizer import Tokenizer
-from thinker.data.tokenizer_factory import check_spec, load_tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer_factory import check_spec, load_tokenizer
 from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_text
-from thinker.training.config import Config, Settings
-from thinker.training.config_file import validate_config
+from thinker.training.config.config import Config, Settings
+from thinker.training.config.load import validate_config
 
 # Keys that may differ from the initial model's; `init` and `head_init_std` have no effect in fine-tuning.
-MAY_CHANGE = ("dropout", "max_seq_len", "rope_scaling", "attention_temperature", "init", "head_init_std")
+MAY_CHANGE = (
+    "dropout",
+    "max_seq_len",
+    "rope_scaling",
+    "attention_temperature",
+    "init",
+    "head_init_std",
+)
 
 
 def load_initial_model(
@@ -34,10 +41,14 @@ def load_initial_model(
     else:
         model, tokenizer = load(source)
         if tokenizer is None:
-            raise UserError(f"run.init_from={source} has no tokenizer; use a model that is saved with its tokenizer")
+            raise UserError(
+                f"run.init_from={source} has no tokenizer; use a model that is saved with its tokenizer"
+            )
         own = load_tokenizer(spec) if spec is not None and check_spec(spec) == "path" else None
         if spec is not None and (own is None or own.content_hash != tokenizer.content_hash):
-            raise UserError(f"data.tokenizer={spec} is not the tokenizer of run.init_from={source}; remove it")
+            raise UserError(
+                f"data.tokenizer={spec} is not the tokenizer of run.init_from={source}; remove it"
+            )
         tokenizer = _with_chat_template(config, tokenizer)
     if source is None:
         return config, None, tokenizer
@@ -51,11 +62,15 @@ def load_initial_model(
             f"({model_config.max_seq_len}); lower it, or raise model.max_seq_len (see also model.rope_scaling)"
         )
     if (config.train.lora_rank or 0) > model_config.d_model:
-        raise UserError(f"train.lora_rank is {config.train.lora_rank}; use at most d_model={model_config.d_model}")
+        raise UserError(
+            f"train.lora_rank is {config.train.lora_rank}; use at most d_model={model_config.d_model}"
+        )
     tree = config.model_dump()
     tree["model"] = model_config.to_dict()
     tree["data"]["seq_len"] = seq_len
-    tree["data"]["tokenizer"] = spec or (str(source) if previous is None else previous.data.tokenizer)
+    tree["data"]["tokenizer"] = spec or (
+        str(source) if previous is None else previous.data.tokenizer
+    )
     if model is not None and model_config != model.config:
         weights = model.state_dict()
         model = Thinker(model_config)
@@ -73,7 +88,9 @@ def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
             values[name] = value
         elif value not in (None, values[name]):
             source, has = f"run.init_from={config.run.init_from}", json.dumps(values[name])
-            raise UserError(f"model.{name} is {json.dumps(value)}, but the model in {source} has {has}; remove it")
+            raise UserError(
+                f"model.{name} is {json.dumps(value)}, but the model in {source} has {has}; remove it"
+            )
     return ThinkerConfig.from_dict(values)
 
 
@@ -84,8 +101,12 @@ def _with_chat_template(config: Config, tokenizer: Tokenizer | None) -> Tokenize
         return tokenizer
     if tokenizer is None:
         if check_spec(config.data.tokenizer) != "path":
-            raise UserError("data.chat_template needs an existing tokenizer; set run.init_from or data.tokenizer=PATH")
+            raise UserError(
+                "data.chat_template needs an existing tokenizer; set run.init_from or data.tokenizer=PATH"
+            )
         tokenizer = load_tokenizer(config.data.tokenizer)
     if not Path(path).is_file():
-        raise UserError(f"data.chat_template={path} is not a file; use the path of a Jinja template")
+        raise UserError(
+            f"data.chat_template={path} is not a file; use the path of a Jinja template"
+        )
     return tokenizer.with_chat_template(read_text(Path(path)))

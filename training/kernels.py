@@ -14,7 +14,7 @@ from thinker.model.transformer import MLP
 from thinker.native import training as native
 from thinker.native.compiler import load_training_library
 from thinker.runtime.errors import UserError
-from thinker.training.config import TrainSettings
+from thinker.training.config.config import TrainSettings
 
 
 def choose_kernels(train: TrainSettings, device: torch.device) -> tuple[FusedKernels | None, str]:
@@ -48,13 +48,17 @@ def fused_kernels(model: nn.Module, kernels: FusedKernels | None) -> Iterator[No
 def cached_weight_casts(model: Thinker) -> Iterator[None]:
     """Context manager that casts each matrix to the activation dtype once; gradients accumulate in the fp32 weights."""
     weights = model.embedding.weight.dtype
-    is_sharded = hasattr(model, "unshard")  # FSDP2 gathers the weights of blocks in the activation dtype
+    is_sharded = hasattr(
+        model, "unshard"
+    )  # FSDP2 gathers the weights of blocks in the activation dtype
     is_cast = model.dtype != weights and not is_sharded
     matrices = [m for m in model.modules() if isinstance(m, Linear)] if is_cast else []
     try:
         for matrix in matrices:
             matrix.cached_weight = matrix.weight.to(model.dtype)
-        if model.lm_head.cached_weight is not None:  # the loss computes the gradient of lm_head.weight in fp32
+        if (
+            model.lm_head.cached_weight is not None
+        ):  # the loss computes the gradient of lm_head.weight in fp32
             model.lm_head.cached_weight = model.lm_head.cached_weight.detach()
         yield
     finally:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinker.data.batch_loader import BatchLoader
-from thinker.data.stream_writer import BlockRemoved
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.batches.batch_loader import BatchLoader
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.features.streams.stream_writer import BlockRemoved
 from thinker.model import Thinker
 from thinker.model.lora import RANK_OF, add_lora
 from thinker.runtime.process_group import full_tensor
@@ -17,7 +17,9 @@ from thinker.runtime.process_group import full_tensor
 MAX_TEXT_CHARS = 200  # per sample of a report
 
 
-def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
+def diagnose(
+    model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: int
+) -> dict[str, Any]:
     """Run each sample of a step (from 0) separately, forward and backward without dropout, on the current weights.
 
     Returns "samples": id, loss (nats per token), gradient norm and first characters of each sample;
@@ -44,18 +46,31 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
             break  # the step was long ago, and its text is no longer on the disk
         document_ids = loader.dataset.document_ids(inputs)
         document_ids = None if document_ids is None else document_ids.to(model.device)
-        loss_sum, n_targets = copy(inputs.to(model.device), targets=targets.to(model.device), document_ids=document_ids)
+        loss_sum, n_targets = copy(
+            inputs.to(model.device), targets=targets.to(model.device), document_ids=document_ids
+        )
         loss = loss_sum / max(int(n_targets), 1)
         loss.backward()
         loss = loss.detach()
         gradients = {name: p.grad for name, p in copy.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not math.isfinite(norm):
-            parameters |= {name for name, gradient in gradients.items() if not math.isfinite(gradient.norm())}
+            parameters |= {
+                name for name, gradient in gradients.items() if not math.isfinite(gradient.norm())
+            }
         copy.zero_grad(set_to_none=True)
         text = tokenizer.decode(inputs[0].tolist())[:MAX_TEXT_CHARS]
-        samples.append({"id": sample_id, "loss": finite_or_none(loss), "grad_norm": finite_or_none(norm), "text": text})
-    largest_of = {name: parameter.detach().abs().max().item() for name, parameter in copy.named_parameters()}
+        samples.append(
+            {
+                "id": sample_id,
+                "loss": finite_or_none(loss),
+                "grad_norm": finite_or_none(norm),
+                "text": text,
+            }
+        )
+    largest_of = {
+        name: parameter.detach().abs().max().item() for name, parameter in copy.named_parameters()
+    }
     sizes = {name: math.inf if math.isnan(size) else size for name, size in largest_of.items()}
     largest = max(sizes, key=sizes.__getitem__)
     return {

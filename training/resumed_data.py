@@ -4,13 +4,13 @@ import sys
 from pathlib import Path
 
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.corpus import Corpus
-from thinker.data.document import MissingData
-from thinker.data.tokenizer import Tokenizer
-from thinker.data.tokenizer_factory import is_path, load_tokenizer
+from thinker.data.corpus.corpus import Corpus
+from thinker.data.text.document import MissingData
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer_factory import is_path, load_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_text
-from thinker.training.config import Config, Settings
+from thinker.training.config.config import Config, Settings
 from thinker.training.resume import REMEDY
 from thinker.training.run_state import RunState
 from thinker.training.training_data import find_training_data, prepare_training_data
@@ -30,12 +30,21 @@ def own_tokenizer(run: RunDirectory, previous: Settings | None, config: Config) 
         if was.chat_template is not None:  # it replaced the tokenizer's own template
             named = named.with_chat_template(own.chat_template)
         _check_equal(own, named, f"data.tokenizer={spec}", run)
-    if None not in (template, was.chat_template) and not _is_gone("chat_template", template, was.chat_template):
-        _check_equal(own, own.with_chat_template(read_text(Path(template))), f"data.chat_template={template}", run)
+    if None not in (template, was.chat_template) and not _is_gone(
+        "chat_template", template, was.chat_template
+    ):
+        _check_equal(
+            own,
+            own.with_chat_template(read_text(Path(template))),
+            f"data.chat_template={template}",
+            run,
+        )
     return own
 
 
-def read_corpus(run: RunDirectory, state: RunState, config: Config, tokenizer: Tokenizer | None) -> Corpus:
+def read_corpus(
+    run: RunDirectory, state: RunState, config: Config, tokenizer: Tokenizer | None
+) -> Corpus:
     """The corpus of a run. If the run is resumed, its files may have moved, or be missing if the tokens are cached.
 
     Raises UserError if the text has changed since the run started.
@@ -52,7 +61,10 @@ def read_corpus(run: RunDirectory, state: RunState, config: Config, tokenizer: T
             cache = f"data.cache_dir={data.cache_dir} does not contain the tokens of the run either"
             raise UserError(f"{error}; {cache}") from error
         print(f"{text} does not exist; using the cached tokens of the run", file=sys.stderr)
-    if was is not None and (corpus.tokenizer.content_hash, corpus.sha256) != (state.tokenizer, state.corpus):
+    if was is not None and (corpus.tokenizer.content_hash, corpus.sha256) != (
+        state.tokenizer,
+        state.corpus,
+    ):
         raise UserError(f"{text} has changed since the run in {run.path} started; {REMEDY}")
     return corpus
 

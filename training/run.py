@@ -7,32 +7,34 @@ import torch
 
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.batches import PackedDataset
-from thinker.data.corpus import Corpus
-from thinker.data.prefetch import Prefetcher
-from thinker.data.text_bytes import scaled_byte_lengths
+from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.prefetch import Prefetcher
+from thinker.data.corpus.corpus import Corpus
+from thinker.data.tokenizers.text_bytes import scaled_byte_lengths
 from thinker.evaluation.loss import Evaluator
-from thinker.evaluation.mixture_loss import MixtureEvaluator, split_limit
+from thinker.features.auto_size.auto_size import resolve_size
+from thinker.features.distillation.teacher import load_teacher
+from thinker.features.mixtures.mixture_loss import MixtureEvaluator, split_limit
+from thinker.features.mixtures.reports import describe_mixture, make_loader
+from thinker.features.streams.make_streams import make_streams
 from thinker.generation.prompts import check_prompt
 from thinker.runtime.device import choose_device, configure_backend, enable_determinism
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training import resume
-from thinker.training.advice import before_training
-from thinker.training.auto_size import resolve_size
-from thinker.training.config import Config, Settings
+from thinker.training.config.config import Config, Settings
 from thinker.training.initial_model import load_initial_model
-from thinker.training.memory_bound import check_run_fits
 from thinker.training.metrics import MemoryMeter
-from thinker.training.mixed_data import describe_mixture, make_loader
-from thinker.training.resolve_settings import check_batch_split, resolve_precision, resolve_settings
+from thinker.training.reports.advice import before_training
 from thinker.training.resumed_data import own_tokenizer, read_corpus
+from thinker.training.settings.memory_bound import check_run_fits
+from thinker.training.settings.resolve import check_batch_split, resolve_precision, resolve_settings
 from thinker.training.step import TrainingStep, build_model
-from thinker.training.streams import make_streams
-from thinker.training.teacher import load_teacher
+from thinker.training.tracking import Tracker
 from thinker.training.trainer import Trainer
-from thinker.training.wandb_tracking import Tracker
 
-BACKGROUND_CPU_SHARE = 0.005  # of a core for background saves, as training needs every core (docs/benchmarks.md)
+BACKGROUND_CPU_SHARE = (
+    0.005  # of a core for background saves, as training needs every core (docs/benchmarks.md)
+)
 
 
 def train(config: Config, dist: DistContext = SINGLE_PROCESS) -> int:
@@ -56,9 +58,13 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     configure_backend(device)
     precision = resolve_precision(config, device, previous, dist)
     config = resolve_size(config, device, precision, previous, dist)
-    config, initial_model, tokenizer = load_initial_model(config, previous, own_tokenizer(run, previous, config))
+    config, initial_model, tokenizer = load_initial_model(
+        config, previous, own_tokenizer(run, previous, config)
+    )
     if previous is not None:
-        resume.check_unchanged(run, previous, config.model_dump(mode="json", exclude={"model", "tracking"}))
+        resume.check_unchanged(
+            run, previous, config.model_dump(mode="json", exclude={"model", "tracking"})
+        )
     check_batch_split(config, dist)
     check_run_fits(config, device, dist)
     with dist.main_process_first():
@@ -75,7 +81,9 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     # Build batches, model and optimizers.
     batches, evaluator = build_batches(settings, corpus, device, dist)
     memory = MemoryMeter(device)
-    is_sharded = dist.world_size > 1 and train.parallel == "fsdp"  # then the whole model need not fit on a device
+    is_sharded = (
+        dist.world_size > 1 and train.parallel == "fsdp"
+    )  # then the whole model need not fit on a device
     model_device = torch.device("cpu") if is_sharded else device
     model = build_model(model_config, settings.run.seed, model_device, initial_model)
     step = TrainingStep(model, settings, dist=dist, teacher=teacher)
@@ -91,18 +99,43 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
         resume.resume_run(run, folder, state, step, settings, dist)
     run.truncate_metrics(state.step, state.evaluated_at)
     tracker = Tracker(settings, run)
-    state.settings, state.tokenizer, state.corpus = settings, corpus.tokenizer.content_hash, corpus.sha256
+    state.settings, state.tokenizer, state.corpus = (
+        settings,
+        corpus.tokenizer.content_hash,
+        corpus.sha256,
+    )
     state.machine = resume.describe_machine(step, dist, train.parallel)
     saved = None if folder is None else state.model_copy(deep=True)
     cpu_share = BACKGROUND_CPU_SHARE if device.type == "cpu" else 1.0
     checkpoints = CheckpointManager(
-        run.checkpoints, train.keep_last, train.keep_every, train.async_save, cpu_share, dist, train.save_sharded
+        run.checkpoints,
+        train.keep_last,
+        train.keep_every,
+        train.async_save,
+        cpu_share,
+        dist,
+        train.save_sharded,
     )
-    trainer = Trainer(settings, step, state, run, corpus, batches, evaluator, checkpoints, tracker, memory, dist, saved)
+    trainer = Trainer(
+        settings,
+        step,
+        state,
+        run,
+        corpus,
+        batches,
+        evaluator,
+        checkpoints,
+        tracker,
+        memory,
+        dist,
+        saved,
+    )
     if not trainer.is_finished:
         run.write_config(settings.model_dump(mode="json"))
         lines = before_training(settings, corpus, batches.loader, step.kernel_problem)
-        print("\n".join(lines + describe_mixture(settings, corpus, batches.loader)), file=sys.stderr)
+        print(
+            "\n".join(lines + describe_mixture(settings, corpus, batches.loader)), file=sys.stderr
+        )
     if dist.is_main:
         corpus.tokenizer.save(run.path)
     return trainer
@@ -115,17 +148,28 @@ def build_batches(
     data, train = settings.data, settings.train
     masking = {"document_masking": data.document_masking, "prefix_len": settings.model.prefix}
     pack = partial(PackedDataset, seq_len=data.seq_len, packing=data.packing, **masking)
-    streams = make_streams(settings, corpus, pack, RunDirectory(settings.run.dir).streams, progress=dist.is_main)
+    streams = make_streams(
+        settings, corpus, pack, RunDirectory(settings.run.dir).streams, progress=dist.is_main
+    )
     loader = make_loader(settings, corpus, pack(corpus.train), streams)
     n_rows = train.batch_size // dist.world_size
     rows = slice(dist.rank * n_rows, (dist.rank + 1) * n_rows)
     batches = Prefetcher(loader, device.type == "cuda", rows, data.num_workers)
     parts = {name: part for name, part in (corpus.parts or {"": corpus}).items() if part.val.shards}
-    val_sets = [PackedDataset(part.val, data.seq_len, data.val_packing, **masking) for part in parts.values()]
+    val_sets = [
+        PackedDataset(part.val, data.seq_len, data.val_packing, **masking)
+        for part in parts.values()
+    ]
     evaluators = {}
-    for name, val_set, limit in zip(parts, val_sets, split_limit(train.eval_sequences, [*map(len, val_sets)])):
+    for name, val_set, limit in zip(
+        parts, val_sets, split_limit(train.eval_sequences, [*map(len, val_sets)])
+    ):
         byte_lengths = scaled_byte_lengths(parts[name].val, corpus.tokenizer)
-        evaluators[name] = Evaluator(val_set, train.micro_batch_size, byte_lengths, limit, dist, progress=True)
+        evaluators[name] = Evaluator(
+            val_set, train.micro_batch_size, byte_lengths, limit, dist, progress=True
+        )
     if corpus.parts:
-        return batches, MixtureEvaluator(evaluators, dict(zip(corpus.parts, loader.mixture.mean_token_shares())))
+        return batches, MixtureEvaluator(
+            evaluators, dict(zip(corpus.parts, loader.mixture.mean_token_shares()))
+        )
     return batches, evaluators[""]

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinker.data.batches import PackedDataset
-from thinker.data.shards import TokenShards
-from thinker.data.sources import open_source
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.batches.batches import PackedDataset
+from thinker.data.corpus.shards import TokenShards
+from thinker.data.text.sources import open_source
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.perplexity import tokenize
 from thinker.interop.load import find_checkpoint, find_run_directory
 from thinker.model import Thinker
@@ -19,8 +19,8 @@ from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import can_write
 from thinker.runtime.reading import read_json
-from thinker.training.config import Config
-from thinker.training.config_file import load_config
+from thinker.training.config.config import Config
+from thinker.training.config.load import load_config
 from thinker.training.training_data import find_training_data, prepare_training_data
 
 
@@ -31,7 +31,12 @@ def load_run_config(folder: Path) -> Config | None:
 
 
 def load_validation_data(
-    folder: Path, tokenizer: Tokenizer, option: str, scratch: Path, read_data: bool = False, part: str | None = None
+    folder: Path,
+    tokenizer: Tokenizer,
+    option: str,
+    scratch: Path,
+    read_data: bool = False,
+    part: str | None = None,
 ) -> tuple[Config, TokenShards]:
     """The config of the run that contains a checkpoint, and its validation tokens.
 
@@ -43,7 +48,9 @@ def load_validation_data(
     """
     config = load_run_config(folder)
     if config is None:
-        raise UserError(f"{folder} is not in a run directory, so it has no validation data; choose data with {option}")
+        raise UserError(
+            f"{folder} is not in a run directory, so it has no validation data; choose data with {option}"
+        )
     data, sha256 = config.data, read_json(find_checkpoint(folder) / "state.json").get("corpus")
     corpus = find_training_data(data, str(sha256), tokenizer.content_hash)
     if corpus is None:
@@ -51,23 +58,38 @@ def load_validation_data(
         if (any(each.path for each in data.text_sources()) or data.val_tokens) and not read_data:
             files = data.describe_text(shlex.quote)
             remedy = f"add --read-data to read the files in its config ({files}), or choose data with {option}"
-            raise UserError(f"the token cache does not contain the validation data of the run; {remedy}")
+            raise UserError(
+                f"the token cache does not contain the validation data of the run; {remedy}"
+            )
         if not can_write(Path(data.cache_dir)):
-            print(f"data.cache_dir={data.cache_dir} is not writable; the tokens will not be cached", file=sys.stderr)
-            config = config.model_copy(update={"data": data.model_copy(update={"cache_dir": str(scratch)})})
+            print(
+                f"data.cache_dir={data.cache_dir} is not writable; the tokens will not be cached",
+                file=sys.stderr,
+            )
+            config = config.model_copy(
+                update={"data": data.model_copy(update={"cache_dir": str(scratch)})}
+            )
         corpus = prepare_training_data(config, tokenizer)
         if corpus.sha256 != sha256:
-            raise UserError(f"the text of {source} has changed since training; choose data with {option}")
+            raise UserError(
+                f"the text of {source} has changed since training; choose data with {option}"
+            )
     if part is None:
         return config, corpus.val
     if part not in corpus.parts or not corpus.parts[part].val.shards:
         names = [name for name, each in corpus.parts.items() if each.val.shards]
-        reason = f"choose from {', '.join(names)}" if names else "the run has one source; remove the flag"
+        reason = (
+            f"choose from {', '.join(names)}"
+            if names
+            else "the run has one source; remove the flag"
+        )
         raise UserError(f"--part {part} is no source with validation data; {reason}")
     return config, corpus.parts[part].val
 
 
-def used_token_ids(folder: Path, tokenizer: Tokenizer, scratch: Path, max_tokens: int = 50_000) -> Tensor | None:
+def used_token_ids(
+    folder: Path, tokenizer: Tokenizer, scratch: Path, max_tokens: int = 50_000
+) -> Tensor | None:
     """The ids, except special ones, in the first `max_tokens` tokens of a run's data; None if not available."""
     config = load_run_config(folder)
     if config is None:
@@ -86,7 +108,13 @@ def used_token_ids(folder: Path, tokenizer: Tokenizer, scratch: Path, max_tokens
 
 
 def sample_sequences(
-    model: Thinker, tokenizer: Tokenizer, folder: Path, path: Path | None, n: int, scratch: Path, max_len: int = 256
+    model: Thinker,
+    tokenizer: Tokenizer,
+    folder: Path,
+    path: Path | None,
+    n: int,
+    scratch: Path,
+    max_len: int = 256,
 ) -> tuple[Tensor, Tensor]:
     """Up to n sequences from the start of a text file, or evenly spaced in the validation split of the run in `folder`.
 
@@ -96,15 +124,25 @@ def sample_sequences(
     T, packing, masking = min(max_len, model.config.max_seq_len), "contiguous", False
     if path is None:
         config, tokens = load_validation_data(folder, tokenizer, "--text", scratch)
-        T, packing, masking = min(T, config.data.seq_len), config.data.val_packing, config.data.document_masking
+        T, packing, masking = (
+            min(T, config.data.seq_len),
+            config.data.val_packing,
+            config.data.document_masking,
+        )
     else:
         tokens = tokenize(open_source("text", path=str(path)), tokenizer, n * max_len + 1, scratch)
     total = sum(shard.n_tokens for shard in tokens.shards)
     T = min(T, total // 8)  # several sequences even of a short text
     if T < 2:
-        raise UserError(f"{path or 'the validation split'} has only {total} tokens; use a text of at least 16")
-    dataset = PackedDataset(tokens, T, packing, document_masking=masking, prefix_len=model.config.prefix)
-    inputs, targets = dataset.batch(np.linspace(0, len(dataset) - 1, min(n, len(dataset))).round())  # (N, T) each
+        raise UserError(
+            f"{path or 'the validation split'} has only {total} tokens; use a text of at least 16"
+        )
+    dataset = PackedDataset(
+        tokens, T, packing, document_masking=masking, prefix_len=model.config.prefix
+    )
+    inputs, targets = dataset.batch(
+        np.linspace(0, len(dataset) - 1, min(n, len(dataset))).round()
+    )  # (N, T) each
     if masking:
         document_ids = dataset.document_ids(inputs)
         targets[document_ids != document_ids[:, :1]] = IGNORE_INDEX

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from thinker import checkpoint
 from thinker.checkpoint import CorruptCheckpoint
-from thinker.training.config import Settings
+from thinker.training.config.config import Settings
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
@@ -22,14 +22,18 @@ class RunState(BaseModel):
     elapsed_s: float = 0.0  # of training
     best_val_loss: float | None = None
     evaluated_at: Count | None = None  # the step of the last evaluation
-    lowest_val_loss: float | None = None  # so far in the run; a resumed run may have a better one in best-*
+    lowest_val_loss: float | None = (
+        None  # so far in the run; a resumed run may have a better one in best-*
+    )
     lowest_at: Count = 0  # its step
     evaluations_since_lowest: Count = 0
     skipped: Count = 0  # non-finite steps
     pending_steps: Count = 0  # steps not yet in metrics.jsonl,
     pending_losses: float = 0.0  # their summed loss,
     pending_norm: float | None = None  # and the gradient norm of the last one
-    pending_sources: list[float] = []  # for each part of the loss and each source, its sum and number of targets
+    pending_sources: list[
+        float
+    ] = []  # for each part of the loss and each source, its sum and number of targets
     scaler: dict[str, float | int] = {}
     tokenizer: str = ""  # content hash
     corpus: str = ""  # sha256 of its tokens
@@ -45,4 +49,6 @@ def read_state(folder: Path) -> RunState:
         return RunState.model_validate(checkpoint.read_json(path))
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise CorruptCheckpoint(f"{path}: {where} is not valid; use the version of Thinker that wrote it") from error
+        raise CorruptCheckpoint(
+            f"{path}: {where} is not valid; use the version of Thinker that wrote it"
+        ) from error

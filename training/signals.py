@@ -20,15 +20,23 @@ class SignalHandler:
     """
 
     ECHO_SECONDS = 5.0
-    NUMBERS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM") if hasattr(signal, name))
+    NUMBERS = tuple(
+        getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM") if hasattr(signal, name)
+    )
 
     def __init__(self, together: bool = False) -> None:
         self.number, self.together = 0, together
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "SignalHandler":
-        is_main = threading.current_thread() is threading.main_thread()  # only the main thread may set handlers
-        handled = [number for number in self.NUMBERS if is_main and signal.getsignal(number) != signal.SIG_IGN]
+        is_main = (
+            threading.current_thread() is threading.main_thread()
+        )  # only the main thread may set handlers
+        handled = [
+            number
+            for number in self.NUMBERS
+            if is_main and signal.getsignal(number) != signal.SIG_IGN
+        ]
         self._previous = {number: signal.signal(number, self._on_signal) for number in handled}
         return self
 
@@ -43,11 +51,15 @@ class SignalHandler:
             self._handle_all(signal.SIG_IGN)
             time.sleep(interrupts.TWICE_SECONDS)
         if self.number or not self.together:
-            self._handle_all(signal.SIG_DFL)  # the handler of the system, which does not wait for Python
+            self._handle_all(
+                signal.SIG_DFL
+            )  # the handler of the system, which does not wait for Python
         if self.number:
             signal.raise_signal(number)
         self.number, self._first_at = number, time.monotonic()
-        with contextlib.suppress(OSError):  # not Python's stream, which the signal may have interrupted
+        with contextlib.suppress(
+            OSError
+        ):  # not Python's stream, which the signal may have interrupted
             message = f"\n{signal.Signals(number).name}: finishing this step and saving; repeat to stop at once\n"
             os.write(sys.stderr.fileno(), message.encode())
 

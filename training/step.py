@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
-from thinker.data.prefetch import Batch
+from thinker.data.batches.prefetch import Batch
+from thinker.features.distillation.distillation import make_loss
+from thinker.features.distillation.teacher import Teacher
+from thinker.features.mixtures.reports import sum_by_source
+from thinker.features.pruning.make_pruning import make_after_step
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.lora import add_lora
 from thinker.runtime.device import DTYPES
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
-from thinker.training.config import Settings
-from thinker.training.distillation import make_loss
+from thinker.training.config.config import Settings
 from thinker.training.distributed import gradient_sync, parallelize
 from thinker.training.kernels import cached_weight_casts, choose_kernels, fused_kernels
-from thinker.training.mixed_data import sum_by_source
-from thinker.training.optimizers import Optimizers
-from thinker.training.pruning import make_after_step
-from thinker.training.teacher import Teacher
+from thinker.training.optim.optimizers import Optimizers
 
 
 class TrainingStep:
@@ -43,11 +43,15 @@ class TrainingStep:
         self.device = self.model.device  # FSDP2 may have moved it
         self.kernels, self.kernel_problem = choose_kernels(self.train, self.device)
         self.compute_loss = make_loss(self.model, self.parallel_model, teacher, self.kernels)
-        self.optimizers = Optimizers(self.model, settings.optimizer, is_fused=self.kernels is not None)
+        self.optimizers = Optimizers(
+            self.model, settings.optimizer, is_fused=self.kernels is not None
+        )
         self.after_step = make_after_step(self.model, self.optimizers, settings, dist)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
         self.skip_nonfinite = skip_nonfinite
-        self.before_clipping: Callable[[], None] | None = None  # called with the gradients of the batch in place
+        self.before_clipping: Callable[[], None] | None = (
+            None  # called with the gradients of the batch in place
+        )
         self.n_sources = len(settings.data.sources or ())
         self.n_nonfinite = torch.zeros((), dtype=torch.int64, device=self.device)
         if hasattr(self.parallel_model, "no_sync"):
@@ -62,7 +66,9 @@ class TrainingStep:
         tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
         document_ids = tokens if settings.data.document_masking else None
         with cached_weight_casts(self.model), fused_kernels(self.model, self.kernels):
-            (self.parallel_model(tokens, targets=tokens, document_ids=document_ids)[0] * 0).backward()
+            (
+                self.parallel_model(tokens, targets=tokens, document_ids=document_ids)[0] * 0
+            ).backward()
         self.optimizers.zero_grad()
 
     def __call__(self, batch: Batch, lr_multiplier: float) -> tuple[Tensor, Tensor]:
@@ -73,19 +79,30 @@ class TrainingStep:
         """
         train, rows = self.train, len(batch.inputs)
         self.optimizers.set_lr(lr_multiplier)
-        n_parts, n_sources = len(self.compute_loss.parts), 0 if batch.sources is None else self.n_sources
+        n_parts, n_sources = (
+            len(self.compute_loss.parts),
+            0 if batch.sources is None else self.n_sources,
+        )
         sums = torch.zeros(1 + 2 * (n_parts + n_sources), device=self.device)
         total, self.part_sums = sums[0], sums[1:].view(-1, 2)
         with cached_weight_casts(self.model), fused_kernels(self.model, self.kernels):
             for start in range(0, rows, train.micro_batch_size):
                 part = slice(start, start + train.micro_batch_size)
                 inputs, targets, document_ids = (
-                    tensor if tensor is None else tensor[part].to(self.device, non_blocking=True)  # (b, T)
+                    tensor
+                    if tensor is None
+                    else tensor[part].to(self.device, non_blocking=True)  # (b, T)
                     for tensor in (batch.inputs, batch.targets, batch.document_ids)
                 )
                 with gradient_sync(self.parallel_model, is_last=part.stop >= rows):
-                    with save_on_cpu(pin_memory=True) if train.offload_activations else contextlib.nullcontext():
-                        losses = torch.empty(targets.shape, device=self.device) if n_sources else None
+                    with (
+                        save_on_cpu(pin_memory=True)
+                        if train.offload_activations
+                        else contextlib.nullcontext()
+                    ):
+                        losses = (
+                            torch.empty(targets.shape, device=self.device) if n_sources else None
+                        )
                         windows = None if batch.windows is None else batch.windows[part]
                         loss = self.compute_loss(inputs, targets, document_ids, losses, windows)
                     self.scaler.scale(loss.objective / max(batch.n_targets, 1)).backward()
@@ -125,7 +142,9 @@ def clip_gradients(model: Thinker, limit: float | None) -> Tensor:
     return norm
 
 
-def build_model(config: ThinkerConfig, seed: int, device: torch.device, initial: Thinker | None = None) -> Thinker:
+def build_model(
+    config: ThinkerConfig, seed: int, device: torch.device, initial: Thinker | None = None
+) -> Thinker:
     """A new model, or `initial`, on the device. Random weights come from the CPU and are equal on all devices."""
     torch.manual_seed(seed)
     return (Thinker(config) if initial is None else initial).to(device)

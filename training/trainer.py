@@ -14,29 +14,32 @@ from tqdm import tqdm
 from thinker import checkpoint
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.corpus import Corpus
-from thinker.data.prefetch import Prefetcher
+from thinker.data.batches.prefetch import Prefetcher
+from thinker.data.corpus.corpus import Corpus
 from thinker.evaluation.loss import Evaluation, Evaluator
-from thinker.evaluation.mixture_loss import MixtureEvaluator
+from thinker.features.mixtures.mixture_loss import MixtureEvaluator
+from thinker.features.mixtures.reports import part_losses
+from thinker.features.monitoring.layer_log import LayerLog
 from thinker.generation import Generator, SamplingParams
 from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.files import atomic_write
 from thinker.runtime.process_group import DistContext
 from thinker.training import resume
-from thinker.training.config import Settings
-from thinker.training.layer_log import LayerLog
+from thinker.training.config.config import Settings
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
-from thinker.training.mixed_data import part_losses
 from thinker.training.nonfinite import diagnose, finite_or_none, unwrapped_copy
-from thinker.training.report import print_summary
+from thinker.training.optim.schedule import lr_multiplier
+from thinker.training.reports.summary import print_summary
 from thinker.training.run_state import RunState
-from thinker.training.schedule import lr_multiplier
 from thinker.training.signals import SignalHandler
 from thinker.training.step import TrainingStep
-from thinker.training.wandb_tracking import Tracker
+from thinker.training.tracking import Tracker
 
 # Without smoothing, the remaining time follows the mean speed, and evaluations do not distort it.
-BAR_OPTIONS = {"smoothing": 0, "bar_format": "{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]"}
+BAR_OPTIONS = {
+    "smoothing": 0,
+    "bar_format": "{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]",
+}
 
 
 @dataclass
@@ -56,24 +59,40 @@ class Trainer:
     dist: DistContext
     saved: RunState | None = None  # the state in the newest checkpoint
     last_evaluation: Evaluation | None = None
-    unread: list[tuple[int, Tensor]] = field(default_factory=list)  # steps, and their results on the device
+    unread: list[tuple[int, Tensor]] = field(
+        default_factory=list
+    )  # steps, and their results on the device
 
     def __post_init__(self) -> None:
-        self.model, self.device, self.loader = self.step.model, self.step.device, self.batches.loader
+        self.model, self.device, self.loader = (
+            self.step.model,
+            self.step.device,
+            self.batches.loader,
+        )
         self.layers = LayerLog(self.settings.train, self.step, self.state)
         self.signal_handler = SignalHandler(together=self.dist.world_size > 1)
-        self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # at the last logged line, with the seconds waited
+        self.logged = (
+            self.state.elapsed_s,
+            self.state.tokens,
+            0.0,
+        )  # at the last logged line, with the seconds waited
         if self.is_finished:
             return
         if self.dist.is_main:
             self.loader.write_streams(self.state.step)
-        self.dist.broadcast_object(None)  # the other ranks read only after old blocks of streams were removed
+        self.dist.broadcast_object(
+            None
+        )  # the other ranks read only after old blocks of streams were removed
         self.sync_step()
 
     @property
     def is_finished(self) -> bool:
         """Whether the run is complete, including the last evaluation."""
-        return self.state.step > 0 and self.progress() >= 1 and self.state.evaluated_at == self.state.step
+        return (
+            self.state.step > 0
+            and self.progress() >= 1
+            and self.state.evaluated_at == self.state.step
+        )
 
     def train(self) -> int:
         """Train to the end, or until a signal. Returns the exit status."""
@@ -93,9 +112,13 @@ class Trainer:
                 self.bar.close()
                 self.batches.close(is_finished=self.is_finished)
                 self.checkpoints.close()
-                is_evaluation_due = self.is_due(self.settings.train.eval_every) or self.progress() >= 1
+                is_evaluation_due = (
+                    self.is_due(self.settings.train.eval_every) or self.progress() >= 1
+                )
                 is_evaluated = self.state.evaluated_at == self.state.step
-                self.tracker.finish(is_complete=is_evaluated or not (self.stopping and is_evaluation_due))
+                self.tracker.finish(
+                    is_complete=is_evaluated or not (self.stopping and is_evaluation_due)
+                )
                 self.run.unlock()
             if self.stopping:
                 saved = f"saved step {self.state.step} in {self.run.path}"
@@ -129,10 +152,14 @@ class Trainer:
             self.save()
             raise UserError(f"{error}; saved step {self.state.step}") from error
         except RuntimeError as error:
-            names = [kind.__name__ for kind in type(error).__mro__]  # importing torch._dynamo.exc is slow
+            names = [
+                kind.__name__ for kind in type(error).__mro__
+            ]  # importing torch._dynamo.exc is slow
             if not (self.signal_handler.number and "BackendCompilerFailed" in names):
                 raise
-            self.signal = self.signal_handler.number  # the signal also ended the compilers of all ranks
+            self.signal = (
+                self.signal_handler.number
+            )  # the signal also ended the compilers of all ranks
         self.save()
         self.bar.update(self.progress() - self.bar.n)
 
@@ -143,7 +170,12 @@ class Trainer:
         resume.seed_step(self.settings.run.seed, state.step, self.dist.rank)
         loss, grad_norm = self.step(self.batch, multiplier)
         if self.batch.n_targets:
-            self.unread.append((state.step, torch.cat((loss[None], grad_norm[None], self.step.part_sums.flatten()))))
+            self.unread.append(
+                (
+                    state.step,
+                    torch.cat((loss[None], grad_norm[None], self.step.part_sums.flatten())),
+                )
+            )
         state.step += 1
         self.step.after_step.update(state.step, self.progress(), self.batch)
         state.tokens += self.batch.n_targets
@@ -164,9 +196,13 @@ class Trainer:
     def sync_step(self, started: float | None = None) -> None:
         """Fetch the next batch; share its number of targets, the time since `started`, and signals with all ranks."""
         is_alone = self.dist.world_size == 1  # then a signal need not wait for the text of a stream
-        batch = self.batches.batch(self.state.step, lambda: bool(is_alone and self.signal_handler.number))
+        batch = self.batches.batch(
+            self.state.step, lambda: bool(is_alone and self.signal_handler.number)
+        )
         elapsed = self.state.elapsed_s + (0.0 if started is None else time.perf_counter() - started)
-        values = self.dist.all_gather_scalars(batch.n_targets if batch else 0, elapsed, self.signal_handler.number)
+        values = self.dist.all_gather_scalars(
+            batch.n_targets if batch else 0, elapsed, self.signal_handler.number
+        )
         n_targets, elapsed_s, signals = zip(*values)
         self.batch = batch and batch._replace(n_targets=int(sum(n_targets)))
         self.state.elapsed_s, self.signal = elapsed_s[0], int(max(signals))
@@ -178,7 +214,9 @@ class Trainer:
 
     def poll_signals(self) -> bool:
         """Whether any rank has received a signal that should end the run. All ranks must call this."""
-        self.signal = int(max(number for (number,) in self.dist.all_gather_scalars(self.signal_handler.number)))
+        self.signal = int(
+            max(number for (number,) in self.dist.all_gather_scalars(self.signal_handler.number))
+        )
         return bool(self.stopping)
 
     def read_losses(self) -> None:
@@ -202,7 +240,11 @@ class Trainer:
         self.state.skipped += 1
         is_allowed = self.state.skipped <= allowed
         message = f"step {number}: loss {loss:g}, gradient norm {grad_norm:g}"
-        report = {"step": number, "loss": finite_or_none(loss), "grad_norm": finite_or_none(grad_norm)}
+        report = {
+            "step": number,
+            "loss": finite_or_none(loss),
+            "grad_norm": finite_or_none(grad_norm),
+        }
         report["sample_ids"] = self.loader.sample_ids(step)
         if not is_allowed:
             report |= diagnose(self.model, self.loader, self.corpus.tokenizer, step)
@@ -210,9 +252,14 @@ class Trainer:
         if self.run.writes:
             atomic_write(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
         if is_allowed:
-            self.bar.write(f"{message}; step skipped ({self.state.skipped} of {allowed}, see {path})", file=sys.stderr)
+            self.bar.write(
+                f"{message}; step skipped ({self.state.skipped} of {allowed}, see {path})",
+                file=sys.stderr,
+            )
             return
-        self.checkpoints.save("nonfinite", number, checkpoint.checkpoint_files(self.model, {"step": number}))
+        self.checkpoints.save(
+            "nonfinite", number, checkpoint.checkpoint_files(self.model, {"step": number})
+        )
         self.dist.all_gather_scalars(number)  # the first rank to end ends the others
         name, size = report["largest_weight"]
         size = "not finite" if size is None else f"{size:g}"
@@ -235,15 +282,32 @@ class Trainer:
         self.logged = now
         if not state.pending_steps:
             return  # all were skipped, or had no targets
-        line = {"train_loss": state.pending_losses / state.pending_steps, "lr": self.step.optimizers.lr * multiplier}
+        line = {
+            "train_loss": state.pending_losses / state.pending_steps,
+            "lr": self.step.optimizers.lr * multiplier,
+        }
         if state.pending_norm is not None:
             line["grad_norm"] = state.pending_norm
-        line |= part_losses(self.step.compute_loss.parts, self.corpus, state.pending_sources) | self.layers.values
-        state.pending_steps, state.pending_losses, state.pending_norm, state.pending_sources = 0, 0.0, None, []
+        line |= (
+            part_losses(self.step.compute_loss.parts, self.corpus, state.pending_sources)
+            | self.layers.values
+        )
+        state.pending_steps, state.pending_losses, state.pending_norm, state.pending_sources = (
+            0,
+            0.0,
+            None,
+            [],
+        )
         if state.skipped:
             line["skipped_steps"] = state.skipped
-        flops = tokens / seconds * flops_per_token(self.model, self.settings.data.seq_len)  # per second, of all ranks
-        line |= {"data_wait": waited / seconds, "tokens_per_second": tokens / seconds, "flops_per_second": flops}
+        flops = (
+            tokens / seconds * flops_per_token(self.model, self.settings.data.seq_len)
+        )  # per second, of all ranks
+        line |= {
+            "data_wait": waited / seconds,
+            "tokens_per_second": tokens / seconds,
+            "flops_per_second": flops,
+        }
         if peak := peak_flops(self.device, self.settings.train.precision):
             line["mfu"] = flops / (peak * self.dist.world_size)
         self.log(line | {"peak_memory_bytes": self.memory.peak()} | self.step.after_step.metrics())
@@ -253,7 +317,9 @@ class Trainer:
 
     def is_due(self, every: int | None) -> bool:
         """Whether an action is due that repeats every `every` steps. False at the end, where fit() acts anyway."""
-        return bool(every and self.state.step and self.state.step % every == 0 and self.progress() < 1)
+        return bool(
+            every and self.state.step and self.state.step % every == 0 and self.progress() < 1
+        )
 
     def progress(self) -> float:
         """Fraction of the run that is done, in [0, 1]: of steps or time, whichever is larger; 1 if it stops early."""
@@ -277,7 +343,12 @@ class Trainer:
 
     def log(self, line: dict[str, Any]) -> None:
         """Write one line to metrics.jsonl and to wandb."""
-        line = {"step": self.state.step, "tokens": self.state.tokens, **line, "elapsed_s": self.state.elapsed_s}
+        line = {
+            "step": self.state.step,
+            "tokens": self.state.tokens,
+            **line,
+            "elapsed_s": self.state.elapsed_s,
+        }
         self.run.log(line)
         self.tracker.log(line)
 
@@ -295,7 +366,9 @@ class Trainer:
         """Log an evaluation of the model, and save the model if it is the best."""
         state = self.state
         if not math.isfinite(evaluation.loss):
-            message = f"step {state.step}: the validation loss is {evaluation.loss}, so nothing was saved"
+            message = (
+                f"step {state.step}: the validation loss is {evaluation.loss}, so nothing was saved"
+            )
             raise RunError(f"{message}; lower optimizer.lr; {self.resume_hint()}")
         self.layers.write_reference(self.run, self.corpus, self.settings.data.seq_len)
         self.last_evaluation, state.evaluated_at = evaluation, state.step
@@ -307,12 +380,18 @@ class Trainer:
         self.log(line)
         state.evaluations_since_lowest += 1
         if state.lowest_val_loss is None or evaluation.loss < state.lowest_val_loss:
-            state.lowest_val_loss, state.lowest_at, state.evaluations_since_lowest = evaluation.loss, state.step, 0
+            state.lowest_val_loss, state.lowest_at, state.evaluations_since_lowest = (
+                evaluation.loss,
+                state.step,
+                0,
+            )
         is_best = state.best_val_loss is None or evaluation.loss < state.best_val_loss
         if is_best and self.step.after_step.is_complete:
             state.best_val_loss = evaluation.loss
             values = {"step": state.step, "val_loss": evaluation.loss, "corpus": self.corpus.sha256}
-            self.checkpoints.save("best", state.step, checkpoint.checkpoint_files(self.model, values))
+            self.checkpoints.save(
+                "best", state.step, checkpoint.checkpoint_files(self.model, values)
+            )
 
     def save(self) -> None:
         """Write a checkpoint, unless the newest one has this state."""
@@ -336,7 +415,9 @@ class Trainer:
             generator = Generator(model, self.corpus.tokenizer)  # which copies the weights
         prompt, seed = self.settings.train.sample_prompt, self.state.step
         try:
-            completion = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=seed))
+            completion = generator.generate(
+                [prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=seed)
+            )
         except RunError as error:  # non-finite logits; training continues, and checks the next loss
             return str(error)
         return " ".join((prompt + completion[0].text).split())

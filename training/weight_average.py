@@ -17,14 +17,23 @@ class WeightAverage:
     """
 
     def __init__(self, model: Thinker, decay: float) -> None:
-        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.names, self.weights = [name for name, _ in trained], [parameter.detach() for _, parameter in trained]
+        trained = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+        self.names, self.weights = (
+            [name for name, _ in trained],
+            [parameter.detach() for _, parameter in trained],
+        )
         self.averages, self.decay = [weight.clone() for weight in self.weights], decay
 
     def update(self, step: int) -> None:
         """Update the average with the weights after a step, counted from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(*(list(map(local_tensor, each)) for each in (self.averages, self.weights)), 1 - decay)
+        torch._foreach_lerp_(
+            *(list(map(local_tensor, each)) for each in (self.averages, self.weights)), 1 - decay
+        )
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[dict[str, Tensor]]:
@@ -38,7 +47,10 @@ class WeightAverage:
 
     def expected_tensors(self) -> dict[str, Tensor]:
         """New tensors like those that in_model() yields, to load them into."""
-        return {f"optimizer.{name}.weight": torch.empty_like(w) for name, w in zip(self.names, self.weights)}
+        return {
+            f"optimizer.{name}.weight": torch.empty_like(w)
+            for name, w in zip(self.names, self.weights)
+        }
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take the average from the model, whose checkpoint has just been loaded, and put `tensors` into the model."""

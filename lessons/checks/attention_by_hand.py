@@ -8,10 +8,14 @@ import torch
 from thinker.lessons.exercise import call, exercise, is_near
 from thinker.model.attention_dispatch import AttentionMask, attend
 
-SCORES = torch.tensor([0.0, 2.0, 1.0], dtype=torch.float64)  # of the query (1, 1) with the keys (0, 0), (0, 2), (1, 0)
+SCORES = torch.tensor(
+    [0.0, 2.0, 1.0], dtype=torch.float64
+)  # of the query (1, 1) with the keys (0, 0), (0, 2), (1, 0)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool = True) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool = True
+) -> torch.Tensor:
     """What Thinker computes for a single head: q, k, v (T, D) -> (T, D)."""
     heads = (x[None, None] for x in (q, k, v))  # (1, 1, T, D)
     return attend(*heads, AttentionMask(is_causal=causal), scale)[0, 0]
@@ -38,7 +42,9 @@ def check_attention(answer: Any) -> str | None:
     if is_near(found, scores.masked_fill(hidden, -math.inf).softmax(dim=0) @ v):
         return "Not yet: the softmax runs over the queries. Each row (dim=-1) has to sum to 1."
     if is_near(found, scores.masked_fill(hidden, 0.0).softmax(dim=-1) @ v):
-        return "Not yet: a masked score of 0 still gets a weight, because e to the 0 is 1. Use -inf."
+        return (
+            "Not yet: a masked score of 0 still gets a weight, because e to the 0 is 1. Use -inf."
+        )
     return "Not yet: compare scores, masked scores and weights with the tables above, one after the other."
 
 

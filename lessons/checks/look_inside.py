@@ -37,9 +37,7 @@ def check_score(answer: Any) -> str | None:
         return "Not yet: your score is 0. Rows are queries, so the earlier copies are below the diagonal."
     if is_near(found, weights.diagonal().mean()) or is_near(found, weights.diagonal()[N:].mean()):
         return "Not yet: this is the weight that each token gives to itself."
-    return (
-        "Not yet: in row i of the second half, pick the weight of column i - n. Then take the mean of these n weights."
-    )
+    return "Not yet: in row i of the second half, pick the weight of column i - n. Then take the mean of these n weights."
 
 
 @exercise
@@ -59,9 +57,7 @@ def check_row(answer: Any) -> str | None:
     if is_near(first, entropy / len(ROW)):
         return "Not yet: the entropy of one row is a sum. Do not divide it by the number of keys."
     if not is_near(first, entropy, 6e-3):
-        return (
-            "Not yet: for the entropy, add up -w · ln w for the weights 0.5, 0.25 and 0.25. A weight of 0 adds nothing."
-        )
+        return "Not yet: for the entropy, add up -w · ln w for the weights 0.5, 0.25 and 0.25. A weight of 0 adds nothing."
     if is_near(second, distance):
         return None
     if is_near(second, float((ROW * position).sum())):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.compression.sensitivity import round_vectors
+from thinker.features.quantization_study.sensitivity import round_vectors
 from thinker.lessons.exercise import call, exercise, is_near
 
 MATRIX_WEIGHTS, EMBEDDING = 1_000_000, 200_000  # of the model in the second exercise
@@ -29,7 +29,9 @@ def _find_rounding_mistake(found: Any, row: Tensor, bits: int) -> str | None:
     if is_near(found, round_vectors(row, bits), 1e-6):
         return None
     if is_near(found, row, 1e-9):
-        return "Not yet: the row is unchanged. Round each weight divided by the scale to an integer."
+        return (
+            "Not yet: the row is unchanged. Round each weight divided by the scale to an integer."
+        )
     if is_near(found, (row / scale).round(), 1e-6):
         return "Not yet: these are the codes. Multiply them by the scale to get weights back."
     if is_near(found, (row / scale).trunc() * scale, 1e-6):
@@ -65,7 +67,9 @@ def check_bytes(answer: Any) -> str | None:
     if is_near(answer, matrices + EMBEDDING, 1):
         return "Not yet: a number of the embedding takes 4 bytes, not one."
     if is_near(answer, matrices + 32 * EMBEDDING, 1):
-        return "Not yet: 32 bits of the embedding's numbers are 4 bytes, so do not add bits to bytes."
+        return (
+            "Not yet: 32 bits of the embedding's numbers are 4 bytes, so do not add bits to bytes."
+        )
     if is_near(answer, MATRIX_WEIGHTS * 20 / 8 + embedding, 1):
         return "Not yet: 32 weights share the 16 bits of a scale, so a weight does not pay for all of them."
     return "Not yet: find the bits per weight, scales included, then the bytes of the matrices and of the embedding."

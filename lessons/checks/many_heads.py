@@ -13,7 +13,11 @@ LAYOUTS = {"A": (16, 4, 256), "B": (32, 16, 128), "C": (64, 8, 64)}  # query hea
 
 
 def heads_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = True, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = True,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """What Thinker computes: q (H, T, D), k, v (K or H, T, D) -> (H, T, D)."""
     k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))
@@ -44,19 +48,21 @@ def check_grouped(answer: Any) -> str | None:
     tiled_k, tiled_v = k.repeat(3, 1, 1), v.repeat(3, 1, 1)
     if is_near(found, merge(heads_of(q, tiled_k, tiled_v))):
         return "Not yet: the query heads read KV heads 0, 1, 0, 1, 0, 1. Neighbors have to share: 0, 0, 0, 1, 1, 1."
-    if is_near(found, merge(heads_of(q, tiled_k, v))) or is_near(found, merge(heads_of(q, k, tiled_v))):
+    if is_near(found, merge(heads_of(q, tiled_k, v))) or is_near(
+        found, merge(heads_of(q, k, tiled_v))
+    ):
         return "Not yet: keys and values were repeated in different orders."
     if is_near(found, merge(heads_of(q, k[:1], v[:1]))):
-        return "Not yet: all query heads read KV head 0. There are two, with three query heads each."
+        return (
+            "Not yet: all query heads read KV head 0. There are two, with three query heads each."
+        )
     if is_near(found, merge(heads_of(q, k, v, causal=False))):
         return "Not yet: each token sees later tokens. Hide them before the softmax."
     if is_near(found, merge(heads_of(q, k, v, scale=1.0))):
         return "Not yet: the scores are not divided by √D."
     if is_near(found, merge(heads_of(q, k, v, scale=1 / math.sqrt(24)))):
         return "Not yet: divide by the root of the width of one head, not of all heads together."
-    return (
-        "Not yet: check the steps one by one. Compare your heads before the merge with attend(q[None], k[None], ...)."
-    )
+    return "Not yet: check the steps one by one. Compare your heads before the merge with attend(q[None], k[None], ...)."
 
 
 @exercise
@@ -69,7 +75,8 @@ def check_cache(answer: Any) -> str | None:
         right * MIB: "these are bytes. Divide them by 2²⁰.",
         right * MIB / 1e6: "1 MiB has 2²⁰ bytes, not a million.",
         right * 4: "the cache holds keys and values of the 4 KV heads. Query heads do not count.",
-        right / 2: "a token needs a key and also a value, or a number has more bytes than you counted.",
+        right
+        / 2: "a token needs a key and also a value, or a number has more bytes than you counted.",
         right * 2: "a number in bf16 has 2 bytes.",
         right / 24: "this is the cache of one layer.",
         right / 4: "this is the cache of one KV head.",
@@ -92,9 +99,15 @@ def check_layout(answer: Any) -> str | None:
     if letter not in LAYOUTS:
         return "Not yet: the letter is A, B or C."
     query_heads, kv_heads, width = LAYOUTS[letter]
-    right, queries = (cache_bytes(32, heads, width, 2, 2**15) / GIB for heads in (kv_heads, query_heads))
+    right, queries = (
+        cache_bytes(32, heads, width, 2, 2**15) / GIB for heads in (kv_heads, query_heads)
+    )
     if is_near(gib, right, 0.05):
-        return None if right <= 3 else f"Not yet: your number is right, but {right:.0f} GiB do not fit in 3 GiB."
+        return (
+            None
+            if right <= 3
+            else f"Not yet: your number is right, but {right:.0f} GiB do not fit in 3 GiB."
+        )
     if is_near(gib, queries, 0.05):
         return "Not yet: you counted the query heads. They store nothing, so the cache holds only the KV heads."
     if is_near(gib, right / 2, 0.05):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from thinker.lessons.exercise import call, exercise, is_near
-from thinker.model.pattern_parser import parse_pattern
-from thinker.model.patterns import TokenInfo
+from thinker.model.patterns.pattern_parser import parse_pattern
+from thinker.model.patterns.patterns import TokenInfo
 
 SCORES = torch.tensor([3.0, 3.0, 0.0, 1.0, 3.0, 2.0], dtype=torch.float64)  # of token 4
 ENTROPIES = {"A": math.log(2), "B": math.log(6), "C": math.log(64), "D": 0.0}
@@ -17,7 +17,9 @@ ENTROPIES = {"A": math.log(2), "B": math.log(6), "C": math.log(64), "D": 0.0}
 def visible(pattern: str, T: int) -> Tensor:
     """What Thinker's pattern lets each query (row) see, (T, T)."""
     position = torch.arange(T)
-    return parse_pattern(pattern)(torch.tensor(0), TokenInfo(position[:, None]), TokenInfo(position))
+    return parse_pattern(pattern)(
+        torch.tensor(0), TokenInfo(position[:, None]), TokenInfo(position)
+    )
 
 
 @exercise
@@ -29,7 +31,10 @@ def check_window(answer: Any) -> str | None:
         return "Not yet: these are scores. Return True for visible keys and False for hidden ones."
     right, distance = visible(f"window({w})", T), torch.arange(T)[:, None] - torch.arange(T)
     if is_near(found, right):
-        if all(is_near(call(answer, *size), visible(f"window({size[1]})", size[0])) for size in ((5, 1), (4, 9))):
+        if all(
+            is_near(call(answer, *size), visible(f"window({size[1]})", size[0]))
+            for size in ((5, 1), (4, 9))
+        ):
             return None
         return "Not yet: it is right for T = 7 and w = 3, but not for all T and w. Try T = 5, w = 1 and T = 4, w = 9."
     if is_near(found, ~right):
@@ -37,16 +42,22 @@ def check_window(answer: Any) -> str | None:
     if is_near(found, distance < w):
         return "Not yet: later tokens are visible. Their distance, query minus key, is negative."
     if is_near(found, distance.abs() < w):
-        return "Not yet: your window reaches to both sides. Hide the keys that come after the query."
+        return (
+            "Not yet: your window reaches to both sides. Hide the keys that come after the query."
+        )
     if is_near(found, right.T):
-        return "Not yet: rows and columns are exchanged. Row 6 has to see keys 4, 5 and 6 if w is 3."
+        return (
+            "Not yet: rows and columns are exchanged. Row 6 has to see keys 4, 5 and 6 if w is 3."
+        )
     if is_near(found, visible("full", T)):
         return "Not yet: this is the causal mask. Old keys have to disappear as well: count those in the last row."
     if is_near(found, visible(f"window({w + 1})", T)):
         return "Not yet: each token sees one key too many. Its own counts as one of the w."
     if is_near(found, visible(f"window({w - 1})", T)):
         return "Not yet: each token sees one key too few. With w = 3 it sees itself and the two before it."
-    if is_near(found, (distance > 0) & (distance <= w)) or is_near(found, (distance > 0) & (distance < w)):
+    if is_near(found, (distance > 0) & (distance <= w)) or is_near(
+        found, (distance > 0) & (distance < w)
+    ):
         return "Not yet: a token does not see itself. Its own key has the distance 0."
     return "Not yet: print my_mask(7, 3). Row 6 has to see keys 4, 5 and 6, and row 0 only key 0."
 
@@ -64,14 +75,19 @@ def check_weights(answer: Any) -> str | None:
     if is_near(answer, _weights(causal)):
         return "Not yet: tokens 0 and 1 belong to the other text. Their high scores must not count."
     if is_near(answer, _weights(causal | document)):
-        return "Not yet: these are the weights without a mask. First decide which keys token 4 sees."
+        return (
+            "Not yet: these are the weights without a mask. First decide which keys token 4 sees."
+        )
     if is_near(answer, _weights(document & (key <= 3))):
         return "Not yet: this is a row for token 3, or token 4 does not see itself. Count from 0, and include token 4."
     exponentials = SCORES.exp() * (causal & document)
     if is_near(answer, exponentials):
         return f"Not yet: these are the exponentials. Divide each by their sum, {exponentials.sum():.3f}."
     hidden_as_0 = SCORES.masked_fill(~(causal & document), 0.0)
-    if any(is_near(answer, x) for x in (hidden_as_0.softmax(dim=0), exponentials / (exponentials.sum() + 3))):
+    if any(
+        is_near(answer, x)
+        for x in (hidden_as_0.softmax(dim=0), exponentials / (exponentials.sum() + 3))
+    ):
         return "Not yet: hidden keys still count as e to the power of 0 = 1 in the sum. Leave them out."
     total = float(torch.as_tensor(answer, dtype=torch.float64).sum())
     if abs(total - 1) > 0.01:

@@ -7,11 +7,14 @@ from torch import Tensor
 
 from thinker.interpretability.pattern_plots import example_mask
 from thinker.lessons.exercise import call, exercise, is_near
-from thinker.model.pattern_parser import parse_pattern
+from thinker.model.patterns.pattern_parser import parse_pattern
 from thinker.runtime.errors import UserError
 
 LENGTH = 512  # of the texts in the third exercise
-FIRST, BACK = 8, 50  # what each of their tokens needs: the first tokens, itself, and tokens before it
+FIRST, BACK = (
+    8,
+    50,
+)  # what each of their tokens needs: the first tokens, itself, and tokens before it
 
 
 def visible(text: str, length: int) -> Tensor:
@@ -29,9 +32,7 @@ def check_pattern(answer: Any) -> str | None:
     except RuntimeError as error:
         if "ambiguous" not in str(error):
             raise
-        return (
-            "Not yet: q and k are tensors. Put parentheses around each condition, and & instead of `and` between them."
-        )
+        return "Not yet: q and k are tensors. Put parentheses around each condition, and & instead of `and` between them."
     if not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != (T, T):
         return "Not yet: the result has to be a table of True and False, with one row per query and one column per key."
     distance = q - k
@@ -47,9 +48,7 @@ def check_pattern(answer: Any) -> str | None:
     if torch.equal(found, (distance >= 0) & is_third):
         return "Not yet: every third key is right, but nothing ends the window. Only the newest 9 keys count."
     if torch.equal(found, visible("window(9)", T) & (k % 3 == 0)):
-        return (
-            "Not yet: here k itself is a multiple of 3. The distance q - k has to be one, so that a query sees itself."
-        )
+        return "Not yet: here k itself is a multiple of 3. The distance q - k has to be one, so that a query sees itself."
     if not found.diagonal().all():
         return "Not yet: a query has to see its own key, at distance 0."
     row = found[20].nonzero().flatten().tolist()
@@ -69,22 +68,16 @@ def check_count(answer: Any) -> str | None:
     if is_near(one, 5.0):
         return "Not yet: tokens are counted from 0, so query 13 is the second token of its block, not the first."
     if not is_near(one, float(right_one)):
-        return (
-            "Not yet: query 13 is in the block of the tokens 12 to 15. Which keys does it see there, and which before?"
-        )
+        return "Not yet: query 13 is in the block of the tokens 12 to 15. Which keys does it see there, and which before?"
     if is_near(total, float(right_all)):
         return None
     if is_near(total, 104.0):
         return "Not yet: the first number is right. For the sum, remember that the first block has no block before it."
     if is_near(total, 96.0):
-        return (
-            "Not yet: the first number is right, but queries of the same block do not all see the same number of keys."
-        )
+        return "Not yet: the first number is right, but queries of the same block do not all see the same number of keys."
     if is_near(total, 40.0):
         return "Not yet: the first number is right. Your sum counts only the keys in each query's own block."
-    return (
-        "Not yet: the first number is right. For the sum, add up the four queries of one block, then the four blocks."
-    )
+    return "Not yet: the first number is right. For the sum, add up the four queries of one block, then the four blocks."
 
 
 @exercise
@@ -104,7 +97,9 @@ def check_cheapest(answer: Any) -> str | None:
     needed = (k <= q) & ((q - k <= BACK) | (k < FIRST))
     seen = visible(answer, LENGTH)
     if (seen & (k > q)).any():
-        return "Not yet: with this pattern, tokens see later ones, and nothing in the task needs that."
+        return (
+            "Not yet: with this pattern, tokens see later ones, and nothing in the task needs that."
+        )
     missing = needed & ~seen
     if not missing.any():
         n_seen, n_needed = (float(mask.sum()) / LENGTH for mask in (seen, needed))
@@ -117,5 +112,7 @@ def check_cheapest(answer: Any) -> str | None:
     if torch.equal(missing, needed & (q - k == BACK) & (k >= FIRST)):
         return "Not yet: a window counts the query's own key, too. One needed key, 50 tokens before, is just outside."
     if torch.equal(missing, needed & (k < FIRST) & (q - k > BACK)):
-        return "Not yet: this is enough for the tokens nearby, but late tokens do not see the first 8."
+        return (
+            "Not yet: this is enough for the tokens nearby, but late tokens do not see the first 8."
+        )
     return f"Not yet: token {query} needs token {key}, {query - key} tokens before it, and does not see it."

@@ -12,7 +12,9 @@ from thinker.model.masks import ForwardContext
 
 PROMPT, N_NEW, N_READ = [1, 5, 2, 7, 3], 6, 3
 BUGS = ("position", "mask", "store")
-BYTES = 2 * 32 * 8 * 128 * 4096 * 2  # keys and values, layers, KV heads, width, tokens, bytes per number
+BYTES = (
+    2 * 32 * 8 * 128 * 4096 * 2
+)  # keys and values, layers, KV heads, width, tokens, bytes per number
 MYSTERY_TEXT = [3, 1, 0, 2, 2, 1, 3]
 
 
@@ -100,7 +102,8 @@ def check_bytes(answer: Any) -> str | None:
         4: "Not yet: that is 4 times too much. Only the 8 KV heads are stored; the 32 query heads share them.",
         2: "Not yet: that is twice as much. A number in bf16 takes 2 bytes.",
         8: "Not yet: that is 8 times too much. Store 8 KV heads, not 32, and 2 bytes per number, not 4.",
-        1 / 2: "Not yet: that is half of it. Either keys or values are missing, or a number has only 1 byte.",
+        1
+        / 2: "Not yet: that is half of it. Either keys or values are missing, or a number has only 1 byte.",
         1 / 32: "Not yet: that is a single layer. Each layer has keys and values of its own.",
         1 / 4096: "Not yet: those are the bytes per token. The cache holds 4,096 tokens.",
         1 / 128: "Not yet: each head has 128 numbers per token.",

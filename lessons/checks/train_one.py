@@ -8,16 +8,30 @@ import torch
 from thinker.generation.sampler import SamplingParams, distribution
 from thinker.lessons.exercise import call, exercise, is_near
 
-PROBABILITIES = torch.tensor([0.1, 0.45, 0.15, 0.25, 0.05])  # not sorted; fp32, as torch.zeros(5) is
+PROBABILITIES = torch.tensor(
+    [0.1, 0.45, 0.15, 0.25, 0.05]
+)  # not sorted; fp32, as torch.zeros(5) is
 NATS, BYTES_PER_TOKEN = 1.2, 4.0
 RUNS = {"A": "overfitting", "B": "learning rate", "C": "done"}
 EVIDENCE = {
     ("A", "done"): "A: a validation loss of 1.62 is far above the floor, and it was lower before.",
-    ("A", "learning rate"): "A: the training loss falls all the time, so the steps are not too large.",
+    (
+        "A",
+        "learning rate",
+    ): "A: the training loss falls all the time, so the steps are not too large.",
     ("B", "done"): "B: 6.9 is hardly better than knowing only how often each token occurs.",
-    ("B", "overfitting"): "B: a model that memorizes has a low training loss. Here it is as high as the other.",
-    ("C", "overfitting"): "C: training and validation loss are equal, so the model has not memorized its text.",
-    ("C", "learning rate"): "C: the loss neither jumps nor stays high. How far is it from the floor?",
+    (
+        "B",
+        "overfitting",
+    ): "B: a model that memorizes has a low training loss. Here it is as high as the other.",
+    (
+        "C",
+        "overfitting",
+    ): "C: training and validation loss are equal, so the model has not memorized its text.",
+    (
+        "C",
+        "learning rate",
+    ): "C: the loss neither jumps nor stays high. How far is it from the floor?",
 }
 
 
@@ -65,7 +79,9 @@ def check_bits_per_byte(answer: Any) -> str | None:
     if is_near(answer, NATS / math.log(2)):
         return "Not yet: these are bits per token. How many bytes is a token?"
     if is_near(answer, NATS * math.log(2) / BYTES_PER_TOKEN):
-        return "Not yet: a bit is smaller than a nat, so the number of bits is larger. Divide by ln 2."
+        return (
+            "Not yet: a bit is smaller than a nat, so the number of bits is larger. Divide by ln 2."
+        )
     if is_near(answer, NATS / math.log(2) * BYTES_PER_TOKEN, 5e-3):
         return "Not yet: one byte is less than one token, so it costs less, not more."
     if is_near(answer, math.exp(NATS), 5e-3):

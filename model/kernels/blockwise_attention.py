@@ -11,7 +11,12 @@ SCORES = 2**20  # scores per block, over all its heads
 
 
 def blockwise_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None, n_scores: int = SCORES
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    n_scores: int = SCORES,
 ) -> Tensor:
     """Causal softmax(scale · q kᵀ + bias) v: q, k, v (B, H, T, D) -> (B, H, T, D).
 
@@ -24,11 +29,17 @@ def blockwise_attention(
     return compute(q, k, v, scale, bias, n_scores)
 
 
-def _compute(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, n_scores: int) -> Tensor:
+def _compute(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, n_scores: int
+) -> Tensor:
     if bias is not None:
         bias = bias.to(q.dtype)
-        bias = bias.expand(*q.shape[:2], -1, -1) if bias.dim() == 4 else bias  # (B, H, T, T), by strides
-    return _BlockwiseAttention.apply(*(x.flatten(0, 1) for x in (q, k, v)), scale, bias, n_scores).view(q.shape)
+        bias = (
+            bias.expand(*q.shape[:2], -1, -1) if bias.dim() == 4 else bias
+        )  # (B, H, T, T), by strides
+    return _BlockwiseAttention.apply(
+        *(x.flatten(0, 1) for x in (q, k, v)), scale, bias, n_scores
+    ).view(q.shape)
 
 
 _uncompiled = torch._disable_dynamo(_compute)
@@ -38,16 +49,24 @@ def _blocks(q: Tensor, n_scores: int) -> list[tuple[slice, int, int]]:
     """Slice of heads, first query and end of queries for each block."""
     N, T, _ = q.shape
     heads = max(1, n_scores // (min(T, ROWS) * T))
-    return [(slice(n, n + heads), t, min(t + ROWS, T)) for n in range(0, N, heads) for t in range(0, T, ROWS)]
+    return [
+        (slice(n, n + heads), t, min(t + ROWS, T))
+        for n in range(0, N, heads)
+        for t in range(0, T, ROWS)
+    ]
 
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, n_scores: int) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, n_scores: int
+    ) -> Tensor:
         y, saved = torch.empty_like(q), []  # (N, T, D)
         future = q.new_full((ROWS, ROWS), -torch.inf).triu(1)
         for n, t, end in (blocks := _blocks(q, n_scores)):
-            scores = torch.bmm(q[n, t:end], k[n, :end].transpose(1, 2)).mul_(scale)  # (heads, rows, end)
+            scores = torch.bmm(q[n, t:end], k[n, :end].transpose(1, 2)).mul_(
+                scale
+            )  # (heads, rows, end)
             if bias is None:
                 scores[:, :, t:] += future[: end - t, : end - t]
             elif bias.dim() == 2:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from thinker.model.patterns import Pattern, TokenInfo
+from thinker.model.patterns.patterns import Pattern, TokenInfo
 
 BLOCK = 128  # queries and keys per block
 MAX_SCORES = 2**26  # query-key pairs tested against the pattern at once
@@ -22,13 +22,17 @@ class FlexAttention:
     `query`: positions and ids of queries and keys, (T,) or (B, T) each. On CPUs: all scores, no gradients.
     """
 
-    def __init__(self, pattern: Pattern, query: TokenInfo, n_heads: int, alibi_slopes: Tensor | None) -> None:
+    def __init__(
+        self, pattern: Pattern, query: TokenInfo, n_heads: int, alibi_slopes: Tensor | None
+    ) -> None:
         tensors = query.position, query.document_id, query.token_id
         module = torch.nn.Module()  # the compiler treats numbers inside a module as constants
         module.pattern = pattern
 
         def token_at(b: Tensor, i: Tensor) -> TokenInfo:
-            return TokenInfo(*[x if x is None else x[i] if x.dim() == 1 else x[b, i] for x in tensors])
+            return TokenInfo(
+                *[x if x is None else x[i] if x.dim() == 1 else x[b, i] for x in tensors]
+            )
 
         def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return module.pattern(h, token_at(b, i), token_at(b, j))
@@ -39,14 +43,22 @@ class FlexAttention:
         self.alibi_slopes, self.distance = alibi_slopes, distance
         T = query.position.shape[-1]
         batch = max(x.numel() // T for x in tensors if x is not None)
-        counts = count_visible(mask_mod, batch, n_heads if pattern.by_head else 1, T, query.position.device)
+        counts = count_visible(
+            mask_mod, batch, n_heads if pattern.by_head else 1, T, query.position.device
+        )
         is_full = counts == BLOCK * BLOCK  # the kernel does not apply the mask to these blocks
         tables = (*_block_table((counts > 0) & ~is_full), *_block_table(is_full))
         self.block_mask = BlockMask.from_kv_blocks(*tables, BLOCK, mask_mod, seq_lengths=(T, T))
 
     @torch._disable_dynamo  # graph break: compiled separately, once for all layers
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, attn_logit_softcap: float | None, sinks: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        attn_logit_softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D); other arguments as in attend()."""
         alibi_slopes, distance, head_dim = self.alibi_slopes, self.distance, v.shape[-1]
@@ -64,7 +76,11 @@ class FlexAttention:
         y, aux = flex(q, k, v, *options, return_aux=AuxRequest(lse=sinks is not None))
         y = y[..., :head_dim]  # without visible keys y is 0 and lse is −inf
         # The sink adds a term to the softmax sum, which scales all weights by sum / (sum + e^sink).
-        return y if sinks is None else y * torch.sigmoid(aux.lse - sinks[:, None])[..., None].to(y.dtype)
+        return (
+            y
+            if sinks is None
+            else y * torch.sigmoid(aux.lse - sinks[:, None])[..., None].to(y.dtype)
+        )
 
 
 @cache
@@ -81,7 +97,9 @@ def _compiled() -> Callable:
     return call
 
 
-def count_visible(mask_mod: Callable, batch: int, heads: int, T: int, device: torch.device) -> Tensor:
+def count_visible(
+    mask_mod: Callable, batch: int, heads: int, T: int, device: torch.device
+) -> Tensor:
     """Count visible pairs per block, (batch or 1, heads or 1, blocks, blocks). create_block_mask needs more memory."""
     b, h, positions = (torch.arange(n, device=device) for n in (batch, heads, T))
     counts = []

@@ -12,7 +12,9 @@ from torch.autograd.function import once_differentiable
 from thinker.runtime.constants import IGNORE_INDEX
 
 CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # logits per chunk: fit a core's cache or fill a GPU
-COMPILED_CHUNK_ELEMENTS = 5 * 2**27  # bf16 only: as many bytes as 2**27 in bf16 with two fp32 copies
+COMPILED_CHUNK_ELEMENTS = (
+    5 * 2**27
+)  # bf16 only: as many bytes as 2**27 in bf16 with two fp32 copies
 MIN_CHUNK_ROWS = 256  # because each chunk reads and writes the whole weight gradient
 
 # A loss of the next n positions, in order: logits (n, V), targets (n,), whether a gradient is needed -> losses (n,) in
@@ -25,7 +27,9 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, needs_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
     """Cross-entropy of logits (n, V) with targets (n,): in nats (n,), fp32, and the gradient in the logits' dtype."""
     is_counted = targets != IGNORE_INDEX  # (n,)
     target = targets.clamp(min=0)[:, None]  # (n, 1)
@@ -40,9 +44,13 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> 
     return losses, grad.mul_(is_counted[:, None]).to(logits.dtype)
 
 
-def fused_loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
+def fused_loss_and_gradient(
+    logits: Tensor, targets: Tensor, needs_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
     """loss_and_gradient() in a form that compiles to one kernel, which reads and writes only the bf16 logits."""
-    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]  # (n, V), all False if ignored
+    is_target = (
+        torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    )  # (n, V), all False if ignored
     log_probs = logits.to(_sum_dtype(logits)).log_softmax(dim=-1)  # (n, V)
     losses = -torch.where(is_target, log_probs, 0.0).sum(dim=1)
     if not needs_gradient:
@@ -85,7 +93,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_loss = chunk_loss or (_compiled() if is_compiled else loss_and_gradient)
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            losses, grad = chunk_loss(F.linear(x[part], w), targets[part], needs_x_grad or needs_w_grad)
+            losses, grad = chunk_loss(
+                F.linear(x[part], w), targets[part], needs_x_grad or needs_w_grad
+            )
             total += losses.sum()
             if target_losses is not None:
                 target_losses[part] = losses
@@ -99,9 +109,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         x_grad, w_grad = ctx.saved_tensors
-        x_grad = None if x_grad is None else (x_grad * grad).to(x_grad.dtype)  # a loss scale would overflow fp16
+        x_grad = (
+            None if x_grad is None else (x_grad * grad).to(x_grad.dtype)
+        )  # a loss scale would overflow fp16
         w_grad = None if w_grad is None else (w_grad * grad).to(ctx.weight_dtype)
         return x_grad, w_grad, None, None, None, None, None
 
@@ -132,7 +146,9 @@ def linear_cross_entropy(
     target_losses: (B, T) fp32, contiguous; is filled with the loss of each target, 0 for IGNORE_INDEX.
     chunk_loss: replaces the cross-entropy.
     """
-    if not torch.is_grad_enabled():  # a Function ignores this and would compute the weight's gradient
+    if (
+        not torch.is_grad_enabled()
+    ):  # a Function ignores this and would compute the weight's gradient
         weight = weight.detach()
     losses = None if target_losses is None else target_losses.view(-1)
     options = cached_weight, is_compiled, losses, chunk_loss

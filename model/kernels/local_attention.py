@@ -43,12 +43,16 @@ def keys_to_blocks(x: Tensor, blocks: LocalBlocks) -> Tensor:
     near = F.pad(x, (0, 0, before, -x.shape[2] % size)).unfold(2, before + size, size)
     near = near.permute(0, 2, 1, 4, 3)  # (B, blocks, K, before + size, D)
     if n_global:
-        first = x[:, None, :, :n_global].expand(-1, near.shape[1], -1, -1, -1)  # (B, blocks, K, n_global, D)
+        first = x[:, None, :, :n_global].expand(
+            -1, near.shape[1], -1, -1, -1
+        )  # (B, blocks, K, n_global, D)
         near = torch.cat((first, near), dim=3)
     return near.flatten(0, 1)
 
 
-def positions_to_blocks(positions: Tensor, blocks: LocalBlocks, invalid: int) -> tuple[Tensor, Tensor]:
+def positions_to_blocks(
+    positions: Tensor, blocks: LocalBlocks, invalid: int
+) -> tuple[Tensor, Tensor]:
     """Split positions, (T,) or (B, T), for queries and keys; padded keys and repeated first keys get `invalid`."""
     size, before, n_global = blocks
     padding = -positions.shape[-1] % size

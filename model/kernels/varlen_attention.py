@@ -21,7 +21,10 @@ class VarlenAttention:
         self.cu_seqlens = cu_seqlens(document_ids)
         # The number of documents varies between batches; unless marked dynamic, a block would compile twice.
         torch._dynamo.maybe_mark_dynamic(self.cu_seqlens, 0)
-        self.window = (-1 if max_distance is None else max_distance - 1, 0)  # keys before and after the query
+        self.window = (
+            -1 if max_distance is None else max_distance - 1,
+            0,
+        )  # keys before and after the query
         self.varlen_attn, self.has_gqa = _varlen_attn()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, *unused: None) -> Tensor:
@@ -35,14 +38,20 @@ class VarlenAttention:
         if D % HEAD_DIM_MULTIPLE:
             q, k, v = (F.pad(x, (0, -D % HEAD_DIM_MULTIPLE)) for x in (q, k, v))
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B·T, heads, D)
-        y = self.varlen_attn(q, k, v, self.cu_seqlens, self.cu_seqlens, T, T, **options)  # no document is longer than T
+        y = self.varlen_attn(
+            q, k, v, self.cu_seqlens, self.cu_seqlens, T, T, **options
+        )  # no document is longer than T
         return y[..., :D].unflatten(0, (B, T)).transpose(1, 2)
 
 
 def cu_seqlens(document_ids: Tensor) -> Tensor:
     """Start index of each document in the concatenated rows of (B, T), and the end: (documents + 1,) int32."""
-    is_first = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)  # (B, T), True at row starts
-    starts = is_first.flatten().nonzero()[:, 0]  # makes the host wait, but once per pass, not per layer
+    is_first = F.pad(
+        document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True
+    )  # (B, T), True at row starts
+    starts = is_first.flatten().nonzero()[
+        :, 0
+    ]  # makes the host wait, but once per pass, not per layer
     return F.pad(starts, (0, 1), value=document_ids.numel()).int()
 
 

@@ -15,14 +15,16 @@ from thinker import checkpoint
 from thinker.checkpoint import CorruptCheckpoint, UnsupportedFormat
 from thinker.checkpoint import format as checkpoint_format
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 
 
 def random_model(**kwargs):
-    return Thinker(ThinkerConfig(vocab_size=270, d_model=16, n_layers=1, n_heads=2, max_seq_len=32, **kwargs))
+    return Thinker(
+        ThinkerConfig(vocab_size=270, d_model=16, n_layers=1, n_heads=2, max_seq_len=32, **kwargs)
+    )
 
 
 @pytest.fixture
@@ -33,7 +35,9 @@ def run(tmp_path):
     for step in (1, 2, 3):
         torch.manual_seed(step)
         training = {"optimizer.momentum": torch.full((1000,), float(step))}
-        checkpoint.save(run.checkpoints / f"step-{step:08d}", random_model(), {"step": step}, training)
+        checkpoint.save(
+            run.checkpoints / f"step-{step:08d}", random_model(), {"step": step}, training
+        )
     return run
 
 
@@ -92,7 +96,11 @@ def damage_swap(path):
 FILES = ["config.json", "model.safetensors", "training.safetensors", "state.json", "manifest.json"]
 
 
-DAMAGE = [(name, damage) for name in FILES for damage in (damage_flip, damage_truncate, Path.unlink, damage_swap)]
+DAMAGE = [
+    (name, damage)
+    for name in FILES
+    for damage in (damage_flip, damage_truncate, Path.unlink, damage_swap)
+]
 DAMAGE.remove(("config.json", damage_swap))  # the same in every step of a run
 
 
@@ -102,7 +110,9 @@ def test_damage_is_passed_over_and_named(run, capsys, name, damage):
     assert run.latest() == run.checkpoints / "step-00000002"
     said = capsys.readouterr().err
     assert "step-00000003" in said
-    assert name in said or damage is damage_swap or name == "manifest.json"  # a sum that differs names its file
+    assert (
+        name in said or damage is damage_swap or name == "manifest.json"
+    )  # a sum that differs names its file
     assert "step-00000002 instead" in said
 
 
@@ -110,7 +120,10 @@ def is_found_damaged(folder, path):
     """Whether verify() finds damage, and names the file (or the one beside it that it belongs with)."""
     try:
         checkpoint.verify(folder)
-    except (CorruptCheckpoint, UnsupportedFormat) as error:  # the manifest's version may be the damaged byte
+    except (
+        CorruptCheckpoint,
+        UnsupportedFormat,
+    ) as error:  # the manifest's version may be the damaged byte
         return str(path or folder) in str(error)
     return False
 
@@ -123,9 +136,17 @@ def test_no_byte_of_a_file_can_change_unseen(run, name, stress):
     whole = path.read_bytes()
     rng = random.Random(1)
     limit = 5000 if stress or name == "manifest.json" else 50
-    places = range(len(whole)) if len(whole) < limit else sorted(rng.sample(range(len(whole)), min(limit, 200)))
+    places = (
+        range(len(whole))
+        if len(whole) < limit
+        else sorted(rng.sample(range(len(whole)), min(limit, 200)))
+    )
     for at in places:
-        for mask in (1, 0x20, 0x2A, 0x80) if name == "manifest.json" and stress else (1 << rng.randrange(8),):
+        for mask in (
+            (1, 0x20, 0x2A, 0x80)
+            if name == "manifest.json" and stress
+            else (1 << rng.randrange(8),)
+        ):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ mask]) + whole[at + 1 :])
             assert is_found_damaged(folder, None if name == "manifest.json" else path), (at, mask)
     for length in {0, 1, len(whole) // 2, len(whole) - 1}:
@@ -146,7 +167,9 @@ def test_no_byte_of_a_file_can_change_unseen(run, name, stress):
 def test_a_whole_checkpoint_under_another_steps_name_is_seen(run):
     shutil.rmtree(run.checkpoints / "step-00000003")
     shutil.copytree(run.checkpoints / "step-00000001", run.checkpoints / "step-00000003")
-    with pytest.raises(CorruptCheckpoint, match=r"step-00000003.state.json is from a different step"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"step-00000003.state.json is from a different step"
+    ):
         checkpoint.verify(run.checkpoints / "step-00000003")
 
 
@@ -156,7 +179,9 @@ def test_another_format_version_is_refused_in_one_line_that_names_both(run):
     for version, content in ((1, manifest["files"]), (3, manifest | {"format_version": 3})):
         path.write_text(json.dumps(content, indent=1) + "\n")
         for open_run in (run.latest, lambda: load(run.path)):
-            with pytest.raises(UnsupportedFormat, match=f"has checkpoint format {version}, but .* reads format 2"):
+            with pytest.raises(
+                UnsupportedFormat, match=f"has checkpoint format {version}, but .* reads format 2"
+            ):
                 open_run()
 
 
@@ -170,7 +195,9 @@ def test_a_manifest_that_leaves_a_file_out_is_seen(run):
             checkpoint.verify(folder)
 
 
-@pytest.mark.parametrize("name", ["../state.json", "/etc/hostname", "a/b", "..", "", ".", "x" * 300, "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../state.json", "/etc/hostname", "a/b", "..", "", ".", "x" * 300, "a\0b"]
+)
 def test_no_path_leaves_the_folder(run, name):
     folder = run.checkpoints / "step-00000003"
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -184,8 +211,12 @@ def test_what_a_crash_left_is_tidied_and_what_it_had_replaced_put_back(run):
     folder = run.checkpoints
     for left in (".step-00000004.tmp", ".best-00000002.123.tmp", ".step-00000001.removed"):
         (folder / left).mkdir()
-    (folder / "step-00000003").rename(folder / ".step-00000003.replaced")  # the crash came before the new one's rename
-    shutil.copytree(folder / "step-00000002", folder / ".step-00000002.replaced")  # and here after it
+    (folder / "step-00000003").rename(
+        folder / ".step-00000003.replaced"
+    )  # the crash came before the new one's rename
+    shutil.copytree(
+        folder / "step-00000002", folder / ".step-00000002.replaced"
+    )  # and here after it
     (folder / ".mine").mkdir()
     checkpoint.recover(folder)
     names = sorted(path.name for path in folder.iterdir())
@@ -211,7 +242,12 @@ def test_a_pipe_or_a_folder_in_a_files_place_is_no_file(run):
 def test_a_configuration_that_asks_for_the_moon_takes_no_memory(run):
     folder = run.checkpoints / "step-00000003"
     config = json.loads((folder / "config.json").read_text())
-    for key, value in (("n_layers", 10**9), ("vocab_size", 10**18), ("d_ff", 2**62), ("max_seq_len", 10**15)):
+    for key, value in (
+        ("n_layers", 10**9),
+        ("vocab_size", 10**18),
+        ("d_ff", 2**62),
+        ("max_seq_len", 10**15),
+    ):
         (folder / "config.json").write_text(json.dumps(config | {key: value}))
         if key == "max_seq_len":
             with pytest.raises(UserError, match="max_seq_len"):
@@ -249,7 +285,9 @@ def test_shapes_are_checked_before_loading(tmp_path):
     checkpoint.save(tmp_path / "a", random_model(), {})
     other = Thinker(ThinkerConfig(vocab_size=271, d_model=16, n_layers=1, n_heads=2))
     before = [parameter.clone() for parameter in other.parameters()]
-    with pytest.raises(CorruptCheckpoint, match="tensor embedding.weight: found F32 270 16, expected F32 271 16"):
+    with pytest.raises(
+        CorruptCheckpoint, match="tensor embedding.weight: found F32 270 16, expected F32 271 16"
+    ):
         checkpoint.load_weights(other, tmp_path / "a")
     assert all(map(torch.equal, before, other.parameters()))
 
@@ -296,10 +334,7 @@ def test_metrics_are_cut_where_the_run_goes_on(run):
 
 @pytest.mark.parametrize(
     ("make", "says"),
-    [
-        (lambda path: path / "nowhere", "does not exist"),
-        (lambda path: path, "not a run directory"),
-    ],
+    [(lambda path: path / "nowhere", "does not exist"), (lambda path: path, "not a run directory")],
 )
 def test_folders_that_are_no_run(tmp_path, make, says):
     with pytest.raises(UserError, match=says):

@@ -32,7 +32,8 @@ def background(request):
 
 
 @pytest.mark.parametrize(
-    ("last", "every", "kept"), [(1, None, [10]), (3, None, [8, 9, 10]), (2, 4, [4, 8, 9, 10]), (1, 1, [*range(1, 11)])]
+    ("last", "every", "kept"),
+    [(1, None, [10]), (3, None, [8, 9, 10]), (2, 4, [4, 8, 9, 10]), (1, 1, [*range(1, 11)])],
 )
 def test_the_last_and_the_milestones_are_kept(tmp_path, background, last, every, kept):
     saver = CheckpointManager(tmp_path, last, every, background)

@@ -19,9 +19,9 @@ from thinker.benchmarks.step_parts import PARTS
 from thinker.benchmarks.train import SHAPES
 from thinker.benchmarks.training_runs import TrainingRun, train_all
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.pattern_parser import PATTERNS
+from thinker.model.patterns.pattern_parser import PATTERNS
 from thinker.runtime.errors import UserError
-from thinker.training.config_file import load_config
+from thinker.training.config.load import load_config
 from thinker.training.metrics import flops_per_token
 
 BENCHMARK = ROOT / "scripts" / "benchmark.py"
@@ -43,35 +43,67 @@ def test_decode_compared_with_transformers_from_any_folder(benchmark, tmp_path):
     weights = 2 * (4 * 64**2 + 3 * 64 * 128) + 512 * 64 + 5 * 64
     assert result["rows"][1]["step_bytes"] == 4 * weights + 2 * 2 * 64 * 11 * 4
     assert result["rows"][0]["step_bytes"] == result["rows"][1]["step_bytes"]
-    assert all(math.isfinite(row["decode_tokens_per_second"]) for row in result["rows"])  # of a few noisy ms
+    assert all(
+        math.isfinite(row["decode_tokens_per_second"]) for row in result["rows"]
+    )  # of a few noisy ms
     assert {"command", "date", "processor", "torch"} <= result["environment"].keys()
 
 
 def test_monitoring(benchmark):
-    options = ("--device", "cpu", "--precisions", "fp32,int8", "--batches", "1,3", "--new", "9", "--repeats", "2")
+    options = (
+        "--device",
+        "cpu",
+        "--precisions",
+        "fp32,int8",
+        "--batches",
+        "1,3",
+        "--new",
+        "9",
+        "--repeats",
+        "2",
+    )
     shown = benchmark(BENCHMARK, "monitoring", "--shape", "tiny", *options)
     rows = json.loads(shown.splitlines()[-1])["rows"]
-    assert [(row["precision"], row["batch"]) for row in rows] == [("fp32", 1), ("fp32", 3), ("int8", 1), ("int8", 3)]
+    assert [(row["precision"], row["batch"]) for row in rows] == [
+        ("fp32", 1),
+        ("fp32", 3),
+        ("int8", 1),
+        ("int8", 3),
+    ]
     for row in rows:
-        assert row["cost"] == pytest.approx(row["tokens_per_second"] / row["watched_tokens_per_second"] - 1)
+        assert row["cost"] == pytest.approx(
+            row["tokens_per_second"] / row["watched_tokens_per_second"] - 1
+        )
 
 
 def test_retrieval(benchmark):
     sizes = ("--window", "8", "--block", "4", "--retrieve", "2", "--lengths", "32", "64")
-    shown = benchmark(BENCHMARK, "retrieval", "--shape", "tiny", "--repeats", "1", "--device", "cpu", *sizes)
+    shown = benchmark(
+        BENCHMARK, "retrieval", "--shape", "tiny", "--repeats", "1", "--device", "cpu", *sizes
+    )
     result = json.loads(shown.splitlines()[-1])
     of = {(row["kind"], row["length"]): row for row in result["rows"]}
-    assert set(of) == {(kind, length) for kind in ("window", "retrieval", "full") for length in (32, 64)}
+    assert set(of) == {
+        (kind, length) for kind in ("window", "retrieval", "full") for length in (32, 64)
+    }
     assert all(row["ms"] > 0 for row in of.values())
     # 2 layers, 2 KV heads, 16 dimensions per head: blocks of 4 in int8 with 2 scales per position, 4 keys in fp32.
-    assert of["retrieval", 32]["bytes"] == 2 * 2 * (16 * (4 * (2 * 16 + 2 * 4) + 4 * 16 * 4) + 3 * 17 * 16 * 4)
+    assert of["retrieval", 32]["bytes"] == 2 * 2 * (
+        16 * (4 * (2 * 16 + 2 * 4) + 4 * 16 * 4) + 3 * 17 * 16 * 4
+    )
     assert of["full", 64]["bytes"] - of["full", 32]["bytes"] == 2 * 2 * 32 * 2 * 16 * 4
 
 
 def test_structured(benchmark):
-    shown = benchmark(BENCHMARK, "structured", "--shape", "tiny", "--precisions", "fp32,int8", "--new", "9")
+    shown = benchmark(
+        BENCHMARK, "structured", "--shape", "tiny", "--precisions", "fp32,int8", "--new", "9"
+    )
     rows = json.loads(shown.splitlines()[-1])["rows"]
-    assert len({(row["precision"], row["sampling"], row["constraint"]) for row in rows}) == len(rows) == 2 * 2 * 4
+    assert (
+        len({(row["precision"], row["sampling"], row["constraint"]) for row in rows})
+        == len(rows)
+        == 2 * 2 * 4
+    )
     for row in rows:
         assert 0 < row["mask_s"] < row["constrained_s"]
         assert row["share"] == row["constrained_s"] / row["step_s"]
@@ -79,7 +111,19 @@ def test_structured(benchmark):
 
 def test_serving(benchmark):
     shown = benchmark(
-        BENCHMARK, "serving", "--shape", "2m", "--clients", 1, 3, "--prompt", 5, "--new", 4, "--repeats", 1
+        BENCHMARK,
+        "serving",
+        "--shape",
+        "2m",
+        "--clients",
+        1,
+        3,
+        "--prompt",
+        5,
+        "--new",
+        4,
+        "--repeats",
+        1,
     )
     result = json.loads(shown.splitlines()[-1])
     assert [row["clients"] for row in result["rows"]] == [1, 3]
@@ -89,7 +133,9 @@ def test_serving(benchmark):
     assert result["first_token"]["alone_ms"] > 0
 
 
-@pytest.mark.parametrize(("flag", "file"), [("--png", "nowhere/a.png"), ("--png", "a.jpg"), ("--out", "nowhere/a")])
+@pytest.mark.parametrize(
+    ("flag", "file"), [("--png", "nowhere/a.png"), ("--png", "a.jpg"), ("--out", "nowhere/a")]
+)
 def test_a_result_that_cannot_be_written_is_known_first(flag, file, tmp_path):
     done = run_script(BENCHMARK, "decode_lengths", "--shape", "tiny", flag, file, cwd=tmp_path)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
@@ -146,7 +192,9 @@ def test_train_compared_with_transformers(benchmark, tmp_path):
     with torch.device("meta"):
         flops = flops_per_token(Thinker(SHAPES["tiny"].model_config()), seq_len=32)
     for name in names:
-        assert result["mfu"][name] == pytest.approx(flops * speeds[name] / result["matrix_product_flops"])
+        assert result["mfu"][name] == pytest.approx(
+            flops * speeds[name] / result["matrix_product_flops"]
+        )
 
 
 @pytest.mark.usefixtures("fork_processes")
@@ -171,7 +219,12 @@ def write_config(train_args, folder, name, *overrides):
 @pytest.mark.usefixtures("fork_processes")
 def test_time_to_loss(benchmark, train_args, tmp_path):
     slow = write_config(
-        train_args, tmp_path, "slow", "optimizer.name=adamw", "optimizer.lr=0.001", "train.eval_every=null"
+        train_args,
+        tmp_path,
+        "slow",
+        "optimizer.name=adamw",
+        "optimizer.lr=0.001",
+        "train.eval_every=null",
     )
     fast = write_config(train_args, tmp_path, "fast", "train.eval_every=2")
     shown = benchmark(
@@ -188,7 +241,9 @@ def test_time_to_loss(benchmark, train_args, tmp_path):
     reached = result["reached"]
     assert reached["val_loss"] <= tuned["val_loss"]
     assert reached["step"] in (2, 4, 6, 8, 10)
-    assert result["ratios"] == {key: reached[key] / tuned[key] for key in ("step", "tokens", "elapsed_s")}
+    assert result["ratios"] == {
+        key: reached[key] / tuned[key] for key in ("step", "tokens", "elapsed_s")
+    }
     assert all(row["peak_memory_bytes"] > 0 for row in result["rows"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     shown = benchmark(BENCHMARK, "time_to_loss", fast, slow, "train.max_steps=2")
@@ -223,7 +278,9 @@ def test_time_to_loss_of_gpt2(benchmark, train_args, tmp_path):
 
 @pytest.mark.usefixtures("fork_processes")
 def test_sweep(benchmark, train_args, tmp_path):
-    config = write_config(train_args, tmp_path, "small", "model.n_kv_heads=null", "train.eval_every=null")
+    config = write_config(
+        train_args, tmp_path, "small", "model.n_kv_heads=null", "train.eval_every=null"
+    )
     command = [
         BENCHMARK, "sweep", config, "train.max_steps=8", "--vary", "optimizer.head_lr=x0.5", "--jobs", "2", "--png",
         "sweep.png",
@@ -231,7 +288,9 @@ def test_sweep(benchmark, train_args, tmp_path):
     shown = benchmark(*command, "--shapes", "16x1x2,32x1x2")
     rows = json.loads(shown.splitlines()[-1])["rows"]
     assert [(row["shape"], row["key"], row["setting"]) for row in rows] == [
-        (shape, *variation) for shape in ("16x1x2", "32x1x2") for variation in (("", ""), ("optimizer.head_lr", "x0.5"))
+        (shape, *variation)
+        for shape in ("16x1x2", "32x1x2")
+        for variation in (("", ""), ("optimizer.head_lr", "x0.5"))
     ]
     runs = tmp_path / "runs" / "sweep"
     for row in rows:
@@ -266,7 +325,9 @@ def test_scaling(benchmark, train_args, tmp_path):
         with torch.device("meta"):
             width, layers, heads = map(int, row["shape"].split("x"))
             model = Thinker(
-                ThinkerConfig(vocab_size=300, d_model=width, n_layers=layers, n_heads=heads, max_seq_len=32)
+                ThinkerConfig(
+                    vocab_size=300, d_model=width, n_layers=layers, n_heads=heads, max_seq_len=32
+                )
             )
         assert row["parameters"] == sum(parameter.numel() for parameter in model.parameters())
         assert row["flops"] == flops_per_token(model, 32) * row["tokens"]
@@ -288,7 +349,9 @@ def test_size_rule(benchmark, tmp_path):
     configs = [tmp_path / f"runs/my-4000-0.01-{shape}/config.yaml" for shape in ("auto", "8x1x1")]
     widths = [yaml.safe_load(path.read_text())["model"]["d_model"] for path in configs]
     assert widths[0] > widths[1] == 8
-    done = run_script(BENCHMARK, "size_rule", text, "--characters", "1000000", "--folder", tmp_path / "other")
+    done = run_script(
+        BENCHMARK, "size_rule", text, "--characters", "1000000", "--folder", tmp_path / "other"
+    )
     assert done.returncode == 2
     assert "lower --characters" in done.stderr
 
@@ -297,7 +360,18 @@ def test_size_rule(benchmark, tmp_path):
 def test_equal_time(benchmark, train_args, tiny_run, tmp_path):
     config = write_config(train_args, tmp_path, "small", "train.max_steps=4")
     distilled = f"distilled: train.distill.teacher={tiny_run}"
-    command = ["equal_time", config, "--variant", "alone:", "--variant", distilled, "--minutes", 9, "--seeds", 2]
+    command = [
+        "equal_time",
+        config,
+        "--variant",
+        "alone:",
+        "--variant",
+        distilled,
+        "--minutes",
+        9,
+        "--seeds",
+        2,
+    ]
     shown = benchmark(BENCHMARK, *command, "--line", "teacher=3", "--png", "losses.png")
     rows = json.loads(shown.splitlines()[-1])["rows"]
     assert [row["name"] for row in rows] == ["alone", "distilled"]
@@ -306,8 +380,12 @@ def test_equal_time(benchmark, train_args, tiny_run, tmp_path):
         assert row["loss"] == pytest.approx(np.mean(row["losses"]))
     differences = [a - b for a, b in zip(rows[1]["losses"], rows[0]["losses"])]
     assert rows[1]["difference"] == pytest.approx(np.mean(differences))
-    assert rows[1]["interval"] == pytest.approx(12.706 * np.std(differences, ddof=1) / 2**0.5, rel=1e-3)
-    done = run_script(BENCHMARK, "equal_time", config, "--variant", "train.max_steps=3", cwd=tmp_path)
+    assert rows[1]["interval"] == pytest.approx(
+        12.706 * np.std(differences, ddof=1) / 2**0.5, rel=1e-3
+    )
+    done = run_script(
+        BENCHMARK, "equal_time", config, "--variant", "train.max_steps=3", cwd=tmp_path
+    )
     assert done.returncode == 2
     assert "is not a variant; write it as 'NAME: section.key=value ...'" in done.stderr
 
@@ -319,7 +397,9 @@ def test_power_law_recovers_its_parameters(floor, height, exponent, floor_known)
     scale = height * 1e12**exponent
     losses = floor + scale * compute**-exponent
     law = PowerLaw.fit(list(compute), list(losses), floor if floor_known else None)
-    assert law(1e17) == pytest.approx(floor + scale * 1e17**-exponent, rel=1e-9 if floor_known else 1e-3)
+    assert law(1e17) == pytest.approx(
+        floor + scale * 1e17**-exponent, rel=1e-9 if floor_known else 1e-3
+    )
     assert law.floor == pytest.approx(floor, abs=1e-9 if floor_known else 0.02)
     assert law.exponent == pytest.approx(exponent, rel=1e-6 if floor_known else 0.05)
 
@@ -332,7 +412,9 @@ def test_power_law_rejects_impossible_fits():
 
 
 def test_step_parts(train_args, tmp_path):
-    done = run_script(BENCHMARK, "step_parts", *train_args[1:], "--rounds", "2", "--out", tmp_path / "line.json")
+    done = run_script(
+        BENCHMARK, "step_parts", *train_args[1:], "--rounds", "2", "--out", tmp_path / "line.json"
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert json.loads((tmp_path / "line.json").read_text()) == result
@@ -369,14 +451,29 @@ def test_checkpoint_overhead(train_args, tmp_path):
         (["time_to_loss", "a.yaml", "b.yaml"], "config a.yaml does not exist"),
         (["time_to_loss", "a.yaml", "b.yaml", "--tune", "optimizer.lr"], "has no values"),
         (
-            ["time_to_loss", *[ROOT / "configs" / f"{name}.yaml" for name in ("pysource", "quickstart")]],
+            [
+                "time_to_loss",
+                *[ROOT / "configs" / f"{name}.yaml" for name in ("pysource", "quickstart")],
+            ],
             "read different data",
         ),
-        (["time_to_loss", *[ROOT / "configs" / "pysource.yaml"] * 2, "--gpt2"], "--gpt2 needs optimizer.name=adamw"),
+        (
+            ["time_to_loss", *[ROOT / "configs" / "pysource.yaml"] * 2, "--gpt2"],
+            "--gpt2 needs optimizer.name=adamw",
+        ),
         (["sweep", "a.yaml", "--vary", "optimizer.lr"], "has no values"),
-        (["sweep", "a.yaml", "--vary", "optimizer.lr=1", "--shapes", "64x4"], "'64x4' is not a shape"),
-        (["sweep", ROOT / "configs" / "pysource.yaml", "--vary", "optimizer.lr=xx"], "xx is not a multiplier"),
-        (["sweep", ROOT / "configs" / "pysource.yaml", "--vary", "run.dir=x2"], "so x2 cannot scale"),
+        (
+            ["sweep", "a.yaml", "--vary", "optimizer.lr=1", "--shapes", "64x4"],
+            "'64x4' is not a shape",
+        ),
+        (
+            ["sweep", ROOT / "configs" / "pysource.yaml", "--vary", "optimizer.lr=xx"],
+            "xx is not a multiplier",
+        ),
+        (
+            ["sweep", ROOT / "configs" / "pysource.yaml", "--vary", "run.dir=x2"],
+            "so x2 cannot scale",
+        ),
     ],
 )
 def test_training_benchmarks_reject_mistakes(command, message, tmp_path):
@@ -409,7 +506,9 @@ def test_attention_by_pattern_kernel_and_length(benchmark, monkeypatch, tmp_path
     assert rows["full", "auto", 512]["forward_flops"] == 4 * 2 * 8 * 512 * 513 / 2
     assert rows["window(16)", "auto", 64]["forward_flops"] == 4 * 2 * 8 * (64 * 16 - 15 * 16 / 2)
     for pattern in ("topk(4)", "retrieve(8, 1)"):
-        assert rows[pattern, "auto", 64]["forward_flops"] == rows["full", "auto", 64]["forward_flops"]
+        assert (
+            rows[pattern, "auto", 64]["forward_flops"] == rows["full", "auto", 64]["forward_flops"]
+        )
     assert result["fits"][1]["memory_exponent"] < result["fits"][3]["memory_exponent"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     wrong = run_script(BENCHMARK, "attention", "--lengths", "64,32")
@@ -419,7 +518,9 @@ def test_attention_by_pattern_kernel_and_length(benchmark, monkeypatch, tmp_path
 def test_every_ablation_variant_is_a_valid_config():
     for file, batch_size, _ in CORPORA.values():
         for overrides in VARIANTS.values():
-            config = load_config(ROOT / "benchmarks" / "configs" / file, [*COMMON_OVERRIDES, *overrides])
+            config = load_config(
+                ROOT / "benchmarks" / "configs" / file, [*COMMON_OVERRIDES, *overrides]
+            )
             assert config.thinker_config(vocab_size=100).patterns
             assert config.train.batch_size >= batch_size
     all_overrides = " ".join(override for overrides in VARIANTS.values() for override in overrides)
@@ -432,7 +533,19 @@ def test_every_ablation_variant_is_a_valid_config():
 
 
 def test_caches_in_few_bits(benchmark, tiny_run):
-    flags = ("--shape", "tiny", "--lengths", "40", "--rows", "1", "2", "--repeats", "1", "--precisions", "fp32")
+    flags = (
+        "--shape",
+        "tiny",
+        "--lengths",
+        "40",
+        "--rows",
+        "1",
+        "2",
+        "--repeats",
+        "1",
+        "--precisions",
+        "fp32",
+    )
     shown = benchmark(BENCHMARK, "kv_cache", *flags, "--runs", tiny_run, "--texts", "4")
     result = json.loads(shown.splitlines()[-1])
     assert [(row["rows"], row["bits"]) for row in result["speeds"]] == [

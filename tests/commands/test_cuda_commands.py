@@ -44,14 +44,25 @@ def test_a_command_gives_nearly_the_same_numbers_on_a_gpu(name, tiny_run, tmp_pa
         command = [words.get(word, word) for word in COMMANDS[name]]
         done = run_script(ROOT / command[0], *command[1:], "--device", device)
         assert done.returncode == 0, done.stderr
-        found[device] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        found[device] = [
+            json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")
+        ]
     if name not in ("retrieve", "monitor"):  # which sample in bf16 on a GPU
-        assert numbers_of(found["cuda"]) == pytest.approx(numbers_of(found["cpu"]), rel=0.05, abs=0.02)
+        assert numbers_of(found["cuda"]) == pytest.approx(
+            numbers_of(found["cpu"]), rel=0.05, abs=0.02
+        )
 
 
 def test_a_server_on_a_gpu_answers_all_at_once(served_run, start_server):
-    server = start_server(served_run, "--device", "cuda", "--monitor", "--max-batch", "8", forked=False)
-    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    server = start_server(
+        served_run, "--device", "cuda", "--monitor", "--max-batch", "8", forked=False
+    )
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
     shaped = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
 
     def ask(index):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from conftest import ROOT, run_script
 
-from thinker.data.batches import PackedDataset
-from thinker.training.config_file import load_config
-from thinker.training.data_page import page
-from thinker.training.data_report import CONTROL_PICTURES, make_data_report, table
-from thinker.training.mixed_data import make_loader
+from thinker.data.batches.batches import PackedDataset
+from thinker.features.mixtures.reports import make_loader
+from thinker.training.config.load import load_config
+from thinker.training.reports.data_page import page
+from thinker.training.reports.data_report import CONTROL_PICTURES, make_data_report, table
 from thinker.training.training_data import prepare_training_data
 
 CONFIG = ROOT / "tests" / "fixtures" / "base.yaml"
@@ -55,12 +55,16 @@ def test_the_page_has_the_tokens_that_training_reads(overrides, packing):
     inputs, targets = loader.batch(3)
     shown = re.findall(r"<div class=sequence>(.*?)</div>", page(report), re.DOTALL)
     assert len(shown) == len(report.sequences) == 4
-    for sequence, text, row, target in zip(report.sequences, shown, inputs.tolist(), targets.tolist()):
+    for sequence, text, row, target in zip(
+        report.sequences, shown, inputs.tolist(), targets.tolist()
+    ):
         kinds = [kind for _, _, kind in sequence.tokens]
         assert [kind == "padding" for kind in kinds] == [t < 0 and token == corpus.tokenizer.bos_id
                                                           for token, t in zip(row, target)]  # fmt: skip
         spans = re.findall(r"<span class='d[01] (\w*)'>(.*?)</span>", text, re.DOTALL)
-        plain = "".join(html.unescape(content) for kind, content in spans if kind not in ("bos", "padding"))
+        plain = "".join(
+            html.unescape(content) for kind, content in spans if kind not in ("bos", "padding")
+        )
         used = [token for token, kind in zip(row, kinds) if kind not in ("bos", "padding")]
         whole = corpus.tokenizer.decode(used).translate(CONTROL_PICTURES)
         assert plain.strip("\N{REPLACEMENT CHARACTER}") in whole  # the last character may be cut
@@ -71,11 +75,23 @@ def test_the_page_has_the_tokens_that_training_reads(overrides, packing):
 def test_equal_documents_and_what_cleaning_dropped_are_counted(tmp_path):
     texts = [f"text number {i % 30} of several words" for i in range(50)] + ["x"] * 3
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    data = ["data.source=jsonl", f"data.path={tmp_path / 'a.jsonl'}", "data.tokenizer=byte", "data.max_documents=null"]
-    data += [f"data.cache_dir={tmp_path}", "data.seq_len=16", "data.val_fraction=0.2", "train.device=cpu"]
+    data = [
+        "data.source=jsonl",
+        f"data.path={tmp_path / 'a.jsonl'}",
+        "data.tokenizer=byte",
+        "data.max_documents=null",
+    ]
+    data += [
+        f"data.cache_dir={tmp_path}",
+        "data.seq_len=16",
+        "data.val_fraction=0.2",
+        "train.device=cpu",
+    ]
     plain = make_data_report(load_config(CONFIG, data), 0, 1).sources[0]
     (shard,) = prepare_training_data(load_config(CONFIG, data)).train.shards
-    distinct = {shard.tokens[a:b].tobytes() for a, b in itertools.pairwise(shard.offsets[:].tolist())}
+    distinct = {
+        shard.tokens[a:b].tobytes() for a, b in itertools.pairwise(shard.offsets[:].tolist())
+    }
     assert plain.n_equal == plain.train_documents - len(distinct) > 5
     clean = [*data, "data.clean.duplicates=exact", "data.clean.min_characters=5"]
     cleaned = make_data_report(load_config(CONFIG, clean), 0, 1).sources[0]
@@ -87,8 +103,18 @@ def test_emoji_and_control_characters_are_shown(tmp_path):
     """With a tokenizer of bytes, several tokens are one character."""
     texts = [f"🎉 é \x1b[31m \x00 <b>{i}</b> שלום" for i in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    data = ["data.source=jsonl", f"data.path={tmp_path / 'a.jsonl'}", "data.tokenizer=byte", "data.max_documents=null"]
-    data += [f"data.cache_dir={tmp_path}", "data.seq_len=64", "data.packing=documents", "train.device=cpu"]
+    data = [
+        "data.source=jsonl",
+        f"data.path={tmp_path / 'a.jsonl'}",
+        "data.tokenizer=byte",
+        "data.max_documents=null",
+    ]
+    data += [
+        f"data.cache_dir={tmp_path}",
+        "data.seq_len=64",
+        "data.packing=documents",
+        "train.device=cpu",
+    ]
     text = page(make_data_report(load_config(CONFIG, data), 0, 2))
     plain = html.unescape(re.sub("<[^>]*>", "", text))
     assert re.search(r"🎉 é ␛\[31m ␀ <b>\d+</b> שלום", plain)
@@ -97,7 +123,9 @@ def test_emoji_and_control_characters_are_shown(tmp_path):
 
 def test_the_command_writes_a_table_a_plot_and_a_page(overrides, tmp_path):
     files = ["--html", tmp_path / "data.html", "--png", tmp_path / "lengths.png"]
-    done = run_script(ROOT / "scripts/data.py", CONFIG, *overrides, *files, "--step", "5", "--sequences", "2")
+    done = run_script(
+        ROOT / "scripts/data.py", CONFIG, *overrides, *files, "--step", "5", "--sequences", "2"
+    )
     assert done.returncode == 0, done.stderr
     assert "bytes per token" in done.stdout
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
@@ -109,5 +137,10 @@ def test_the_command_writes_a_table_a_plot_and_a_page(overrides, tmp_path):
     (tales, code) = json.loads(done.stdout)
     assert tales["name"] == "tales"
     assert np.diff(list(code["lengths"].values())).min() >= 0
-    for wrong in (["--step", "-1"], ["--step", "6"], ["--sequences", "0"], ["--html", tmp_path / "none" / "a.html"]):
+    for wrong in (
+        ["--step", "-1"],
+        ["--step", "6"],
+        ["--sequences", "0"],
+        ["--html", tmp_path / "none" / "a.html"],
+    ):
         assert run_script(ROOT / "scripts/data.py", CONFIG, *overrides, *wrong).returncode == 2

@@ -12,7 +12,13 @@ import rank_workers
 import torch
 from conftest import ROOT, start_script
 from safetensors.torch import load_file
-from training_runs import checkpoint_steps, last_step, metrics_without_times, temporary_files, wait_for
+from training_runs import (
+    checkpoint_steps,
+    last_step,
+    metrics_without_times,
+    temporary_files,
+    wait_for,
+)
 
 from thinker import checkpoint
 
@@ -64,7 +70,10 @@ def rank_pids(torchrun):
     children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children")
     try:
         pids = [int(pid) for pid in children.read_text().split()]
-        ranks = {pid: re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes()) for pid in pids}
+        ranks = {
+            pid: re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
+            for pid in pids
+        }
     except OSError:
         return []
     return sorted((pid for pid in pids if ranks[pid]), key=lambda pid: int(ranks[pid][1]))
@@ -77,7 +86,9 @@ def start_ranks():
 
     def start(*arguments, script=ROOT / "train.py"):
         port = fork_server.free_port()
-        environments = [os.environ | fork_server.rank_environment(rank, 2, port) for rank in range(2)]
+        environments = [
+            os.environ | fork_server.rank_environment(rank, 2, port) for rank in range(2)
+        ]
         ranks = [start_script(script, *arguments, environment=each) for each in environments]
         commands.extend(ranks)
         return ranks
@@ -121,19 +132,29 @@ def assert_as_if_uninterrupted(run, resumed, start_ranks, config, options, tmp_p
     step = max({*checkpoint_steps(run)} & {*checkpoint_steps(calm)})
     assert step > resumed
     ours, theirs = (
-        {path.name: load_file(path) for path in (folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")}
+        {
+            path.name: load_file(path)
+            for path in (folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
+        }
         for folder in (run, calm)
     )
     assert ours.keys() == theirs.keys()
     for file in theirs:
         assert ours[file].keys() == theirs[file].keys()
         assert all(torch.equal(ours[file][name], tensor) for name, tensor in theirs[file].items())
-    ours, theirs = ([line for line in metrics_without_times(each) if line["step"] <= end] for each in (run, calm))
+    ours, theirs = (
+        [line for line in metrics_without_times(each) if line["step"] <= end]
+        for each in (run, calm)
+    )
     assert ours == theirs[: len(ours)]
-    assert all("val_loss" in line and line["step"] == end for line in theirs[len(ours) :])  # the signal came before it
+    assert all(
+        "val_loss" in line and line["step"] == end for line in theirs[len(ours) :]
+    )  # the signal came before it
 
 
-def test_torchrun_restarts_after_a_rank_was_killed_and_hands_a_signal_on(torchrun, start_ranks, config, tmp_path):
+def test_torchrun_restarts_after_a_rank_was_killed_and_hands_a_signal_on(
+    torchrun, start_ranks, config, tmp_path
+):
     run, options = tmp_path / "run", ["train.parallel=ddp"]
     process = torchrun("--max-restarts", "1", "train.py", config, f"run.dir={run}", *options)
     assert wait_for(lambda: last_step(run) >= 6, process), process.output()
@@ -155,7 +176,9 @@ def test_torchrun_restarts_after_a_rank_was_killed_and_hands_a_signal_on(torchru
 def test_a_killed_rank_ends_the_others_and_costs_only_time(start_ranks, config, tmp_path):
     """And a signal to rank 1 saves on both ranks at the same step."""
     run, options, script = tmp_path / "run", ["train.parallel=fsdp"], tmp_path / "impatient.py"
-    script.write_text(IMPATIENT % ((60.0, 0.1), str(ROOT / "train.py")))  # nobody is left whom rank 0 could wait for
+    script.write_text(
+        IMPATIENT % ((60.0, 0.1), str(ROOT / "train.py"))
+    )  # nobody is left whom rank 0 could wait for
     ranks = start_ranks(config, f"run.dir={run}", *options, script=script)
     assert wait_for(lambda: last_step(run) >= 6, ranks[0]), ranks[0].output()
     ranks[1].kill()
@@ -163,7 +186,9 @@ def test_a_killed_rank_ends_the_others_and_costs_only_time(start_ranks, config, 
     assert re.search(r"rank 1 \(process \d+ on \S+\) of 2 ended unexpectedly", ranks[0].output()[1])
     kept = checkpoint_steps(run)[-1]
     ranks = start_ranks(config, f"run.dir={run}", *options)
-    assert wait_for(lambda: last_step(run) >= kept + 6 and resumed_at(ranks[0].output()[1]), ranks[0])
+    assert wait_for(
+        lambda: last_step(run) >= kept + 6 and resumed_at(ranks[0].output()[1]), ranks[0]
+    )
     ranks[1].send_signal(signal.SIGTERM)
     assert [each.wait() for each in ranks] == [143, 143]
     assert resumed_at(ranks[0].output()[1]) == [kept]
@@ -172,7 +197,9 @@ def test_a_killed_rank_ends_the_others_and_costs_only_time(start_ranks, config, 
 
 
 def test_a_mistake_is_shown_once_and_ends_all(start_ranks, config, tmp_path):
-    ranks = start_ranks(config, f"run.dir={tmp_path / 'run'}", "train.batch_size=7", "train.max_steps=9")
+    ranks = start_ranks(
+        config, f"run.dir={tmp_path / 'run'}", "train.batch_size=7", "train.max_steps=9"
+    )
     assert [rank.wait() for rank in ranks] == [2, 2]
     lines = [line for rank in ranks for line in rank.output()[1].splitlines()]
     assert [line for line in lines if line.startswith("error:")] == [
@@ -186,7 +213,11 @@ def test_torchrun_repeats_our_line_at_the_end_of_its_own(torchrun, config, tmp_p
     process = torchrun("train.py", config, f"run.dir={tmp_path / 'run'}", "train.batch_size=7")
     assert process.wait() != 0
     lines = process.output()[1].splitlines()
-    ours = [line for line in lines if "error: train.batch_size (7) is not a multiple of the number of ranks" in line]
+    ours = [
+        line
+        for line in lines
+        if "error: train.batch_size (7) is not a multiple of the number of ranks" in line
+    ]
     assert len(ours) == 2, lines
     assert ours[0].startswith("error: ")
     assert lines.index(ours[1]) >= len(lines) - 2  # a line of === ends torchrun's report

@@ -9,7 +9,7 @@ import yaml
 from conftest import ROOT
 
 from thinker import interop
-from thinker.data import tokenizer_conversion
+from thinker.data.tokenizers import tokenizer_conversion
 from thinker.evaluation import needle
 from thinker.interop import huggingface
 from thinker.runtime.errors import UserError
@@ -35,7 +35,9 @@ def command(monkeypatch):
 
 
 def test_long_tables_and_plot(run_script, tiny_run, tmp_path):
-    completed = run_script(EVAL, tiny_run, "--long", "--windows", 8, "--device", "cpu", "--png", tmp_path / "a.png")
+    completed = run_script(
+        EVAL, tiny_run, "--long", "--windows", 8, "--device", "cpu", "--png", tmp_path / "a.png"
+    )
     assert completed.returncode == 0, completed.stderr
     assert "trained length  32\n" in completed.stdout
     assert "skipped the needle test" in completed.stdout
@@ -50,7 +52,11 @@ def test_long_json(command, tiny_run, capsys):
         results.append(json.loads(capsys.readouterr().out))
     plain, scaled = results
     assert (plain["source"], plain["window_length"], plain["needle"]) == ("text", 96, None)
-    assert plain["tokens"] == sum(plain["long"]["counts"]) == sum(s["n_tokens"] for s in plain["long"]["segments"])
+    assert (
+        plain["tokens"]
+        == sum(plain["long"]["counts"])
+        == sum(s["n_tokens"] for s in plain["long"]["segments"])
+    )
     assert len(plain["long"]["by_position"]) == 96
     assert scaled["rope_scaling"] == YARN
     assert scaled["long"]["counts"] == plain["long"]["counts"]
@@ -71,7 +77,9 @@ def test_trained_length_and_windows_of_a_short_text(command, tiny_run, tmp_path,
         command(run, "--long", "--rope-scaling", "", "--device", "cpu")
 
 
-@pytest.mark.parametrize(("source", "extra"), [("text", ["--path", ROOT / "README.md"]), ("tales", [])])
+@pytest.mark.parametrize(
+    ("source", "extra"), [("text", ["--path", ROOT / "README.md"]), ("tales", [])]
+)
 def test_long_on_another_source(command, tiny_run, tmp_path, capsys, monkeypatch, source, extra):
     monkeypatch.setattr(needle, "MAX_STORIES", 1)
     run = shutil.copytree(tiny_run, tmp_path / "run")
@@ -79,7 +87,19 @@ def test_long_on_another_source(command, tiny_run, tmp_path, capsys, monkeypatch
     tree["data"] |= {"max_documents": 200, "cache_dir": str(tmp_path / "cache")}
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     picture = tmp_path / "a.png"
-    options = ["--source", source, *extra, "--factor", 2, "--windows", 2, "--png", picture, "--device", "cpu"]
+    options = [
+        "--source",
+        source,
+        *extra,
+        "--factor",
+        2,
+        "--windows",
+        2,
+        "--png",
+        picture,
+        "--device",
+        "cpu",
+    ]
     assert command(run, "--long", *options) == 0
     output = capsys.readouterr().out
     assert f"source  {source}\n" in output
@@ -91,7 +111,9 @@ def test_run_and_export_have_the_same_losses(command, tiny_run, tmp_path, capsys
     """The run's own validation, which its last line of metrics.jsonl has too; and any text, of either."""
     assert command(tiny_run, "--device", "cpu", "--json", "--context", "8,32") == 0
     results = json.loads(capsys.readouterr().out)
-    last = [line for line in map(json.loads, (tiny_run / "metrics.jsonl").open()) if "val_loss" in line][-1]
+    last = [
+        line for line in map(json.loads, (tiny_run / "metrics.jsonl").open()) if "val_loss" in line
+    ][-1]
     short, trained = results["losses"]
     assert trained["context_length"] == results["trained_length"] == 32
     assert trained["nats_per_token"]["mean"] == pytest.approx(last["val_loss"], rel=1e-5)
@@ -102,7 +124,16 @@ def test_run_and_export_have_the_same_losses(command, tiny_run, tmp_path, capsys
     folder.mkdir()
     huggingface.save_pretrained(model, tokenizer, folder)
     tokenizer_conversion.write(tokenizer, folder, 32)
-    options = ["--source", "text", "--path", ROOT / "README.md", "--max-tokens", 700, "--device", "cpu"]
+    options = [
+        "--source",
+        "text",
+        "--path",
+        ROOT / "README.md",
+        "--max-tokens",
+        700,
+        "--device",
+        "cpu",
+    ]
     tables = []
     for path in tiny_run, folder:
         assert command(path, *options, "--png", tmp_path / "a.png") == 0
@@ -117,7 +148,9 @@ def test_run_and_export_have_the_same_losses(command, tiny_run, tmp_path, capsys
 
 @pytest.mark.parametrize("add_bos", [True, False])
 @pytest.mark.parametrize("n_lines", [1, 40])  # shorter than the context, and longer
-def test_a_text_has_the_score_that_generate_prints(run_script, tiny_run, text_file, tmp_path, add_bos, n_lines):
+def test_a_text_has_the_score_that_generate_prints(
+    run_script, tiny_run, text_file, tmp_path, add_bos, n_lines
+):
     """The same tokens, without an end, in the same windows; a byte order mark is no part of either text."""
     model, tokenizer = interop.load(tiny_run)
     tokenizer.bos_prefix = [tokenizer.bos_id] if add_bos else []
@@ -126,7 +159,9 @@ def test_a_text_has_the_score_that_generate_prints(run_script, tiny_run, text_fi
     huggingface.save_pretrained(model, tokenizer, folder)
     tokenizer_conversion.write(tokenizer, folder, 32)
     assert interop.load(folder)[1].bos_prefix == tokenizer.bos_prefix
-    file.write_text("".join(text_file.read_text().splitlines(keepends=True)[-n_lines:]), encoding="utf-8-sig")
+    file.write_text(
+        "".join(text_file.read_text().splitlines(keepends=True)[-n_lines:]), encoding="utf-8-sig"
+    )
     scored = run_script(ROOT / "generate.py", folder, "--score", file, "--json", "--device", "cpu")
     options = ["--source", "text", "--path", file, "--device", "cpu"]
     evaluated = run_script(ROOT / "scripts/eval.py", folder, *options, "--json")
@@ -161,7 +196,18 @@ def test_table_columns_are_aligned(command, tiny_run, tmp_path, capsys):
     """PackedDataset that overlap; a text that the model finds very odd; no floor where there is none."""
     odd = tmp_path / "odd.txt"
     odd.write_text("ÿþ\x00" * 2000)
-    options = ["--source", "text", "--path", odd, "--context", "16,32", "--stride", 8, "--device", "cpu"]
+    options = [
+        "--source",
+        "text",
+        "--path",
+        odd,
+        "--context",
+        "16,32",
+        "--stride",
+        8,
+        "--device",
+        "cpu",
+    ]
     assert command(tiny_run, *options) == 0
     output = capsys.readouterr().out
     assert f"path  {odd}\n" in output
@@ -171,7 +217,12 @@ def test_table_columns_are_aligned(command, tiny_run, tmp_path, capsys):
     assert {len(row) for row in rows} == {len(head)}
     assert "floor" not in head
     assert [row.split()[0] for row in rows] == ["16", "32"]
-    assert command(tiny_run, "--source", "tales", "--max-tokens", 3000, "--context", 600, "--device", "cpu") == 0
+    assert (
+        command(
+            tiny_run, "--source", "tales", "--max-tokens", 3000, "--context", 600, "--device", "cpu"
+        )
+        == 0
+    )
     output = capsys.readouterr().out
     assert "against the floor" in output
     assert "the lowest possible loss" in output
@@ -208,9 +259,18 @@ def test_user_errors_are_one_line_and_status_2(run_script, tiny_run):
         (["--context", "64,x"], "--context 64,x is not a list"),
         (["--context", "1"], "not a list of lengths"),
         (["--confidence", "0.9999999999999999"], "0.9999"),
-        (["--long", "--max-tokens", "9"], "--max-tokens has no effect with --long unless --source is set"),
-        (["--context", "16,32", "--stride", "17", "--device", "cpu"], "use 1 to the context length, 16"),
-        (["--source", "tales", "--max-tokens", "99", "--stride", "8", "--device", "cpu"], "with packed documents"),
+        (
+            ["--long", "--max-tokens", "9"],
+            "--max-tokens has no effect with --long unless --source is set",
+        ),
+        (
+            ["--context", "16,32", "--stride", "17", "--device", "cpu"],
+            "use 1 to the context length, 16",
+        ),
+        (
+            ["--source", "tales", "--max-tokens", "99", "--stride", "8", "--device", "cpu"],
+            "with packed documents",
+        ),
         (["--context", "9999999", "--device", "cpu"], "--context is 9999999, longer than the text"),
         (["--stride", "9999999", "--device", "cpu"], "the stride is 9999999 tokens"),
         (["--tasks", "x", "--include", "nowhere"], "nowhere is not a folder"),
@@ -243,15 +303,25 @@ def test_checkpoint_outside_its_run(command, tiny_run, tmp_path):
     with pytest.raises(UserError, match="not in a run directory"):
         command(alone, "--long", "--device", "cpu")
     tree = yaml.safe_load((tiny_run / "config.yaml").read_text())
-    tree["data"] |= {"source": "tales", "path": None, "max_documents": 50, "cache_dir": str(tmp_path / "cache")}
+    tree["data"] |= {
+        "source": "tales",
+        "path": None,
+        "max_documents": 50,
+        "cache_dir": str(tmp_path / "cache"),
+    }
     (tmp_path / "a" / "config.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(UserError, match="choose data with --source"):
         command(alone, "--long", "--device", "cpu")
 
 
-def test_what_a_strangers_config_names_is_read_only_on_request(command, tiny_run, tmp_path, capsys, monkeypatch):
+def test_what_a_strangers_config_names_is_read_only_on_request(
+    command, tiny_run, tmp_path, capsys, monkeypatch
+):
     """The tokens of a run trained here are in the cache; without it `path` is not even looked for."""
-    run, arguments = shutil.copytree(tiny_run, tmp_path / "run"), ["--context", "16", "--json", "--device", "cpu"]
+    run, arguments = (
+        shutil.copytree(tiny_run, tmp_path / "run"),
+        ["--context", "16", "--json", "--device", "cpu"],
+    )
     assert command(run, *arguments, "--checkpoint", "best") == 0
     capsys.readouterr()
     assert command(run, *arguments) == 0
@@ -264,7 +334,8 @@ def test_what_a_strangers_config_names_is_read_only_on_request(command, tiny_run
     tree["data"]["cache_dir"] = str(tmp_path / "cache")
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(
-        UserError, match=r"add --read-data to read .*data.path='/\*\*/\*'.*, or choose data with --source"
+        UserError,
+        match=r"add --read-data to read .*data.path='/\*\*/\*'.*, or choose data with --source",
     ):
         command(run, *arguments)
     assert not (tmp_path / "cache").exists()
@@ -278,12 +349,16 @@ def test_what_a_strangers_config_names_is_read_only_on_request(command, tiny_run
     assert output.err.count("file/cache is not writable") == 1
     tree["data"]["cache_dir"] = str(tmp_path / "cache")
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    monkeypatch.setattr("thinker.data.corpus_builder.make_tokenizer", None)  # the run's own tokenizer is taken
+    monkeypatch.setattr(
+        "thinker.data.corpus.corpus_builder.make_tokenizer", None
+    )  # the run's own tokenizer is taken
     assert command(run, *arguments, "--read-data") == 0
     assert capsys.readouterr().out == expected
     tree["data"] |= {"val_fraction": 0.3, "cache_dir": str(tmp_path / "another cache")}
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    with pytest.raises(UserError, match="the text of data.source=text data.path=.* has changed since training"):
+    with pytest.raises(
+        UserError, match="the text of data.source=text data.path=.* has changed since training"
+    ):
         command(run, *arguments, "--read-data")
     with pytest.raises(UserError, match="--read-data has no effect with --source"):
         command(run, *arguments, "--read-data", "--source", "tales")
@@ -291,11 +366,22 @@ def test_what_a_strangers_config_names_is_read_only_on_request(command, tiny_run
 
 @pytest.mark.parametrize("packing", ["contiguous", "documents"])
 @pytest.mark.parametrize("masking", ["true", "false"])
-def test_the_same_loss_as_in_training(run_script, train_args, command, tmp_path, capsys, packing, masking):
+def test_the_same_loss_as_in_training(
+    run_script, train_args, command, tmp_path, capsys, packing, masking
+):
     """Short documents, each of one word: what other documents say matters to a model that was not trained on them."""
-    rows = [{"text": " ".join([("cat", "dog", "owl", "fox")[i % 4]] * (3 + i % 5))} for i in range(400)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"id": i}) + "\n" for i, row in enumerate(rows)))
-    data = ["data.source=jsonl", f"data.path={tmp_path}/rows.jsonl", "data.tokenizer=byte", "data.val_fraction=0.3"]
+    rows = [
+        {"text": " ".join([("cat", "dog", "owl", "fox")[i % 4]] * (3 + i % 5))} for i in range(400)
+    ]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row | {"id": i}) + "\n" for i, row in enumerate(rows))
+    )
+    data = [
+        "data.source=jsonl",
+        f"data.path={tmp_path}/rows.jsonl",
+        "data.tokenizer=byte",
+        "data.val_fraction=0.3",
+    ]
     data += [f"data.packing={packing}", f"data.document_masking={masking}", "train.max_steps=30"]
     done = run_script(*train_args, *data, f"run.dir={tmp_path}/run")
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from conftest import ROOT, start_script
 from training_runs import wait_for
 
 from thinker import interop
-from thinker.data import tokenizer_conversion
+from thinker.data.tokenizers import tokenizer_conversion
 from thinker.generation import Generator
 from thinker.interop import huggingface, verify_export
 from thinker.runtime.errors import RunError, UserError
@@ -49,18 +49,30 @@ def test_a_run_as_a_folder_that_opens_there_and_here(run_script, tiny_run, tmp_p
     assert done.returncode == 0, done.stderr
     assert ": qwen3, " in done.stdout
     assert "64 equal greedy tokens, 5,000 texts tokenized identically" in done.stdout
-    names = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    names = {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
     assert {path.name for path in out.iterdir()} == names | {"tokenizer_config.json"}
-    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {(out / "README.md").stat().st_mode & 0o777}
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {
+        (out / "README.md").stat().st_mode & 0o777
+    }
     card = (out / "README.md").read_text()
-    last = [line for line in map(json.loads, (tiny_run / "metrics.jsonl").open()) if "val_loss" in line][-1]
+    last = [
+        line for line in map(json.loads, (tiny_run / "metrics.jsonl").open()) if "val_loss" in line
+    ][-1]
     assert card.startswith("---\nlibrary_name: transformers")
     assert f"| validation loss (nats per token) | {last['val_loss']:.4f} |" in card
     assert (tiny_run / "config.yaml").read_text().strip() in card
     follow(out)
     ours, tokenizer = interop.load(tiny_run)
     again, its = interop.load(out)
-    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), again.state_dict().values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours.state_dict().values(), again.state_dict().values())
+    )
     assert its.encode("Line 7: the cat") == tokenizer.encode("Line 7: the cat")
     options = ["--prompt", "Line", "--seed", 3, "--max-new-tokens", 20]
     texts = [run_script(GENERATE, path, *options) for path in (tiny_run, out)]
@@ -91,13 +103,23 @@ def chat_goes_beyond_the_context(run_script, run, options):
     assert "oldest turns" not in stopped.stderr
 
 
-def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, run_script, tiny_run, tmp_path, capsys):
+def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(
+    command, run_script, tiny_run, tmp_path, capsys
+):
     """All of it by the commands of the docs: out, conversations with adapters, an answer, losses, out again."""
     talks, base, run = tmp_path / "talks.jsonl", tmp_path / "base", tmp_path / "run"
-    rows = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"Line {i}."}] for i in range(50)]
+    rows = [
+        [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"Line {i}."}]
+        for i in range(50)
+    ]
     talks.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     assert command("export_hf", tiny_run, base) == 0
-    given = [f"run.init_from={base}", f"run.dir={run}", f"data.path={talks}", f"data.cache_dir={tmp_path}"]
+    given = [
+        f"run.init_from={base}",
+        f"run.dir={run}",
+        f"data.path={talks}",
+        f"data.cache_dir={tmp_path}",
+    ]
     given += ["data.seq_len=32", "train.max_steps=3", "train.device=cpu", "train.precision=fp32"]
     given += ["train.lora_rank=2", "data.val_fraction=0.2"]
     config = ROOT / "configs" / "finetune.yaml"
@@ -125,7 +147,9 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     capsys.readouterr()
     assert command("eval", run, "--device", "cpu", "--json") == 0
     found = json.loads(capsys.readouterr().out)["losses"][0]
-    last = [line for line in map(json.loads, (run / "metrics.jsonl").open()) if "val_loss" in line][-1]
+    last = [line for line in map(json.loads, (run / "metrics.jsonl").open()) if "val_loss" in line][
+        -1
+    ]
     assert found["nats_per_token"]["mean"] == pytest.approx(last["val_loss"], rel=1e-4)
     whole, adapter = tmp_path / "whole", tmp_path / "adapter"
     assert command("export_hf", run, whole) == 0
@@ -144,7 +168,9 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     assert "put it next to the adapter" in lost.stderr
 
 
-def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, tmp_path, random_model, monkeypatch):
+def test_an_export_that_cannot_be_written_or_cut_there_alike(
+    command, tiny_run, tmp_path, random_model, monkeypatch
+):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
         command("export_hf", tiny_run, tmp_path / "file" / "model")
@@ -158,14 +184,18 @@ def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, 
         command("export_hf", tiny_run, tmp_path / "model")
 
 
-def test_the_card_of_an_earlier_checkpoint_has_its_figures(command, train_args, run_script, tmp_path):
+def test_the_card_of_an_earlier_checkpoint_has_its_figures(
+    command, train_args, run_script, tmp_path
+):
     run = tmp_path / "run"
     done = run_script(*train_args, f"run.dir={run}", "train.keep_every=2")
     assert done.returncode == 0, done.stderr
     assert command("export_hf", run, tmp_path / "out", "--checkpoint", "4") == 0
     card = (tmp_path / "out" / "README.md").read_text()
     losses = {
-        line["step"]: line["val_loss"] for line in map(json.loads, (run / "metrics.jsonl").open()) if "val_loss" in line
+        line["step"]: line["val_loss"]
+        for line in map(json.loads, (run / "metrics.jsonl").open())
+        if "val_loss" in line
     }
     assert set(losses) == {3, 6}
     assert "| at step 4 | |" in card
@@ -176,7 +206,9 @@ def test_the_card_of_an_earlier_checkpoint_has_its_figures(command, train_args, 
 def test_the_best_weights_in_shards_into_an_empty_folder(command, tiny_run, tmp_path, capsys):
     out = tmp_path / "model"
     out.mkdir()
-    assert command("export_hf", tiny_run, out, "--checkpoint", "best", "--shard-gigabytes", 5e-5) == 0
+    assert (
+        command("export_hf", tiny_run, out, "--checkpoint", "best", "--shard-gigabytes", 5e-5) == 0
+    )
     assert "verified with transformers" in capsys.readouterr().out
     assert len(list(out.glob("*.safetensors"))) > 1
     best, again = interop.load(tiny_run, checkpoint="best")[0], interop.load(out)[0]
@@ -222,7 +254,9 @@ def test_a_run_as_gguf(command, tiny_run, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "verified by reading it back" in shown
     assert "llama.cpp" in shown
-    assert (tmp_path / "a.Modelfile").read_text().startswith("FROM ./a.gguf\nPARAMETER num_ctx 32\n")
+    assert (
+        (tmp_path / "a.Modelfile").read_text().startswith("FROM ./a.gguf\nPARAMETER num_ctx 32\n")
+    )
     with pytest.raises(UserError, match="OUT .*a.gguf already exists"):
         command("export_gguf", tiny_run, tmp_path / "a.gguf")
     with pytest.raises(UserError, match="a.Modelfile already exists"):
@@ -236,17 +270,24 @@ def test_a_run_as_gguf(command, tiny_run, tmp_path, capsys):
     huggingface.save_pretrained(model, None, tmp_path / "bare")
     with pytest.raises(UserError, match="no tokenizer"):
         command("export_gguf", tmp_path / "bare", tmp_path / "c.gguf")
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["a.Modelfile", "a.gguf"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
+        "a.Modelfile",
+        "a.gguf",
+    ]
 
 
 def test_a_run_as_gguf_in_4_bits_with_its_score(command, tiny_run, text_file, tmp_path, capsys):
     pytest.importorskip("gguf")
     out = tmp_path / "a.gguf"
     assert command("export_gguf", tiny_run, out, "--dtype", "q4_0", "--score", text_file) == 0
-    pattern = r"(?m)^q4_0: (\d\.\d{4}) bits per byte, ([+-]\d\.\d\d)% \(full weights: (\d\.\d{4})\)$"
+    pattern = (
+        r"(?m)^q4_0: (\d\.\d{4}) bits per byte, ([+-]\d\.\d\d)% \(full weights: (\d\.\d{4})\)$"
+    )
     rounded, change, full = map(float, re.search(pattern, capsys.readouterr().out).groups())
     model, tokenizer = interop.load(tiny_run)
-    assert full == pytest.approx(Generator(model, tokenizer).score(text_file.read_text()).bits_per_byte, abs=1e-4)
+    assert full == pytest.approx(
+        Generator(model, tokenizer).score(text_file.read_text()).bits_per_byte, abs=1e-4
+    )
     assert change == pytest.approx(100 * (rounded / full - 1), abs=0.01)
     assert change != 0
     (tmp_path / "empty").write_text("")

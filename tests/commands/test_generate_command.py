@@ -31,11 +31,15 @@ def test_text_goes_to_stdout_and_logs_to_stderr(tiny_run):
 
 def test_the_seed_determines_the_text_with_and_without_cache(tiny_run):
     texts = [
-        run_script(GENERATE, tiny_run, "--prompt", "Line", "--seed", "5", "--max-new-tokens", "20", *more).stdout
+        run_script(
+            GENERATE, tiny_run, "--prompt", "Line", "--seed", "5", "--max-new-tokens", "20", *more
+        ).stdout
         for more in ([], ["--no-cache"], ["--precision", "fp32", "--device", "cpu"])
     ]
     assert texts[0] == texts[1] == texts[2]
-    other = run_script(GENERATE, tiny_run, "--prompt", "Line", "--seed", "6", "--max-new-tokens", "20").stdout
+    other = run_script(
+        GENERATE, tiny_run, "--prompt", "Line", "--seed", "6", "--max-new-tokens", "20"
+    ).stdout
     assert other != texts[0]
 
 
@@ -53,14 +57,27 @@ def test_json_has_one_object_per_sample(tiny_run):
 
 
 def test_early_exit_says_how_many_layers_it_used(tiny_run):
-    common = [GENERATE, tiny_run, "--prompt", "Line", "--max-new-tokens", "9", "--seed", "4", "--device", "cpu"]
+    common = [
+        GENERATE,
+        tiny_run,
+        "--prompt",
+        "Line",
+        "--max-new-tokens",
+        "9",
+        "--seed",
+        "4",
+        "--device",
+        "cpu",
+    ]
     plain = run_script(*common, "--no-compile")
     for threshold, layers in (("0.999999999", "2.00"), ("0.000001", "1.00")):
         done = run_script(*common, "--early-exit", threshold)
         assert done.returncode == 0, done.stderr
         assert f"; {layers} of 2 layers per token" in done.stderr
         assert (done.stdout == plain.stdout) == (layers == "2.00")
-        (row,) = map(json.loads, run_script(*common, "--early-exit", threshold, "--json").stdout.splitlines())
+        (row,) = map(
+            json.loads, run_script(*common, "--early-exit", threshold, "--json").stdout.splitlines()
+        )
         assert row["mean_layers"] == float(layers)
         assert done.stdout == f"Line{row['text']}\n"
     assert json.loads(run_script(*common, "--json").stdout)["mean_layers"] is None
@@ -73,7 +90,11 @@ def test_the_cost_of_early_exit(tiny_run):
     assert done.returncode == 0, done.stderr
     first, last = json.loads(done.stdout)["early_exit"]
     assert (first["mean_layers"], last["mean_layers"]) == (1, 2)
-    assert last["early_loss"] == pytest.approx(last["loss"], abs=1e-5) == pytest.approx(first["loss"], abs=1e-5)
+    assert (
+        last["early_loss"]
+        == pytest.approx(last["loss"], abs=1e-5)
+        == pytest.approx(first["loss"], abs=1e-5)
+    )
     assert first["kl"] > 1e-4 > abs(last["kl"])
     done = run_script(script, tiny_run, "--early-exit", "0.5,2")
     assert done.returncode == 2
@@ -81,7 +102,16 @@ def test_the_cost_of_early_exit(tiny_run):
 
 
 def test_several_samples_with_a_stop_string(tiny_run):
-    command = [GENERATE, tiny_run, "--prompt", "Line", "--num-samples", "2", "--max-new-tokens", "40"]
+    command = [
+        GENERATE,
+        tiny_run,
+        "--prompt",
+        "Line",
+        "--num-samples",
+        "2",
+        "--max-new-tokens",
+        "40",
+    ]
     completed = run_script(*command, "--stop", "t", "--greedy")
     assert completed.returncode == 2  # greedy has one answer
     assert "t" in run_script(*command, "--seed", "1").stdout
@@ -108,7 +138,11 @@ def test_json_schema_and_regex(tiny_run, tmp_path):
     cut = "cut before the JSON schema or regex was complete; use a higher --max-new-tokens"
     completed = run_script(*common, "--regex", "(ab){90}", "--num-samples", "2", "--json")
     for row in map(json.loads, completed.stdout.splitlines()):
-        assert (row["text"][:4], row["finish_reason"], row["constraint_met"]) == ("abab", "length", False)
+        assert (row["text"][:4], row["finish_reason"], row["constraint_met"]) == (
+            "abab",
+            "length",
+            False,
+        )
     assert f"2 of 2 texts were {cut}" in completed.stderr
     completed = run_script(*common, "--regex", "(ab){90}")
     assert f"the text was {cut}" in completed.stderr
@@ -116,22 +150,28 @@ def test_json_schema_and_regex(tiny_run, tmp_path):
     completed = run_script(*common, "--regex", "a[bc]{3}", "--interactive", input=turns)
     assert completed.returncode == 0, completed.stderr
     *matched, made_json = completed.stdout.split("\n", 3)
-    assert [bool(re.fullmatch(pattern, line)) for pattern, line in zip(["a[bc]{3}", "a[bc]{3}", "c+d"], matched)] == [
-        True
-    ] * 3
+    assert [
+        bool(re.fullmatch(pattern, line))
+        for pattern, line in zip(["a[bc]{3}", "a[bc]{3}", "c+d"], matched)
+    ] == [True] * 3
     assert made_json.startswith("{")
     assert 'json-schema = {"type":"object"}' in completed.stderr
 
 
 def test_greedy_equals_temperature_zero(tiny_run):
     common = [GENERATE, tiny_run, "--prompt", "Line", "--max-new-tokens", "15"]
-    assert run_script(*common, "--greedy").stdout == run_script(*common, "--temperature", "0", "--seed", "9").stdout
+    assert (
+        run_script(*common, "--greedy").stdout
+        == run_script(*common, "--temperature", "0", "--seed", "9").stdout
+    )
 
 
 def test_the_best_checkpoint_and_a_checkpoint_by_path_or_step(tiny_run):
     best = next((tiny_run / "checkpoints").glob("best-*"))
     assert find_checkpoint(tiny_run, "40") == find_checkpoint(tiny_run, "step-00000040")
-    with pytest.raises(UserError, match="has no checkpoint step-00000041 .available: step-00000038, step-00000040"):
+    with pytest.raises(
+        UserError, match="has no checkpoint step-00000041 .available: step-00000038, step-00000040"
+    ):
         find_checkpoint(tiny_run, "41")
     common = ["--prompt", "Line", "--greedy", "--max-new-tokens", "15"]
     by_name = run_script(GENERATE, tiny_run, "--checkpoint", "best", *common)
@@ -142,7 +182,17 @@ def test_the_best_checkpoint_and_a_checkpoint_by_path_or_step(tiny_run):
 
 def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
     process = subprocess.Popen(
-        [sys.executable, GENERATE, tiny_run, "--prompt", "Line 1", "--num-samples", "200", "--max-new-tokens", "25"],
+        [
+            sys.executable,
+            GENERATE,
+            tiny_run,
+            "--prompt",
+            "Line 1",
+            "--num-samples",
+            "200",
+            "--max-new-tokens",
+            "25",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -190,7 +240,10 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
         (["--json-schema", "nowhere.json"], "cannot read nowhere.json"),
         (["--json-schema", os.devnull], "json_schema is '', which is not valid JSON"),
         (["--regex", "["], "regex cannot be used: unclosed character class"),
-        (["--regex", "a", "--speculate", "2"], "json_schema and regex cannot be combined with speculate"),
+        (
+            ["--regex", "a", "--speculate", "2"],
+            "json_schema and regex cannot be combined with speculate",
+        ),
         (["--interactive", "--score", "x"], "not allowed with argument --interactive"),
         (["--greedy", "--temperature", "1"], "not allowed with argument --greedy"),
         (["--interactive", "--prompt-file", "-"], "both read standard input"),
@@ -213,7 +266,9 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
 )
 def test_invalid_arguments_raise(tiny_run, monkeypatch, capsys, arguments, message):
     """In this process, for speed; the tests below start the command."""
-    decoded = [argument if isinstance(argument, str) else os.fsdecode(argument) for argument in arguments]
+    decoded = [
+        argument if isinstance(argument, str) else os.fsdecode(argument) for argument in arguments
+    ]
     monkeypatch.setattr(sys, "argv", ["generate.py", str(tiny_run), *decoded])
     with pytest.raises(UserError, match=re.escape(message)):
         generate.main()
@@ -221,10 +276,16 @@ def test_invalid_arguments_raise(tiny_run, monkeypatch, capsys, arguments, messa
     assert (output.out, output.err) == ("", "")
 
 
-@pytest.mark.parametrize("arguments", [["--top-p", "7"], ["--temprature", "1"], ["--prompt", "\udcff"]])
+@pytest.mark.parametrize(
+    "arguments", [["--top-p", "7"], ["--temprature", "1"], ["--prompt", "\udcff"]]
+)
 def test_user_errors_are_one_line_and_status_2(tiny_run, arguments):
     completed = run_script(GENERATE, tiny_run, *arguments)
-    assert (completed.returncode, completed.stdout, len(completed.stderr.splitlines())) == (2, "", 1)
+    assert (completed.returncode, completed.stdout, len(completed.stderr.splitlines())) == (
+        2,
+        "",
+        1,
+    )
     assert completed.stderr.startswith("error: ")
 
 
@@ -243,7 +304,10 @@ def test_prompts_from_file_pipe_and_none(tiny_run, tmp_path):
     (tmp_path / "prompt.txt").write_text("Line 7")
     common = ["--greedy", "--max-new-tokens", "8"]
     given = run_script(GENERATE, tiny_run, "--prompt", "Line 7", *common)
-    assert run_script(GENERATE, tiny_run, "--prompt-file", tmp_path / "prompt.txt", *common).stdout == given.stdout
+    assert (
+        run_script(GENERATE, tiny_run, "--prompt-file", tmp_path / "prompt.txt", *common).stdout
+        == given.stdout
+    )
     piped = run_script(GENERATE, tiny_run, "--prompt-file", "-", *common, input="Line 7")
     assert piped.stdout == given.stdout
     empty = run_script(GENERATE, tiny_run, "--prompt", "", *common)
@@ -251,7 +315,16 @@ def test_prompts_from_file_pipe_and_none(tiny_run, tmp_path):
 
 
 def test_fast_decoding_options_give_the_same_text(tiny_run):
-    common = [GENERATE, tiny_run, "--prompt", "Line 3: the cat", "--max-new-tokens", "20", "--seed", "2"]
+    common = [
+        GENERATE,
+        tiny_run,
+        "--prompt",
+        "Line 3: the cat",
+        "--max-new-tokens",
+        "20",
+        "--seed",
+        "2",
+    ]
     plain = run_script(*common)
     drafted = run_script(*common, "--speculate", "4")
     assert drafted.stdout == plain.stdout
@@ -259,7 +332,10 @@ def test_fast_decoding_options_give_the_same_text(tiny_run):
     assert run_script(*common, "--speculate", "3", "--draft", tiny_run).stdout == plain.stdout
     assert "seed 2, fp32 on cpu" in plain.stderr
     int8 = run_script(*common, "--int8")
-    assert (int8.returncode, int8.stderr.splitlines()[0]) == (0, "seed 2, 8-bit weights, fp32 on cpu")
+    assert (int8.returncode, int8.stderr.splitlines()[0]) == (
+        0,
+        "seed 2, 8-bit weights, fp32 on cpu",
+    )
 
 
 def test_window_goes_beyond_the_context_and_reports_evictions(tiny_run):
@@ -271,14 +347,34 @@ def test_window_goes_beyond_the_context_and_reports_evictions(tiny_run):
     assert (len(row["token_ids"]), row["finish_reason"]) == (50, "length")
     assert row["n_evicted"] == row["prompt_tokens"] + 50 - 1 - 14 > 100
     completed = run_script(
-        GENERATE, tiny_run, "--window", "12", "--sinks", "2", "--max-new-tokens", "40", "--seed", "1"
+        GENERATE,
+        tiny_run,
+        "--window",
+        "12",
+        "--sinks",
+        "2",
+        "--max-new-tokens",
+        "40",
+        "--seed",
+        "1",
     )
     if len(completed.stdout) > 100:
         assert "evicted tokens 3 to" in completed.stderr
 
 
 def test_retrieval_reports_what_is_stored(tiny_run):
-    common = [GENERATE, tiny_run, "--window", "8", "--sinks", "2", "--retrieve", "2", "--retrieve-block", "4"]
+    common = [
+        GENERATE,
+        tiny_run,
+        "--window",
+        "8",
+        "--sinks",
+        "2",
+        "--retrieve",
+        "2",
+        "--retrieve-block",
+        "4",
+    ]
     common += ["--prompt", "Line 1: the cat " * 20, "--max-new-tokens", "9", "--seed", "1"]
     completed = run_script(*common)
     row = json.loads(run_script(*common, "--json").stdout)
@@ -291,14 +387,20 @@ def test_retrieval_reports_what_is_stored(tiny_run):
 
 
 def test_score_and_logprobs(tiny_run, tmp_path):
-    row = json.loads(run_script(GENERATE, tiny_run, "--greedy", "--max-new-tokens", "9", "--json").stdout)
+    row = json.loads(
+        run_script(GENERATE, tiny_run, "--greedy", "--max-new-tokens", "9", "--json").stdout
+    )
     (tmp_path / "text.txt").write_text(row["text"])
-    score = json.loads(run_script(GENERATE, tiny_run, "--score", tmp_path / "text.txt", "--json").stdout)
+    score = json.loads(
+        run_script(GENERATE, tiny_run, "--score", tmp_path / "text.txt", "--json").stdout
+    )
     if score["token_ids"] == row["token_ids"]:
         assert score["logprobs"] == pytest.approx(row["logprobs"], abs=1e-4)
     assert score["nats"] == pytest.approx(-sum(score["logprobs"]))
     assert score["bits_per_byte"] == pytest.approx(score["nats"] / math.log(2) / score["bytes"])
-    output = run_script(GENERATE, tiny_run, "--score", tmp_path / "text.txt", "--logprobs", "2", "--int8")
+    output = run_script(
+        GENERATE, tiny_run, "--score", tmp_path / "text.txt", "--logprobs", "2", "--int8"
+    )
     assert "longer than the context" not in output.stderr
     (tmp_path / "long.txt").write_text("Line 1: the cat number 1 sat. " * 9)
     long = run_script(GENERATE, tiny_run, "--score", tmp_path / "long.txt")
@@ -306,9 +408,15 @@ def test_score_and_logprobs(tiny_run, tmp_path):
     *tokens, summary, cost = output.stdout.splitlines()
     assert len(tokens) == len(score["token_ids"])
     assert f"{len(tokens)} tokens, {score['bytes']} bytes" in summary
-    assert cost.startswith(f"in fp32: {score['bits_per_byte']:.4f} bits per byte; with 8-bit weights: ")
-    table = run_script(GENERATE, tiny_run, "--greedy", "--max-new-tokens", "9", "--logprobs", "1").stderr.splitlines()
-    assert [float(line.split()[0]) for line in table[1:-1]] == pytest.approx(row["logprobs"], abs=1e-4)
+    assert cost.startswith(
+        f"in fp32: {score['bits_per_byte']:.4f} bits per byte; with 8-bit weights: "
+    )
+    table = run_script(
+        GENERATE, tiny_run, "--greedy", "--max-new-tokens", "9", "--logprobs", "1"
+    ).stderr.splitlines()
+    assert [float(line.split()[0]) for line in table[1:-1]] == pytest.approx(
+        row["logprobs"], abs=1e-4
+    )
 
 
 def test_interactive_by_pipe(tiny_run):
@@ -361,13 +469,24 @@ def test_interactive_slides_as_one_text_does(tiny_run):
     whole = run_script(*common, "--prompt", "Line 1: the", "--max-new-tokens", "80")
     lines = "Line 1: the\n\n\n\n/show\n/undo\n/undo\n\n\n/show\n/set max-new-tokens 40\n/undo\n/undo\n\n/show\n"
     for options in ([], ["--speculate", "3"]):
-        turns = run_script(*common, "--interactive", "--max-new-tokens", "20", *options, input=lines)
+        turns = run_script(
+            *common, "--interactive", "--max-new-tokens", "20", *options, input=lines
+        )
         assert turns.returncode == 0, turns.stderr
         assert turns.stdout.count(whole.stdout) == 3  # what each /show shows
         said = [line for line in turns.stderr.splitlines() if "context" in line]
         assert said == whole.stderr.splitlines()[-1:]
-        assert said == ["the context of 32 tokens is full: the text continues from its newest 16 (see --no-slide)"]
-    turns = run_script(*common, "--interactive", "--no-slide", "--max-new-tokens", "60", input="Line 1: the\n\n/undo\n")
+        assert said == [
+            "the context of 32 tokens is full: the text continues from its newest 16 (see --no-slide)"
+        ]
+    turns = run_script(
+        *common,
+        "--interactive",
+        "--no-slide",
+        "--max-new-tokens",
+        "60",
+        input="Line 1: the\n\n/undo\n",
+    )
     ended, refused, removed = turns.stderr.splitlines()[1:]
     assert (turns.returncode, removed) == (0, "removed the last turn")
     assert ended.startswith("stopped at the end of the context (32 tokens); use --window N")
@@ -437,7 +556,16 @@ def test_a_line_break_in_a_stop_string(tiny_run):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_notes_that_cannot_be_written_cost_no_result(tiny_run):
-    command = [sys.executable, GENERATE, tiny_run, "--greedy", "--max-new-tokens", "3", "--prompt", "Line"]
+    command = [
+        sys.executable,
+        GENERATE,
+        tiny_run,
+        "--greedy",
+        "--max-new-tokens",
+        "3",
+        "--prompt",
+        "Line",
+    ]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True)
     assert done.returncode == 0
@@ -460,7 +588,13 @@ def test_a_path_that_is_not_a_model(tmp_path, kind):
 def test_json_is_whole_on_a_stream_that_is_not_utf8(tiny_run):
     text = "“naïve” 漢字 🙂"
     options = [GENERATE, tiny_run, "--prompt", text, "--max-new-tokens", "3", "--json"]
-    environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"}  # of a new interpreter alone
-    done = subprocess.run([sys.executable, *options], capture_output=True, text=True, env=environment)
+    environment = {
+        **os.environ,
+        "PYTHONIOENCODING": "latin-1",
+        "PYTHONUTF8": "1",
+    }  # of a new interpreter alone
+    done = subprocess.run(
+        [sys.executable, *options], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["prompt"] == text

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_rehearsal_of_both_parts(tmp_path):
     out = tmp_path / "out"
     for part in gpu.PARTS:
-        done = run_script(BENCHMARK, "gpu", "--part", part, "--out", out, "--rehearse", cwd=tmp_path)
+        done = run_script(
+            BENCHMARK, "gpu", "--part", part, "--out", out, "--rehearse", cwd=tmp_path
+        )
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1])["failures"] == [], done.stdout
     pictures = {"training.png", "profile.png", "decoding.png", "attention.png", "losses.png"}
@@ -39,7 +41,11 @@ def test_rehearsal_of_both_parts(tmp_path):
     assert not any("error" in result or "note" in result for result in results)
     for part, stages in gpu.PARTS.items():
         for stage in stages:
-            names = [each["name"] for each in results if (each["part"], each["stage"]) == (part, stage.name)]
+            names = [
+                each["name"]
+                for each in results
+                if (each["part"], each["stage"]) == (part, stage.name)
+            ]
             assert len(names) >= 2, stage.name
             assert names[-1] == "end"
     by_name = {(each["stage"], each["name"]): each for each in results}
@@ -139,7 +145,9 @@ def make_stuck():
 def test_a_race_goes_on_without_those_that_fail():
     cases = [Contender("first", make_counter, (1,)), Contender("fails", make_counter, (-1,)),
              Contender("large", make_counter, (2,), 2 * contenders.MEMORY_GB)]  # fmt: skip
-    results = {each["name"]: each for each in race(cases, CPU, 2, time.monotonic() + 600, n_at_once=2)}
+    results = {
+        each["name"]: each for each in race(cases, CPU, 2, time.monotonic() + 600, n_at_once=2)
+    }
     assert results["first"].keys() == results["large"].keys() == {
         "name", "first_s", "peak_memory_bytes", "start", "seconds"
     }  # fmt: skip
@@ -153,7 +161,9 @@ def test_a_race_goes_on_without_those_that_fail():
 def test_a_command_is_killed_with_what_it_has_started(tmp_path):
     script = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import signal; signal.pause()'])"
     with Command([sys.executable, "-c", script], tmp_path / "log.txt") as command:
-        assert command.result("sleep", time.monotonic())["error"].endswith("still running at the deadline")
+        assert command.result("sleep", time.monotonic())["error"].endswith(
+            "still running at the deadline"
+        )
         group = command.process.pid
     with pytest.raises(ProcessLookupError):
         os.killpg(group, 0)
@@ -180,7 +190,13 @@ def test_a_profile_by_groups_of_kernels():
     ]
     found = summarize(events, torch.device("cuda"), n_steps=2)
     us = {name: round(seconds * 1e6, 6) for name, seconds in found["seconds"].items()}
-    assert us == {"matrix products": 10, "optimizer": 5, "elementwise and norm": 10, "attention": 5, "copies": 2.5}
+    assert us == {
+        "matrix products": 10,
+        "optimizer": 5,
+        "elementwise and norm": 10,
+        "attention": 5,
+        "copies": 2.5,
+    }
     assert found["idle_share"] == pytest.approx(0.4)  # 35 to 40, 50 to 60, 70 to 95
     assert found["launches"] == 3
     assert found["step_s"] == pytest.approx(50e-6)
@@ -207,7 +223,9 @@ def test_the_plain_gpt_compiles_whole_and_learns():
     large = PlainGPT.__new__(PlainGPT)
     with torch.device("meta"):
         large.__init__(12, 768, 12, 50304, 1024)
-    assert sum(p.numel() for p in large.parameters()) == pytest.approx(124.4e6, rel=0.001)  # GPT-2's, without biases
+    assert sum(p.numel() for p in large.parameters()) == pytest.approx(
+        124.4e6, rel=0.001
+    )  # GPT-2's, without biases
 
 
 def test_all_prompts_are_of_one_length_and_different():
@@ -220,7 +238,12 @@ def test_all_prompts_are_of_one_length_and_different():
 
 
 def test_rates_of_a_contender():
-    result = {"seconds": {"step": [0.4, 0.5, 0.9]}, "first_s": {"step": 7.0}, "tokens": 1000, "flops": 2e9}
+    result = {
+        "seconds": {"step": [0.4, 0.5, 0.9]},
+        "first_s": {"step": 7.0},
+        "tokens": 1000,
+        "flops": 2e9,
+    }
     rates = add_rates(result | {"peak_flops": 1e10})
     assert (rates["step_s"], rates["tokens_per_second"], rates["first_step_s"]) == (0.5, 2000, 7.0)
     assert rates["mfu"] == pytest.approx(0.4)
@@ -230,7 +253,15 @@ def test_rates_of_a_contender():
 @pytest.mark.stress
 def test_import_closure_names_what_a_bare_machine_lacks():
     found = gpu.import_closure()["imported"]
-    assert {"torch", "pydantic", "pydantic_core", "tiktoken", "yaml", "matplotlib", "transformers"} <= set(found)
+    assert {
+        "torch",
+        "pydantic",
+        "pydantic_core",
+        "tiktoken",
+        "yaml",
+        "matplotlib",
+        "transformers",
+    } <= set(found)
     assert not {"datasets", "wandb", "rustbpe", "lm_eval", "gguf"} & set(found)
 
 

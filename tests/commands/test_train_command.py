@@ -13,7 +13,14 @@ import torch
 import yaml
 from conftest import ROOT, TINY_OVERRIDES, run_script, start_script
 from safetensors.torch import load_file
-from training_runs import assert_same_tensors, checkpoint_steps, last_step, read_metrics, train_losses, wait_for
+from training_runs import (
+    assert_same_tensors,
+    checkpoint_steps,
+    last_step,
+    read_metrics,
+    train_losses,
+    wait_for,
+)
 
 from thinker import checkpoint
 from thinker.interop import load
@@ -29,7 +36,9 @@ def test_a_run_leaves_what_is_promised(tiny_run):
     needed = {"tokens", "lr", "grad_norm", "tokens_per_second", "peak_memory_bytes", "elapsed_s"}
     assert all(needed <= line.keys() for line in train)
     assert all("val_bits_per_byte" in line for line in val)
-    assert 40 * 4 * 32 - 32 <= train[-1]["tokens"] <= 40 * 4 * 32  # an epoch's last window may be shorter
+    assert (
+        40 * 4 * 32 - 32 <= train[-1]["tokens"] <= 40 * 4 * 32
+    )  # an epoch's last window may be shorter
     assert val[-1]["val_loss"] < val[0]["val_loss"]
     assert [line["elapsed_s"] for line in lines] == sorted(line["elapsed_s"] for line in lines)
     resolved = yaml.safe_load((tiny_run / "config.yaml").read_text())
@@ -46,14 +55,23 @@ def test_a_run_leaves_what_is_promised(tiny_run):
     assert resolved["train"]["precision"] == "fp32"
     assert (tiny_run / "loss.png").read_bytes().startswith(b"\x89PNG")
     names = sorted(path.name for path in (tiny_run / "checkpoints").iterdir())
-    assert [name for name in names if name.startswith("step-")] == ["step-00000038", "step-00000040"]
+    assert [name for name in names if name.startswith("step-")] == [
+        "step-00000038",
+        "step-00000040",
+    ]
     best = min(val, key=lambda line: line["val_loss"])["step"]
     assert [name for name in names if name.startswith("best-")] == [f"best-{best:08d}"]
 
 
 def test_a_line_for_several_steps_holds_their_mean(train_args, tiny_run, tmp_path):
     run = tmp_path / "run"
-    done = run_script(*train_args, f"run.dir={run}", "train.max_steps=40", "train.log_every=7", "train.eval_every=null")
+    done = run_script(
+        *train_args,
+        f"run.dir={run}",
+        "train.max_steps=40",
+        "train.log_every=7",
+        "train.eval_every=null",
+    )
     assert done.returncode == 0, done.stderr
     each = {line["step"]: line for line in read_metrics(tiny_run) if "train_loss" in line}
     lines = [line for line in read_metrics(run) if "train_loss" in line]
@@ -61,7 +79,10 @@ def test_a_line_for_several_steps_holds_their_mean(train_args, tiny_run, tmp_pat
     for line in lines:
         seven = [each[step]["train_loss"] for step in range(line["step"] - 6, line["step"] + 1)]
         assert line["train_loss"] == pytest.approx(sum(seven) / 7, rel=1e-9)
-        assert (line["grad_norm"], line["lr"]) == (each[line["step"]]["grad_norm"], each[line["step"]]["lr"])
+        assert (line["grad_norm"], line["lr"]) == (
+            each[line["step"]]["grad_norm"],
+            each[line["step"]]["lr"],
+        )
 
 
 NO_EVAL_NO_SAVE = ["train.eval_every=null", "train.save_every=null"]
@@ -83,7 +104,9 @@ def test_a_run_in_two_parts_equals_one_in_one(train_args, tmp_path, optimizer):
                "train.decay_fraction=0"]  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_script(*train_args, f"run.dir={whole}", *options).returncode == 0
-    assert run_script(*train_args, f"run.dir={parts}", *options, "train.max_steps=3").returncode == 0
+    assert (
+        run_script(*train_args, f"run.dir={parts}", *options, "train.max_steps=3").returncode == 0
+    )
     done = run_script(*train_args, f"run.dir={parts}", *options)
     assert done.returncode == 0, done.stderr
     assert "resuming from step 3" in done.stderr
@@ -102,7 +125,9 @@ def test_the_same_command_after_the_end_changes_nothing(train_args, tiny_run):
     assert (tiny_run / "config.yaml").read_bytes() == config
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
 def test_a_signal_saves_and_the_same_command_resumes(train_args, tmp_path, number, status):
     run = tmp_path / "run"
     command = [*train_args, f"run.dir={run}", "train.max_steps=100000", *NO_EVAL_NO_SAVE]
@@ -157,7 +182,9 @@ def test_a_damaged_checkpoint_never_costs_a_good_one(train_args, tiny_run, tmp_p
     shutil.copytree(tiny_run, run)
     newest = run / "checkpoints" / "step-00000040"
     os.truncate(newest / "model.safetensors", 100)
-    done = run_script(*train_args, f"run.dir={run}", "train.max_steps=40", f"train.keep_last={keep_last}")
+    done = run_script(
+        *train_args, f"run.dir={run}", "train.max_steps=40", f"train.keep_last={keep_last}"
+    )
     assert done.returncode == 0
     assert "resuming from step 38" in done.stderr
     assert len(checkpoint.list_checkpoints(run / "checkpoints")) == keep_last
@@ -178,7 +205,9 @@ def test_what_a_killed_first_attempt_left_is_no_hindrance(train_args, tmp_path):
     assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
-def test_the_best_of_a_run_that_was_killed_before_its_first_save_is_put_aside(train_args, tiny_run, tmp_path):
+def test_the_best_of_a_run_that_was_killed_before_its_first_save_is_put_aside(
+    train_args, tiny_run, tmp_path
+):
     """With the tokenizer that it belongs to, although the run that begins anew has another."""
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
@@ -207,17 +236,28 @@ def test_a_worse_model_never_replaces_the_best_after_going_back(train_args, tiny
     assert "changed since the last save: " in done.stderr
     assert "optimizer.norm_lr 0.005 -> 1e-06" in done.stderr
     assert checkpoint.read_json(best / "state.json") == before
-    assert checkpoint.read_json(run / "checkpoints/step-00000040/state.json")["best_val_loss"] == before["val_loss"]
+    assert (
+        checkpoint.read_json(run / "checkpoints/step-00000040/state.json")["best_val_loss"]
+        == before["val_loss"]
+    )
     # Measured on other windows, the numbers do not compare: what is best is found anew.
-    again = run_script(*train_args, f"run.dir={run}", "train.max_steps=41", "train.eval_sequences=2", *slow)
+    again = run_script(
+        *train_args, f"run.dir={run}", "train.max_steps=41", "train.eval_sequences=2", *slow
+    )
     assert again.returncode == 0, again.stderr
-    assert [p.name for p in checkpoint.list_checkpoints(run / "checkpoints", "best")] == ["best-00000041"]
+    assert [p.name for p in checkpoint.list_checkpoints(run / "checkpoints", "best")] == [
+        "best-00000041"
+    ]
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_training_whose_folder_was_removed_stops_and_writes_into_no_other(train_args, tmp_path, replaced):
+def test_a_training_whose_folder_was_removed_stops_and_writes_into_no_other(
+    train_args, tmp_path, replaced
+):
     run = tmp_path / "run"
-    process = start_script(*train_args, f"run.dir={run}", "train.max_steps=100000", "train.save_every=20")
+    process = start_script(
+        *train_args, f"run.dir={run}", "train.max_steps=100000", "train.save_every=20"
+    )
     assert wait_for(lambda: checkpoint_steps(run), process), process.output()
     run.rename(tmp_path / "away")
     if replaced:
@@ -267,7 +307,9 @@ def test_a_run_can_be_read_while_it_is_trained(tiny_run, tmp_path, monkeypatch, 
     shutil.copytree(tiny_run, run)
     old, new = (run / "checkpoints" / f"step-000000{step}" for step in (38, 40))
     away = new.rename(tmp_path / new.name)
-    module = sys.modules["thinker.checkpoint.run_directory" if moment == "verify" else "thinker.interop.load"]
+    module = sys.modules[
+        "thinker.checkpoint.run_directory" if moment == "verify" else "thinker.interop.load"
+    ]
     function, calls = getattr(module, moment), []
 
     def train_first(folder, *args):
@@ -281,7 +323,9 @@ def test_a_run_can_be_read_while_it_is_trained(tiny_run, tmp_path, monkeypatch, 
     model, _ = load(run)
     assert calls == ["step-00000038", "step-00000040"]
     expected = checkpoint.load_model(new)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True)
+    )
 
 
 def test_a_key_that_is_newer_than_a_run_is_no_change(train_args, tiny_run, tmp_path):
@@ -297,7 +341,9 @@ def test_a_key_that_is_newer_than_a_run_is_no_change(train_args, tiny_run, tmp_p
     checkpoint.write_checkpoint(folder, files)
     done = run_script(*train_args, f"run.dir={run}", "train.max_steps=41")
     assert done.returncode == 0, done.stderr
-    refused = run_script(*train_args, f"run.dir={run}", "train.max_steps=42", "model.head_init_std=0.1")
+    refused = run_script(
+        *train_args, f"run.dir={run}", "train.max_steps=42", "model.head_init_std=0.1"
+    )
     assert refused.returncode == 2
     assert "model.head_init_std is 0.1, but the run in" in refused.stderr
 
@@ -315,7 +361,12 @@ def test_two_trainings_do_not_share_a_directory(train_args, tmp_path):
         process.kill()
         process.wait()
     assert (run / ".lock").exists()
-    assert run_script(*train_args, f"run.dir={run}", f"train.max_steps={last_step(run) + 4}").returncode == 0
+    assert (
+        run_script(
+            *train_args, f"run.dir={run}", f"train.max_steps={last_step(run) + 4}"
+        ).returncode
+        == 0
+    )
 
 
 def test_a_run_that_diverges_keeps_what_it_had(train_args, tmp_path):
@@ -362,7 +413,9 @@ def test_time_ends_a_run_and_its_schedule(train_args, tmp_path):
     assert ends[-1] >= 1.2
     assert all(end < 1.2 for end in ends[:-1])
     for line, begin in zip(lines, [0.0, *ends]):
-        assert line["lr"] == pytest.approx(0.02 * (1 + math.cos(math.pi * begin / 1.2)) / 2, abs=1e-4)
+        assert line["lr"] == pytest.approx(
+            0.02 * (1 + math.cos(math.pi * begin / 1.2)) / 2, abs=1e-4
+        )
 
 
 # Train without the C++ that inductor would compile, for a minute: what dynamo has traced is run operation by operation.
@@ -383,8 +436,19 @@ def test_compiled_equals_eager(train_args, tmp_path, precision, stress):
     script.write_text(TRACE_ONLY)
     for compiled in ("false", "true"):
         run = tmp_path / compiled
-        options = ["optimizer.name=adamw", "optimizer.lr=0.002", "optimizer.eps=1e-6", f"train.precision={precision}"]
-        command = [*([] if stress else [script]), *train_args, f"run.dir={run}", *options, f"train.compile={compiled}"]
+        options = [
+            "optimizer.name=adamw",
+            "optimizer.lr=0.002",
+            "optimizer.eps=1e-6",
+            f"train.precision={precision}",
+        ]
+        command = [
+            *([] if stress else [script]),
+            *train_args,
+            f"run.dir={run}",
+            *options,
+            f"train.compile={compiled}",
+        ]
         assert start_script(*command).wait() == 0
         losses.append(list(train_losses(run).values()))
         names = load_file(run / "checkpoints" / "step-00000006" / "model.safetensors").keys()
@@ -397,7 +461,9 @@ def test_bf16_follows_fp32(train_args, tmp_path):
     for precision in ("fp32", "bf16"):
         run = tmp_path / precision
         assert (
-            run_script(*train_args, f"run.dir={run}", f"train.precision={precision}", "train.max_steps=30").returncode
+            run_script(
+                *train_args, f"run.dir={run}", f"train.precision={precision}", "train.max_steps=30"
+            ).returncode
             == 0
         )
         ends.append(read_metrics(run)[-1]["val_loss"])
@@ -417,7 +483,12 @@ def test_samples_appear_while_training(train_args, tmp_path):
 
 
 def mistake(tmp_path, *arguments, name="run"):
-    done = run_script(ROOT / "train.py", *arguments, f"run.dir={tmp_path / name}", f"data.cache_dir={tmp_path / 'c'}")
+    done = run_script(
+        ROOT / "train.py",
+        *arguments,
+        f"run.dir={tmp_path / name}",
+        f"data.cache_dir={tmp_path / 'c'}",
+    )
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -453,15 +524,26 @@ def test_a_device_that_is_not_there(tmp_path):
 
     if torch.cuda.is_available():
         pytest.skip("here the device is there")
-    assert "device 'cuda' is not available (available: cpu)" in mistake(tmp_path, BASE, "train.device=cuda")
+    assert "device 'cuda' is not available (available: cpu)" in mistake(
+        tmp_path, BASE, "train.device=cuda"
+    )
 
 
 def test_fp16_on_a_cpu(tmp_path):
-    assert "cannot train on a CPU" in mistake(tmp_path, BASE, "train.precision=fp16", "train.device=cpu")
+    assert "cannot train on a CPU" in mistake(
+        tmp_path, BASE, "train.precision=fp16", "train.device=cpu"
+    )
 
 
 def test_vocabulary_smaller_than_the_tokenizers(tmp_path, text_file):
-    said = mistake(tmp_path, BASE, *TEXT, f"data.path={text_file}", "data.tokenizer=byte", "model.vocab_size=200")
+    said = mistake(
+        tmp_path,
+        BASE,
+        *TEXT,
+        f"data.path={text_file}",
+        "data.tokenizer=byte",
+        "model.vocab_size=200",
+    )
     assert "model.vocab_size (200) is smaller than the tokenizer's (257)" in said
 
 
@@ -482,7 +564,9 @@ def test_empty_corpus(tmp_path):
 
 def test_a_corpus_shorter_than_one_window(tmp_path):
     (tmp_path / "short.txt").write_text("Too short to fill a window, but not empty.")
-    said = mistake(tmp_path, BASE, *TEXT, f"data.path={tmp_path / 'short.txt'}", "data.tokenizer=byte")
+    said = mistake(
+        tmp_path, BASE, *TEXT, f"data.path={tmp_path / 'short.txt'}", "data.tokenizer=byte"
+    )
     assert "data.seq_len" in said
 
 
@@ -504,17 +588,28 @@ def test_a_run_directory_that_cannot_be_made(tmp_path, text_file):
 def test_a_text_that_has_changed_its_tokenizer(train_args, tmp_path, text_file):
     mine = tmp_path / "mine.txt"
     mine.write_text(text_file.read_text())
-    command = [*train_args, f"run.dir={tmp_path / 'run'}", f"data.path={mine}", "data.tokenizer=bpe:270"]
+    command = [
+        *train_args,
+        f"run.dir={tmp_path / 'run'}",
+        f"data.path={mine}",
+        "data.tokenizer=bpe:270",
+    ]
     assert run_script(*command).returncode == 0
     mine.write_text("zebra quagga okapi " * 2000 + text_file.read_text())
     done = run_script(*command, "train.max_steps=8")
     assert done.returncode == 2
-    assert f"data.path={mine} has changed since the run in {tmp_path / 'run'} started" in done.stderr.splitlines()[-1]
+    assert (
+        f"data.path={mine} has changed since the run in {tmp_path / 'run'} started"
+        in done.stderr.splitlines()[-1]
+    )
 
 
 def test_a_sample_prompt_longer_than_the_context(train_args, tmp_path):
     done = run_script(
-        *train_args, f"run.dir={tmp_path / 'run'}", "train.sample_every=3", f"train.sample_prompt={'x ' * 99}"
+        *train_args,
+        f"run.dir={tmp_path / 'run'}",
+        "train.sample_every=3",
+        f"train.sample_prompt={'x ' * 99}",
     )
     assert done.returncode == 2
     assert "shorten it" in done.stderr.splitlines()[-1]
@@ -523,7 +618,10 @@ def test_a_sample_prompt_longer_than_the_context(train_args, tmp_path):
 
 def test_a_python_without_the_packages():
     python = getattr(sys, "_base_executable", sys.executable)
-    if subprocess.run([python, "-c", "import torch, pydantic"], capture_output=True).returncode == 0:
+    if (
+        subprocess.run([python, "-c", "import torch, pydantic"], capture_output=True).returncode
+        == 0
+    ):
         pytest.skip("the Python beneath this one has the packages too")
     done = subprocess.run([python, ROOT / "train.py", BASE], capture_output=True, text=True)
     assert done.returncode == 2
@@ -532,7 +630,14 @@ def test_a_python_without_the_packages():
 
 
 @pytest.mark.parametrize(
-    "change", ["model.d_model=64", "data.seq_len=16", "optimizer.name=adamw", "run.seed=9", "train.batch_size=2"]
+    "change",
+    [
+        "model.d_model=64",
+        "data.seq_len=16",
+        "optimizer.name=adamw",
+        "run.seed=9",
+        "train.batch_size=2",
+    ],
 )
 def test_a_run_cannot_go_on_as_another(train_args, tiny_run, tmp_path, change):
     run = tmp_path / "run"

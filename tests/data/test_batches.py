@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data.batch_loader import BatchLoader
-from thinker.data.batches import PackedDataset, entropy_floor, sequential_batches
-from thinker.data.best_fit import pack_best_fit
-from thinker.data.permutation import permute
-from thinker.data.shard_writer import ShardWriter
-from thinker.data.shards import FileArray, TokenShards
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.batches.batch_loader import BatchLoader
+from thinker.data.batches.batches import PackedDataset, entropy_floor, sequential_batches
+from thinker.data.batches.best_fit import pack_best_fit
+from thinker.data.batches.permutation import permute
+from thinker.data.corpus.shard_writer import ShardWriter
+from thinker.data.corpus.shards import FileArray, TokenShards
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
 
 TOKENIZER = make_tokenizer("byte", [])
@@ -79,7 +79,11 @@ def test_permute_sends_every_index_everywhere():
         chi_square = ((counts - keys / size) ** 2 / (keys / size)).sum()
         assert chi_square < 35  # 10 degrees of freedom: one in ten thousand by chance
     order = permute(np.arange(5000), 5000, (7, 0))
-    for other in (np.arange(5000), permute(np.arange(5000), 5000, (7, 1)), permute(np.arange(5000), 5000, (8, 0))):
+    for other in (
+        np.arange(5000),
+        permute(np.arange(5000), 5000, (7, 1)),
+        permute(np.arange(5000), 5000, (8, 0)),
+    ):
         assert abs(np.corrcoef(order, other)[0, 1]) < 0.06
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.06
 
@@ -90,14 +94,20 @@ def test_best_fit_packs_every_token_once_and_whole_documents(lengths, seq_len):
     segments, firsts = pack_best_fit(offsets, seq_len)
     windows = [segments[a:b].tolist() for a, b in itertools.pairwise(firsts.tolist())]
     assert firsts[-1] == len(segments)
-    assert sorted(x for window in windows for a, b in window for x in range(a, b)) == list(range(sum(lengths)))
+    assert sorted(x for window in windows for a, b in window for x in range(a, b)) == list(
+        range(sum(lengths))
+    )
     starts = set(offsets[:-1].tolist())
     for window in windows:
         assert 0 < sum(b - a for a, b in window) <= seq_len
-        assert all(a in starts for a, _ in window[1:])  # only the first segment may continue a document
+        assert all(
+            a in starts for a, _ in window[1:]
+        )  # only the first segment may continue a document
     cut = {end for _, end in segments.tolist()} - set(offsets[1:].tolist())
     long = [(a, b) for a, b in itertools.pairwise(offsets.tolist()) if b - a > seq_len]
-    assert cut == {x for a, b in long for x in range(a + seq_len, b, seq_len)}  # only long documents are cut
+    assert cut == {
+        x for a, b in long for x in range(a + seq_len, b, seq_len)
+    }  # only long documents are cut
     assert [min(window)[0] for window in windows] == sorted(min(window)[0] for window in windows)
 
 
@@ -153,11 +163,18 @@ def test_windows_reproduce_the_stream(packing, lengths, seq_len, shard_tokens, m
         assert (targets[:used] >= 0).all()  # padding comes last, and is the BOS token
         assert (inputs[used:] == BOS).all()
         assert inputs[1:used].tolist() == targets[: used - 1].tolist()
-        stream += [*inputs[:1].tolist(), *targets[:used].tolist()] if not stream else targets[:used].tolist()
+        stream += (
+            [*inputs[:1].tolist(), *targets[:used].tolist()]
+            if not stream
+            else targets[:used].tolist()
+        )
         counted += used
     first_tokens = [int(shard.tokens[0]) for shard in tokens.shards]
     whole = [token for shard in tokens.shards for token in shard.tokens[1:].tolist()]
-    assert stream == [first_tokens[0], *whole]  # each token is a target once: only the first BOS token is not
+    assert stream == [
+        first_tokens[0],
+        *whole,
+    ]  # each token is a target once: only the first BOS token is not
     assert counted == sum(lengths) + len(lengths)
 
 
@@ -178,8 +195,12 @@ def test_documents_are_packed_greedily_and_whole(lengths, seq_len, shard_tokens,
         expected += [(shard, *pair) for pair in zip(starts, [*starts[1:], shard.n_tokens - 1])]
     assert [span(windows, i) for i in range(len(windows))] == expected
     for shard, start, end in expected:
-        inside = [(a, b) for a, b in zip(shard.offsets[:-1], shard.offsets[1:]) if a < end and b > start]
-        assert all(start <= a and b <= end for a, b in inside) or len(inside) == 1  # whole, or alone in its windows
+        inside = [
+            (a, b) for a, b in zip(shard.offsets[:-1], shard.offsets[1:]) if a < end and b > start
+        ]
+        assert (
+            all(start <= a and b <= end for a, b in inside) or len(inside) == 1
+        )  # whole, or alone in its windows
 
 
 def test_the_packing_table_lies_on_disk_and_is_made_again_when_damaged(make_tokens):
@@ -198,7 +219,9 @@ def test_the_packing_table_lies_on_disk_and_is_made_again_when_damaged(make_toke
         if damage is None:
             assert table.stat().st_mtime_ns == age
     assert [file.name for file in tokens.shards[0].path.parent.glob("*.windows-*")] == [table.name]
-    assert len(PackedDataset(tokens, 5, "documents")) > len(first)  # another length has a table of its own
+    assert len(PackedDataset(tokens, 5, "documents")) > len(
+        first
+    )  # another length has a table of its own
 
 
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
@@ -219,7 +242,9 @@ def test_the_packing_table_is_kept_in_memory_where_nothing_can_be_written(make_t
     assert [file.name for file in folder.iterdir()] == ["train-00000.tokens"]
     expected = PackedDataset(tokens, 10, "documents")
     assert len(list(folder.iterdir())) == 2
-    assert [span(windows, i) for i in range(len(windows))] == [span(expected, i) for i in range(len(expected))]
+    assert [span(windows, i) for i in range(len(windows))] == [
+        span(expected, i) for i in range(len(expected))
+    ]
 
 
 @PACKINGS
@@ -238,8 +263,12 @@ def test_each_window_once_an_epoch_whatever_the_batch_size(
     ids = [i for step in range(3 * size // batch_size + 1) for i in loader.sample_ids(step)]
     for epoch in range(3):
         assert sorted(ids[epoch * size : (epoch + 1) * size]) == list(range(size))
-    other = BatchLoader(windows, batch_size + 1, seed)  # the order is the seed's, however it is cut into steps
-    assert [i for step in range(size) for i in other.sample_ids(step)][: len(ids)] == ids[: size * (batch_size + 1)]
+    other = BatchLoader(
+        windows, batch_size + 1, seed
+    )  # the order is the seed's, however it is cut into steps
+    assert [i for step in range(size) for i in other.sample_ids(step)][: len(ids)] == ids[
+        : size * (batch_size + 1)
+    ]
 
 
 def test_batches_are_a_pure_function_of_seed_and_step(make_tokens):
@@ -256,7 +285,9 @@ def test_batches_are_a_pure_function_of_seed_and_step(make_tokens):
             assert inputs[row].tolist() == windows[i][0].tolist()
             assert targets[row].tolist() == windows[i][1].tolist()
         assert torch.equal(loader.batch(step, slice(1, 3))[1], targets[1:3])
-    assert [loader.sample_ids(s) for s in range(5)] != [BatchLoader(windows, 4, seed=4).sample_ids(s) for s in range(5)]
+    assert [loader.sample_ids(s) for s in range(5)] != [
+        BatchLoader(windows, 4, seed=4).sample_ids(s) for s in range(5)
+    ]
 
 
 def test_every_epoch_has_an_order_of_its_own(make_tokens):
@@ -277,17 +308,30 @@ def test_in_order_goes_through_the_first_windows_once(packing, make_tokens):
         assert {len(inputs) for inputs, _ in batches[:-1]} <= {4}
 
 
-@given(lengths=LENGTHS, limit=st.none() | st.integers(1, 30), shard_tokens=st.integers(1, 200), data=st.data())
-def test_the_floor_counts_the_documents_in_the_windows(lengths, limit, shard_tokens, data, make_tokens):
-    log_probs = data.draw(st.lists(st.floats(-500, 0), min_size=len(lengths), max_size=len(lengths)))
-    windows = PackedDataset(make_tokens(lengths, shard_tokens=shard_tokens, log_probs=log_probs), 26, "documents")
+@given(
+    lengths=LENGTHS,
+    limit=st.none() | st.integers(1, 30),
+    shard_tokens=st.integers(1, 200),
+    data=st.data(),
+)
+def test_the_floor_counts_the_documents_in_the_windows(
+    lengths, limit, shard_tokens, data, make_tokens
+):
+    log_probs = data.draw(
+        st.lists(st.floats(-500, 0), min_size=len(lengths), max_size=len(lengths))
+    )
+    windows = PackedDataset(
+        make_tokens(lengths, shard_tokens=shard_tokens, log_probs=log_probs), 26, "documents"
+    )
     counted = sum(int((targets >= 0).sum()) for _, targets in sequential_batches(windows, 4, limit))
     documents, targets = 0, 0
     while targets < counted:  # whole documents, from the first
         targets += lengths[documents] + 1
         documents += 1
     assert targets == counted
-    assert entropy_floor(windows, limit) == pytest.approx(-math.fsum(log_probs[:documents]) / targets)
+    assert entropy_floor(windows, limit) == pytest.approx(
+        -math.fsum(log_probs[:documents]) / targets
+    )
 
 
 def test_no_floor_where_none_is_known(make_tokens):
@@ -305,7 +349,9 @@ def test_a_corpus_shorter_than_one_window(packing, make_tokens):
     tokens = make_tokens([4, 3])  # 10 tokens: BOS, 4, BOS, 3, BOS
     assert tokens.n_tokens == 10
     BatchLoader(PackedDataset(tokens, 9, packing), 2, 0)
-    with pytest.raises(UserError, match=r"10 tokens.*data.seq_len=10 needs 11; lower data.seq_len or add text"):
+    with pytest.raises(
+        UserError, match=r"10 tokens.*data.seq_len=10 needs 11; lower data.seq_len or add text"
+    ):
         BatchLoader(PackedDataset(tokens, 10, packing), 2, 0)
 
 
@@ -330,7 +376,12 @@ def test_order_uses_every_window_equally_over_epochs(make_tokens):
 def test_documents_are_numbered_from_border_to_border(lengths, seq_len, shard_tokens, make_tokens):
     tokens = make_tokens(lengths, shard_tokens=shard_tokens)
     windows = PackedDataset(tokens, seq_len, "contiguous", document_masking=True)
-    assert PackedDataset(tokens, seq_len, "contiguous").document_ids(torch.zeros(1, seq_len, dtype=torch.long)) is None
+    assert (
+        PackedDataset(tokens, seq_len, "contiguous").document_ids(
+            torch.zeros(1, seq_len, dtype=torch.long)
+        )
+        is None
+    )
     inputs, _ = windows.batch(range(len(windows)))
     numbers = windows.document_ids(inputs)
     assert numbers.shape == inputs.shape
@@ -354,9 +405,13 @@ def test_the_first_tokens_of_a_window_can_be_given(make_tokens):
     ranks=st.integers(1, 5),
     limit=st.integers(1, 9),
 )
-def test_ranks_see_each_window_once_in_equally_many_batches(packing, lengths, seq_len, size, ranks, limit, make_tokens):
+def test_ranks_see_each_window_once_in_equally_many_batches(
+    packing, lengths, seq_len, size, ranks, limit, make_tokens
+):
     windows = PackedDataset(make_tokens(lengths), seq_len, packing)
-    whole = [row for _, targets in sequential_batches(windows, size, limit) for row in targets.tolist()]
+    whole = [
+        row for _, targets in sequential_batches(windows, size, limit) for row in targets.tolist()
+    ]
     parts = [list(sequential_batches(windows, size, limit, rank, ranks)) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     assert all(len(inputs) == len(targets) > 0 for part in parts for inputs, targets in part)
@@ -365,13 +420,20 @@ def test_ranks_see_each_window_once_in_equally_many_batches(packing, lengths, se
     assert sorted(counted[0]) == sorted(counted[1])
 
 
-@given(lengths=LENGTHS, seq_len=st.integers(2, 9), seed=st.integers(0, 9), shard_tokens=st.sampled_from([40, 1 << 20]))
+@given(
+    lengths=LENGTHS,
+    seq_len=st.integers(2, 9),
+    seed=st.integers(0, 9),
+    shard_tokens=st.sampled_from([40, 1 << 20]),
+)
 def test_shifted_windows_cover_the_stream_from_another_token_in_each_epoch(
     lengths, seq_len, seed, shard_tokens, make_tokens
 ):
     tokens = make_tokens([max(1, length) for length in lengths] + [9], shard_tokens=shard_tokens)
     dataset = PackedDataset(tokens, seq_len, "contiguous")
-    loader, plain = (BatchLoader(dataset, len(dataset), seed, shift) for shift in (True, False))  # a step is an epoch
+    loader, plain = (
+        BatchLoader(dataset, len(dataset), seed, shift) for shift in (True, False)
+    )  # a step is an epoch
     shifts = []
     for epoch in range(2 * seq_len):
         (shift,) = set(loader.shifts(epoch))
@@ -387,10 +449,14 @@ def test_shifted_windows_cover_the_stream_from_another_token_in_each_epoch(
             assert counts[1:].sum() <= len(dataset) * seq_len
             if shift == 0:
                 assert (counts[1:] == 1).all()
-    assert sorted(shifts[:seq_len]) == sorted(shifts[seq_len:]) == list(range(seq_len))  # every shift equally often
+    assert (
+        sorted(shifts[:seq_len]) == sorted(shifts[seq_len:]) == list(range(seq_len))
+    )  # every shift equally often
     assert shifts[0] == 0
     inputs, targets = loader.batch(1)
-    assert ((targets == (inputs + 1) % 256) | (inputs == BOS) | (targets == BOS) | (targets == -1)).all()
+    assert (
+        (targets == (inputs + 1) % 256) | (inputs == BOS) | (targets == BOS) | (targets == -1)
+    ).all()
     again = BatchLoader(dataset, len(dataset), seed, True).batch(1)
     assert torch.equal(inputs, again[0])
     assert torch.equal(targets, again[1])

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from thinker.data import chat, chat_template, tokenizer_conversion
-from thinker.data.batches import PackedDataset
-from thinker.data.corpus import prepare_corpus
-from thinker.data.messages import check_messages
-from thinker.data.tokenizer import Tokenizer
-from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.data.batches.batches import PackedDataset
+from thinker.data.corpus.corpus import prepare_corpus
+from thinker.data.text import chat, chat_template
+from thinker.data.text.messages import check_messages
+from thinker.data.tokenizers import tokenizer_conversion
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
@@ -33,7 +34,9 @@ MARKED = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 # As Qwen3: what an assistant thought is told of its last turn only.
-FORGETFUL = CHATML.replace("m.content +", "(m.content if loop.last or m.role != 'assistant' else m.content[-3:]) +")
+FORGETFUL = CHATML.replace(
+    "m.content +", "(m.content if loop.last or m.role != 'assistant' else m.content[-3:]) +"
+)
 OPEN = (
     "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\nassistant: ' }}{% endif %}"
@@ -68,23 +71,34 @@ def tokenizer(folder):
 
 def text_of(tokenizer, ids):
     names = {number: name for name, number in tokenizer.special_tokens.items()}
-    return b"".join(names[i].encode() if i in names else tokenizer.token_bytes(i) for i in ids).decode()
+    return b"".join(
+        names[i].encode() if i in names else tokenizer.token_bytes(i) for i in ids
+    ).decode()
 
 
 def test_the_tokens_and_the_mask_of_transformers(folder, tokenizer):
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     marked = tokenizer.with_chat_template(MARKED)
     known = theirs.apply_chat_template(
-        TALK, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        TALK,
+        chat_template=MARKED,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
     )
     ids, answers = chat.encode(marked, TALK)
     assert ids.tolist() == known["input_ids"]
     assert answers.tolist() == [bool(x) for x in known["assistant_masks"]]
     plain_ids, plain_answers = chat.encode(tokenizer, TALK)  # the same where nothing is marked
-    assert plain_ids.tolist() == theirs.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
+    assert (
+        plain_ids.tolist()
+        == theirs.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
+    )
     assert plain_answers.tolist() == answers.tolist()
     assert chat.render(tokenizer, TALK) == theirs.apply_chat_template(TALK, tokenize=False)
-    asked = theirs.apply_chat_template(TALK[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+    asked = theirs.apply_chat_template(TALK[:2], add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
     assert chat.encode_prompt(tokenizer, TALK[:2])[-len(asked) :] == asked
     answered = text_of(tokenizer, ids[answers].tolist())
     assert answered == "Under the dog 🐕.<|im_end|>On the mat, don't you see?<|im_end|>"
@@ -95,14 +109,22 @@ def test_templates_get_the_names_of_the_tokenizers_own_file(folder, tmp_path, eo
     """Whatever config.json says ends a text; and what ends an answer is not the line break behind that name."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     base = json.loads((folder / "tokenizer.json").read_text())["added_tokens"][0]
-    values = {"bos_token_id": bos if bos is None else base["id"], "eos_token_id": eos if eos is None else base["id"]}
-    (tmp_path / "config.json").write_text(json.dumps({name: x for name, x in values.items() if x is not None}))
+    values = {
+        "bos_token_id": bos if bos is None else base["id"],
+        "eos_token_id": eos if eos is None else base["id"],
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({name: x for name, x in values.items() if x is not None})
+    )
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     if bos is not None:
         config["bos_token"] = None
     config["pad_token"] = "<|im_start|>"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    ours, theirs = load_tokenizer(tmp_path), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours, theirs = (
+        load_tokenizer(tmp_path),
+        transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path),
+    )
     template = "{{ bos_token }} {{ eos_token }} {{ pad_token }} {{ unk_token }}"
     known = theirs.apply_chat_template(TALK, chat_template=template, tokenize=False)
     assert chat.render(ours.with_chat_template(template), TALK) == known
@@ -127,11 +149,17 @@ def test_marks_of_answers_are_found_however_they_are_written(tokenizer):
     plus = MARKED.replace("{% generation %}", "{%+ generation %}")
     comment = CHATML + "{# {% generation %} #}"
     for template in (plus, comment):
-        answers = [text for text, answer in chat.pieces(tokenizer.with_chat_template(template), TALK) if answer]
+        answers = [
+            text
+            for text, answer in chat.pieces(tokenizer.with_chat_template(template), TALK)
+            if answer
+        ]
         assert answers == ["Under the dog 🐕.<|im_end|>", "On the mat, don't you see?<|im_end|>"]
 
 
-def test_a_template_that_renders_turns_differently_later_is_refused_unless_it_marks_answers(tokenizer):
+def test_a_template_that_renders_turns_differently_later_is_refused_unless_it_marks_answers(
+    tokenizer,
+):
     forgetful = tokenizer.with_chat_template(FORGETFUL)
     with pytest.raises(UserError, match=r"mark them with \{% generation %\}"):
         chat.encode(forgetful, TALK)
@@ -144,7 +172,10 @@ def test_what_a_template_refuses_and_what_is_missing(tokenizer):
         chat.render(tokenizer.with_chat_template("{{ raise_exception('no system') }}"), TALK)
     with pytest.raises(UserError, match="rejects a conversation"):
         chat.render(tokenizer.with_chat_template("{% for m in messages %}"), TALK)
-    for program, message in [("{{ 1 / 0 }}", "division"), ("{{ messages[9].x.y }}", "no element 9")]:
+    for program, message in [
+        ("{{ 1 / 0 }}", "division"),
+        ("{{ messages[9].x.y }}", "no element 9"),
+    ]:
         with pytest.raises(UserError, match=f"rejects a conversation: .*{message}"):
             chat.render(tokenizer.with_chat_template(program), TALK)
     with pytest.raises(UserError, match="need a chat template"):
@@ -164,8 +195,12 @@ def test_a_template_without_end_is_one_line_and_the_next_one_works(tokenizer, mo
     chat_template._renderer().close()
     monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
     with pytest.raises(UserError, match="the chat template needs more than 1 s or 2 GB"):
-        chat.render(tokenizer.with_chat_template(PROGRAMS[program]), [{"role": "user", "content": "go"}])
-    assert chat.render(tokenizer, TALK[:1]) == "<|im_start|>system\nYou are a naïve cat.<|im_end|>\n"
+        chat.render(
+            tokenizer.with_chat_template(PROGRAMS[program]), [{"role": "user", "content": "go"}]
+        )
+    assert (
+        chat.render(tokenizer, TALK[:1]) == "<|im_start|>system\nYou are a naïve cat.<|im_end|>\n"
+    )
 
 
 def test_a_template_that_writes_too_much(tokenizer, monkeypatch):
@@ -177,7 +212,9 @@ def test_a_template_that_writes_too_much(tokenizer, monkeypatch):
 def test_rendering_is_ended_with_its_process(tokenizer):
     renderer = chat_template._renderer()
     chat.render(tokenizer, TALK)
-    os.killpg(renderer.process.pid, signal.SIGKILL)  # a group of its own, which Ctrl-C does not reach
+    os.killpg(
+        renderer.process.pid, signal.SIGKILL
+    )  # a group of its own, which Ctrl-C does not reach
     renderer.process.wait()
     with pytest.raises(UserError, match="needs more than"):
         chat.render(tokenizer, TALK)
@@ -195,14 +232,23 @@ def test_threads_that_render_at_once_get_their_own_conversations(tokenizer):
 @pytest.fixture
 def rows(tmp_path):
     path = tmp_path / "talk.jsonl"
-    talks = [[{**TALK[1], "content": f"Number {i}?"}, {**TALK[2], "content": f"It is {i * i}."}] for i in range(60)]
+    talks = [
+        [{**TALK[1], "content": f"Number {i}?"}, {**TALK[2], "content": f"It is {i * i}."}]
+        for i in range(60)
+    ]
     path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     return path
 
 
 @pytest.mark.parametrize("packing", ["contiguous", "documents"])
 def test_only_answers_are_targets(tmp_path, tokenizer, rows, packing):
-    options = {"source": "jsonl", "path": str(rows), "tokenizer": tokenizer, "cache_dir": tmp_path, "progress": False}
+    options = {
+        "source": "jsonl",
+        "path": str(rows),
+        "tokenizer": tokenizer,
+        "cache_dir": tmp_path,
+        "progress": False,
+    }
     corpus = prepare_corpus(**options, assistant_only_loss=True, val_fraction=0.2)
     windows = PackedDataset(corpus.train, 64, packing)
     learned = []
@@ -213,11 +259,16 @@ def test_only_answers_are_targets(tmp_path, tokenizer, rows, packing):
         assert (targets[:-1][counted[:-1]] == inputs[1:][counted[:-1]]).all()
     text = text_of(tokenizer, learned)
     assert text.count("<|im_end|>") == corpus.train.n_documents
-    assert set(text.replace("<|im_end|>", "").split(".")) <= {*(f"It is {i * i}" for i in range(60)), ""}
+    assert set(text.replace("<|im_end|>", "").split(".")) <= {
+        *(f"It is {i * i}" for i in range(60)),
+        "",
+    }
     everything = prepare_corpus(**options, val_fraction=0.2)
     assert everything.sha256 != corpus.sha256
     everything_learned = PackedDataset(everything.train, 64, packing)
-    assert sum(int((targets != IGNORE_INDEX).sum()) for _, targets in everything_learned) > 2 * len(learned)
+    assert sum(int((targets != IGNORE_INDEX).sum()) for _, targets in everything_learned) > 2 * len(
+        learned
+    )
     again = prepare_corpus(**options, assistant_only_loss=True, val_fraction=0.2)
     assert (again.folder, again.sha256) == (corpus.folder, corpus.sha256)
 
@@ -226,12 +277,24 @@ def test_a_call_that_the_template_does_not_read_is_no_empty_answer(tmp_path, tok
     rows = [json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "Yes."}]})
             for i in range(40)]  # fmt: skip
     calls = [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]
-    rows[3] = json.dumps({"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]})
+    rows[3] = json.dumps(
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]}
+    )
     (tmp_path / "talks.jsonl").write_text("\n".join(rows))
-    options = {"source": "jsonl", "path": str(tmp_path / "talks.jsonl"), "cache_dir": tmp_path, "progress": False}
-    with pytest.raises(UserError, match="row 3 of .*talks.jsonl: a message has only tool_calls, which the chat templ"):
+    options = {
+        "source": "jsonl",
+        "path": str(tmp_path / "talks.jsonl"),
+        "cache_dir": tmp_path,
+        "progress": False,
+    }
+    with pytest.raises(
+        UserError,
+        match="row 3 of .*talks.jsonl: a message has only tool_calls, which the chat templ",
+    ):
         prepare_corpus(**options, tokenizer=tokenizer, val_fraction=0.2)
-    reading = tokenizer.with_chat_template(CHATML.replace("m.content", "(m.content or m.tool_calls[0].function.name)"))
+    reading = tokenizer.with_chat_template(
+        CHATML.replace("m.content", "(m.content or m.tool_calls[0].function.name)")
+    )
     assert prepare_corpus(**options, tokenizer=reading, val_fraction=0.2).train.n_documents > 20
 
 
@@ -262,7 +325,10 @@ def test_an_answer_left_open_is_ended_by_the_token_that_ends_texts(tmp_path, row
             progress=False, assistant_only_loss=True, val_fraction=0.2,
         )  # fmt: skip
         windows = PackedDataset(corpus.train, 64, "documents")
-        learned = [targets[targets != IGNORE_INDEX] for _, targets in (windows[i] for i in range(len(windows)))]
+        learned = [
+            targets[targets != IGNORE_INDEX]
+            for _, targets in (windows[i] for i in range(len(windows)))
+        ]
         text = text_of(plain, np.concatenate(learned).tolist())
         assert text.count("It is") == text.count(".</s>") == corpus.train.n_documents
         assert "<s>" not in text
@@ -270,7 +336,9 @@ def test_an_answer_left_open_is_ended_by_the_token_that_ends_texts(tmp_path, row
             everything = prepare_corpus(source="jsonl", path=str(rows), tokenizer=corpus.tokenizer, cache_dir=tmp_path,
                                  progress=False, val_fraction=0.2)  # fmt: skip
             all_windows = PackedDataset(everything.train, 64, "documents")
-            counted = sum(int((all_windows[i][1] != IGNORE_INDEX).sum()) for i in range(len(all_windows)))
+            counted = sum(
+                int((all_windows[i][1] != IGNORE_INDEX).sum()) for i in range(len(all_windows))
+            )
             assert counted > sum(map(len, learned))
             with pytest.raises(UserError, match="BOS token inside conversations"):
                 PackedDataset(corpus.train, 64, "documents", document_masking=True)
@@ -287,13 +355,17 @@ def test_an_answer_left_open_is_ended_by_the_token_that_ends_texts(tmp_path, row
 
 def test_a_message_that_a_library_turned_into_a_date_is_named():
     message = {"role": "assistant", "content": datetime.date(2024, 1, 1)}
-    with pytest.raises(UserError, match="row 3: .* was parsed as a date; write all messages as text"):
+    with pytest.raises(
+        UserError, match="row 3: .* was parsed as a date; write all messages as text"
+    ):
         check_messages([message], "row 3")
 
 
 def test_a_message_without_content_is_named():
     rows = [{"role": "user", "contnt": "Who?"}, {"role": "assistant", "content": "Noah."}]
-    message = "row 3: a message has no content, only role, contnt; did you mean content instead of contnt"
+    message = (
+        "row 3: a message has no content, only role, contnt; did you mean content instead of contnt"
+    )
     with pytest.raises(UserError, match=message):
         check_messages(rows, "row 3")
     with pytest.raises(UserError, match="a message has no content, only role$"):
@@ -302,10 +374,15 @@ def test_a_message_without_content_is_named():
     assert check_messages([call], "row 3") == [{"role": "assistant", "tool_calls": []}]
 
 
-@pytest.mark.parametrize("content", [[{"type": "text", "text": "Noah."}], {"text": "Noah."}, 5, 1.5, True])
+@pytest.mark.parametrize(
+    "content", [[{"type": "text", "text": "Noah."}], {"text": "Noah."}, 5, 1.5, True]
+)
 def test_content_that_is_no_text_is_refused(content):
     rows = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": content}]
-    with pytest.raises(UserError, match=f"^row 3: the content of a message is a {type(content).__name__}; it must be"):
+    with pytest.raises(
+        UserError,
+        match=f"^row 3: the content of a message is a {type(content).__name__}; it must be",
+    ):
         check_messages(rows, "row 3")
 
 

@@ -19,16 +19,20 @@ from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data.corpus import prepare_corpus
-from thinker.data.shards import HEADER_BYTES
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.corpus.corpus import prepare_corpus
+from thinker.data.corpus.shards import HEADER_BYTES
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import sha256_of_file
 
 
 def documents(corpus, tokens):
     """The texts in a split, decoded."""
-    ids = ((shard, *pair) for shard in tokens.shards for pair in zip(shard.offsets[:-1], shard.offsets[1:]))
+    ids = (
+        (shard, *pair)
+        for shard in tokens.shards
+        for pair in zip(shard.offsets[:-1], shard.offsets[1:])
+    )
     return [corpus.tokenizer.decode(shard.tokens[start + 1 : end]) for shard, start, end in ids]
 
 
@@ -55,8 +59,12 @@ def test_documents_are_split_by_content(tmp_path, quick):
     assert train == [text for text in texts if text in set(train)]  # in the order of the source
     assert corpus.train.n_bytes == len("".join(train))
     assert corpus.val.n_documents == len(val)
-    more = quick(source="jsonl", path=write_jsonl(tmp_path / "b.jsonl", texts[::-1]), val_fraction=0.3)
-    assert set(val) <= set(documents(more, more.val))  # where a document goes depends on itself alone
+    more = quick(
+        source="jsonl", path=write_jsonl(tmp_path / "b.jsonl", texts[::-1]), val_fraction=0.3
+    )
+    assert set(val) <= set(
+        documents(more, more.val)
+    )  # where a document goes depends on itself alone
 
 
 def write_token_file(path, tokenizer, texts, cut=""):
@@ -120,7 +128,9 @@ def test_the_end_of_a_single_text_is_for_validation(tmp_path_factory):
         corpus = prepare_corpus(**options, val_fraction=fraction, cache_dir=folder / "cache")
         (train,), (val,) = documents(corpus, corpus.train), documents(corpus, corpus.val)
         assert (train + val).encode() == data
-        assert abs(len(val.encode()) - fraction * len(data)) <= 4.5  # half a byte of rounding, and a character
+        assert (
+            abs(len(val.encode()) - fraction * len(data)) <= 4.5
+        )  # half a byte of rounding, and a character
 
     check()
 
@@ -128,7 +138,13 @@ def test_the_end_of_a_single_text_is_for_validation(tmp_path_factory):
 def test_a_long_single_text_is_one_document_a_split(tmp_path, quick):
     text = "".join(f"{i} é€\r\n" for i in range(60_000))
     (tmp_path / "a.txt").write_bytes(text.encode())
-    corpus = quick(source="text", path=str(tmp_path / "a.txt"), val_fraction=0.4, tokenizer="char", shard_tokens=500)
+    corpus = quick(
+        source="text",
+        path=str(tmp_path / "a.txt"),
+        val_fraction=0.4,
+        tokenizer="char",
+        shard_tokens=500,
+    )
     (train,), (val,) = documents(corpus, corpus.train), documents(corpus, corpus.val)
     assert train + val == text
     assert len(val.encode()) == pytest.approx(0.4 * len(text.encode()), abs=4)
@@ -141,13 +157,24 @@ def test_the_tokenizer_learns_from_the_training_split_alone(tmp_path, quick):
     corpus = quick(source="text", path=str(tmp_path / "a.txt"), val_fraction=0.6, tokenizer="char")
     assert corpus.tokenizer.vocab_size == 258
     texts = [f"{chr(0x4E00 + i)}" for i in range(200)]
-    corpus = quick(source="jsonl", path=write_jsonl(tmp_path / "a.jsonl", texts), val_fraction=0.3, tokenizer="char")
+    corpus = quick(
+        source="jsonl",
+        path=write_jsonl(tmp_path / "a.jsonl", texts),
+        val_fraction=0.3,
+        tokenizer="char",
+    )
     assert corpus.tokenizer.vocab_size == 257 + corpus.train.n_documents
     assert corpus.val.n_documents > 20
 
 
 def test_bpe_on_pysource_keeps_the_text(quick):
-    corpus = quick(source="pysource", tokenizer="bpe:1000", max_documents=40, val_fraction=0.3, shard_tokens=50_000)
+    corpus = quick(
+        source="pysource",
+        tokenizer="bpe:1000",
+        max_documents=40,
+        val_fraction=0.3,
+        shard_tokens=50_000,
+    )
     assert corpus.tokenizer.vocab_size == 1000
     assert len(corpus.train.shards) > 1
     for tokens in (corpus.train, corpus.val):
@@ -166,10 +193,16 @@ def test_repeats_know_their_log_probability(quick):
 
 def test_the_second_start_reads_no_source(tmp_path, quick, capfd):
     file = tmp_path / "a.jsonl"
-    options = {"source": "jsonl", "path": write_jsonl(file, ["one", "two", "three", "four"] * 3), "val_fraction": 0.5}
+    options = {
+        "source": "jsonl",
+        "path": write_jsonl(file, ["one", "two", "three", "four"] * 3),
+        "val_fraction": 0.5,
+    }
     first = quick(**options)
     status = file.stat()
-    file.write_bytes(b"!" * status.st_size)  # no jsonl any more, but neither its size nor its time has changed
+    file.write_bytes(
+        b"!" * status.st_size
+    )  # no jsonl any more, but neither its size nor its time has changed
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     second = quick(**options)
     assert second.folder == first.folder
@@ -177,29 +210,48 @@ def test_the_second_start_reads_no_source(tmp_path, quick, capfd):
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     with pytest.raises(UserError, match="cannot be read"):
         quick(**options)
-    assert [folder.name for folder in first.folder.parent.iterdir()] == [first.folder.name]  # what failed left nothing
+    assert [folder.name for folder in first.folder.parent.iterdir()] == [
+        first.folder.name
+    ]  # what failed left nothing
     assert capfd.readouterr().err == ""
 
 
 def test_what_changes_the_tokens_changes_the_folder(tmp_path, quick):
     path = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(50)])
     options = {"source": "jsonl", "path": path, "val_fraction": 0.5}
-    folders = [quick(**options, **more).folder for more in ({}, {"tokenizer": "char"}, {"max_documents": 30})]
+    folders = [
+        quick(**options, **more).folder
+        for more in ({}, {"tokenizer": "char"}, {"max_documents": 30})
+    ]
     folders += [quick(**{**options, "val_fraction": 0.4}).folder]
     one, two = (make_tokenizer("bpe:258", [text]) for text in ("aa aa", "bb bb"))
     for tokenizer in (one, two):
-        folders.append(quick(**options, tokenizer=str(tokenizer.save(tmp_path))).folder)  # a path, with other content
+        folders.append(
+            quick(**options, tokenizer=str(tokenizer.save(tmp_path))).folder
+        )  # a path, with other content
     assert len(set(folders)) == 6
     assert quick(**options, tokenizer=str(tmp_path)).tokenizer.content_hash == two.content_hash
     assert quick(**options).folder == folders[0]
 
 
-KINDS_OF_DAMAGE = ["truncated shard", "missing shard", "swapped tokens", "wrong id", "zeros", "index", "tokenizer"]
+KINDS_OF_DAMAGE = [
+    "truncated shard",
+    "missing shard",
+    "swapped tokens",
+    "wrong id",
+    "zeros",
+    "index",
+    "tokenizer",
+]
 
 
 @pytest.mark.parametrize("damage", [*KINDS_OF_DAMAGE, "other tokenizer", "one bit of the index"])
 def test_a_damaged_cache_is_made_again_and_says_so(tmp_path, quick, capfd, damage):
-    options = {"source": "jsonl", "path": write_jsonl(tmp_path / "a.jsonl", ["a", "b", "c", "d"]), "val_fraction": 0.5}
+    options = {
+        "source": "jsonl",
+        "path": write_jsonl(tmp_path / "a.jsonl", ["a", "b", "c", "d"]),
+        "val_fraction": 0.5,
+    }
     first = quick(**options)
     expected = documents(first, first.train), documents(first, first.val)
     shard = first.val.shards[0].path
@@ -209,11 +261,15 @@ def test_a_damaged_cache_is_made_again_and_says_so(tmp_path, quick, capfd, damag
         shard.unlink()
     elif damage in ("swapped tokens", "wrong id", "zeros"):
         tokens = np.memmap(shard, np.uint16, "r+")[HEADER_BYTES // 2 :]
-        tokens[1:3] = {"swapped tokens": tokens[2:0:-1].copy(), "wrong id": 0xFFFF, "zeros": 0}[damage]
+        tokens[1:3] = {"swapped tokens": tokens[2:0:-1].copy(), "wrong id": 0xFFFF, "zeros": 0}[
+            damage
+        ]
         tokens.base.flush()
     elif damage == "one bit of the index":
         index, digits = (first.folder / "corpus.json").read_text(), first.sha256[:8]
-        (first.folder / "corpus.json").write_text(index.replace(digits, f"{int(digits, 16) ^ 1:08x}"))
+        (first.folder / "corpus.json").write_text(
+            index.replace(digits, f"{int(digits, 16) ^ 1:08x}")
+        )
     elif damage == "index":
         (first.folder / "corpus.json").write_text("[]")
     elif damage == "tokenizer":
@@ -228,11 +284,17 @@ def test_a_damaged_cache_is_made_again_and_says_so(tmp_path, quick, capfd, damag
 
 
 def test_every_byte_of_the_cache_is_verified(tmp_path, quick, capfd):
-    options = {"source": "jsonl", "path": write_jsonl(tmp_path / "a.jsonl", ["a", "b", "c", "d"]), "val_fraction": 0.5}
+    options = {
+        "source": "jsonl",
+        "path": write_jsonl(tmp_path / "a.jsonl", ["a", "b", "c", "d"]),
+        "val_fraction": 0.5,
+    }
     first = quick(**options)
     contents = {path.name: path.read_bytes() for path in first.folder.iterdir()}
     rng = random.Random(0)
-    for name, i in ((name, rng.randrange(len(contents[name]))) for name in sorted(contents) * examples(30)):
+    for name, i in (
+        (name, rng.randrange(len(contents[name]))) for name in sorted(contents) * examples(30)
+    ):
         changed = bytearray(contents[name])
         changed[i] ^= 1
         (first.folder / name).write_bytes(changed)
@@ -245,7 +307,10 @@ def test_every_byte_of_the_cache_is_verified(tmp_path, quick, capfd):
 def many(tmp_path):
     """Options of a corpus of several shards."""
     draw = random.Random(4)
-    texts = [" ".join(str(draw.randrange(1000)) for _ in range(draw.randrange(1, 40))) for _ in range(300)]
+    texts = [
+        " ".join(str(draw.randrange(1000)) for _ in range(draw.randrange(1, 40)))
+        for _ in range(300)
+    ]
     return {"source": "jsonl", "path": write_jsonl(tmp_path / "many.jsonl", texts), "val_fraction": 0.3,
             "shard_tokens": 900}  # fmt: skip
 
@@ -256,8 +321,8 @@ def contents(folder):
 
 KILLED = """
 import os, signal, sys
-from thinker.data import shard_writer
-from thinker.data.corpus import prepare_corpus
+from thinker.data.corpus.corpus import shard_writer
+from thinker.data.corpus.corpus import prepare_corpus
 
 closed, close = 0, shard_writer.ShardWriter.close
 
@@ -275,7 +340,9 @@ prepare_corpus(**{options})
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:280"])
-def test_a_killed_process_is_continued_after_its_finished_shards(tmp_path, quick, many, capfd, tokenizer, stress):
+def test_a_killed_process_is_continued_after_its_finished_shards(
+    tmp_path, quick, many, capfd, tokenizer, stress
+):
     """After every shard; the files equal those of an undisturbed process, also after several kills."""
     options = {**many, "tokenizer": tokenizer, "progress": False}
     expected = quick(**options)
@@ -285,7 +352,9 @@ def test_a_killed_process_is_continued_after_its_finished_shards(tmp_path, quick
         cache = tmp_path / f"cache-{kills}"
         for n_closed in kills:
             code = KILLED.format(n_closed=n_closed, options=options | {"cache_dir": str(cache)})
-            done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+            done = subprocess.run(
+                [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+            )
             assert done.returncode == -9, done.stderr
         (building,) = (cache / "tokens").iterdir()
         assert building.name == f"{expected.folder.name}.building"
@@ -295,11 +364,22 @@ def test_a_killed_process_is_continued_after_its_finished_shards(tmp_path, quick
         again = prepare_corpus(**options, cache_dir=cache)
         assert "continuing after" in capfd.readouterr().err
         assert contents(again.folder) == contents(expected.folder)
-        assert {name: (again.folder / name).stat().st_mtime_ns for name in written} == written  # not written again
+        assert {
+            name: (again.folder / name).stat().st_mtime_ns for name in written
+        } == written  # not written again
 
 
 @pytest.mark.parametrize(
-    "damage", ["bit of the header", "bit of a token", "no hash", "truncated", "missing", "strange file", "old index"]
+    "damage",
+    [
+        "bit of the header",
+        "bit of a token",
+        "no hash",
+        "truncated",
+        "missing",
+        "strange file",
+        "old index",
+    ],
 )
 def test_damage_in_what_is_continued_is_written_again(tmp_path, quick, many, damage):
     expected = quick(**many)
@@ -328,14 +408,18 @@ def test_damage_in_what_is_continued_is_written_again(tmp_path, quick, many, dam
 
 
 @pytest.mark.parametrize("content", ["{", None])
-def test_a_damaged_tokenizer_beside_finished_shards_is_trained_again(tmp_path, quick, many, content):
+def test_a_damaged_tokenizer_beside_finished_shards_is_trained_again(
+    tmp_path, quick, many, content
+):
     expected = quick(**many, tokenizer="bpe:280")
     building = tmp_path / "other" / "tokens" / f"{expected.folder.name}.building"
     shutil.copytree(expected.folder, building)
     (building / "thinker-tokenizer.json").unlink()
     if content is not None:
         (building / "thinker-tokenizer.json").write_text(content)
-    again = prepare_corpus(**many, tokenizer="bpe:280", cache_dir=tmp_path / "other", progress=False)
+    again = prepare_corpus(
+        **many, tokenizer="bpe:280", cache_dir=tmp_path / "other", progress=False
+    )
     assert contents(again.folder) == contents(expected.folder)
 
 
@@ -347,11 +431,18 @@ def test_conversations_are_started_over(tmp_path, quick):
     tokenizer = make_tokenizer("byte", []).with_chat_template(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     )
-    options = {"source": "jsonl", "path": str(tmp_path / "a.jsonl"), "tokenizer": tokenizer, "shard_tokens": 200}
+    options = {
+        "source": "jsonl",
+        "path": str(tmp_path / "a.jsonl"),
+        "tokenizer": tokenizer,
+        "shard_tokens": 200,
+    }
     expected = quick(**options, val_fraction=0.3)
     building = tmp_path / "other" / "tokens" / f"{expected.folder.name}.building"
     shutil.copytree(expected.folder, building)
-    again = prepare_corpus(**options, val_fraction=0.3, cache_dir=tmp_path / "other", progress=False)
+    again = prepare_corpus(
+        **options, val_fraction=0.3, cache_dir=tmp_path / "other", progress=False
+    )
     assert contents(again.folder) == contents(expected.folder)
 
 
@@ -364,7 +455,10 @@ def test_processes_take_turns_and_abandoned_folders_go(tmp_path, quick, many, ca
         os.utime(tokens / f"{name}.building", times=(time.time() - age,) * 2)
     with FileLock(locks / "alive.lock"):
         quick(**many, max_documents=200)
-    assert sorted(path.name for path in tokens.glob("*.building")) == ["alive.building", "new.building"]
+    assert sorted(path.name for path in tokens.glob("*.building")) == [
+        "alive.building",
+        "new.building",
+    ]
     key = quick(**many, max_documents=150).folder
     key.rename(tmp_path / "finished")
     capfd.readouterr()
@@ -383,8 +477,8 @@ def test_a_signal_while_tokenizing_leaves_nothing_behind(tmp_path, name):
     (tmp_path / "a.txt").write_text("one text")
     code = f"""
 import signal
-from thinker.data import sources
-from thinker.data.corpus import prepare_corpus
+from thinker.data.text import sources
+from thinker.data.corpus.corpus import prepare_corpus
 from thinker.runtime.errors import run_command
 signal.signal(signal.{name}, signal.SIG_DFL)  # the tests themselves may run under nohup
 sources._find_files = lambda source, path: [path + "/a.txt", path + "/b.txt"]
@@ -404,7 +498,12 @@ run_command(lambda: prepare_corpus(**options))
 def test_documents_without_text_are_left_out_and_said_so(tmp_path, quick, capfd):
     path = write_jsonl(tmp_path / "a.jsonl", ["a", "", "b", None, "c", "d"])
     corpus = quick(source="jsonl", path=path, val_fraction=0.5)
-    assert sorted(documents(corpus, corpus.train) + documents(corpus, corpus.val)) == ["a", "b", "c", "d"]
+    assert sorted(documents(corpus, corpus.train) + documents(corpus, corpus.val)) == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]
     assert capfd.readouterr().err == "skipping 2 of 6 documents without text\n"
 
 
@@ -429,7 +528,10 @@ def test_an_empty_corpus(tmp_path, quick, texts):
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_bound_that_leaves_documents_out_says_so(tmp_path, quick, capsys, folder):
-    options = {"source": "jsonl", "path": write_jsonl(tmp_path / "a.jsonl", [f"number {i}" for i in range(60)])}
+    options = {
+        "source": "jsonl",
+        "path": write_jsonl(tmp_path / "a.jsonl", [f"number {i}" for i in range(60)]),
+    }
     if folder:
         (tmp_path / "texts").mkdir()
         for i in range(60):
@@ -438,13 +540,19 @@ def test_a_bound_that_leaves_documents_out_says_so(tmp_path, quick, capsys, fold
     quick(**options, max_documents=60, val_fraction=0.2)
     assert "max_documents" not in capsys.readouterr().err
     quick(**options, max_documents=59, val_fraction=0.2)
-    assert "data.max_documents: using only the first 59 documents of the source" in capsys.readouterr().err
+    assert (
+        "data.max_documents: using only the first 59 documents of the source"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_vocabulary_smaller_than_asked_for_says_so(tmp_path, quick, capsys):
     (tmp_path / "a.txt").write_text("the cat and the other cat " * 20)
     corpus = quick(source="text", path=str(tmp_path / "a.txt"), tokenizer="bpe:5000")
-    assert f"too short for bpe:5000; the vocabulary has {corpus.tokenizer.vocab_size} tokens" in capsys.readouterr().err
+    assert (
+        f"too short for bpe:5000; the vocabulary has {corpus.tokenizer.vocab_size} tokens"
+        in capsys.readouterr().err
+    )
     assert corpus.tokenizer.vocab_size < 300
 
 
@@ -468,7 +576,10 @@ def test_a_fraction_of_zero_leaves_the_validation_split_empty(tmp_path, quick):
         path = write_jsonl(tmp_path / name, ["one", "two", "three"])
         corpus = quick(source=source, path=path, val_fraction=0)
         assert corpus.val.shards == []
-        assert documents(corpus, corpus.train) in (["one", "two", "three"], [(tmp_path / name).read_text()])
+        assert documents(corpus, corpus.train) in (
+            ["one", "two", "three"],
+            [(tmp_path / name).read_text()],
+        )
 
 
 @pytest.mark.parametrize("fraction", [1, -0.1, 1.5, float("nan")])

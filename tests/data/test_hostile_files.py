@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 from conftest import ROOT, run_script
 
-from thinker.data.corpus import prepare_corpus
+from thinker.data.corpus.corpus import prepare_corpus
 
 ROWS = [{"text": f"document number {i} of the file"} for i in range(200)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -23,8 +23,16 @@ HOSTILE = {  # by name: source, content, part of the message
         "Truncated compressed stream",
     ),
     "truncated.jsonl.gz": ("jsonl", gzip.compress(LINES)[:-12], "cannot be read: line"),
-    "mixed.jsonl": ("jsonl", LINES + '{"text": "é"}\n'.encode("latin-1"), "line 201 is not UTF-8 text"),
-    "mixed.txt": ("text", LINES + "é".encode("latin-1") + b" more", "is not UTF-8 text (byte 0xe9)"),
+    "mixed.jsonl": (
+        "jsonl",
+        LINES + '{"text": "é"}\n'.encode("latin-1"),
+        "line 201 is not UTF-8 text",
+    ),
+    "mixed.txt": (
+        "text",
+        LINES + "é".encode("latin-1") + b" more",
+        "is not UTF-8 text (byte 0xe9)",
+    ),
     "utf16.txt": ("text", LINES.decode().encode("utf-16"), "is not UTF-8 text"),
     "nulls.jsonl": ("jsonl", LINES[:999] + bytes(5000) + LINES, "is not valid JSON"),
     "half.jsonl": ("jsonl", LINES + b'{"text": "hal', "line 201 is not valid JSON"),
@@ -32,7 +40,11 @@ HOSTILE = {  # by name: source, content, part of the message
     "number.jsonl": ("jsonl", LINES + b'{"text": 7}\n', "row 200 of data.path="),
     "list.jsonl": ("jsonl", LINES + b"[1, 2]\n", "the row is int, not an object"),
     "cut.parquet": ("parquet", None, "cannot be read"),
-    "folder.jsonl": ("jsonl", LINES + b'{"text": "a"}{"text": "b"}\n', "line 201 is not valid JSON"),
+    "folder.jsonl": (
+        "jsonl",
+        LINES + b'{"text": "a"}{"text": "b"}\n',
+        "line 201 is not valid JSON",
+    ),
 }
 
 
@@ -56,7 +68,9 @@ def test_a_hostile_file_ends_in_one_line_and_leaves_no_corpus(tmp_path, name):
         assert list((tmp_path / "cache" / "tokens").iterdir()) == []
         assert not (tmp_path / "run").exists()
     path.write_bytes(LINES)
-    done = run_script(*command, f"data.source={'text' if source == 'text' else 'jsonl'}", f"data.path={path}")
+    done = run_script(
+        *command, f"data.source={'text' if source == 'text' else 'jsonl'}", f"data.path={path}"
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -67,7 +81,12 @@ def test_many_empty_documents_lose_nothing(tmp_path, capfd):
     for i, line in enumerate(LINES.splitlines(True)):
         lines.insert(i * 500, line)
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
-    options = {"tokenizer": "byte", "cache_dir": tmp_path / "cache", "progress": False, "val_fraction": 0.1}
+    options = {
+        "tokenizer": "byte",
+        "cache_dir": tmp_path / "cache",
+        "progress": False,
+        "val_fraction": 0.1,
+    }
     corpus = prepare_corpus(source="jsonl", path=str(tmp_path / "a.jsonl"), **options)
     assert corpus.train.n_documents + corpus.val.n_documents == 200
     assert capfd.readouterr().err == "skipping 100000 of 100200 documents without text\n"
@@ -81,7 +100,12 @@ def test_a_single_long_line_is_read_as_a_whole(tmp_path, stress):
     with open(tmp_path / "a.txt", "wb") as file:
         for _ in range(size // len(piece)):
             file.write(piece)
-    options = {"tokenizer": "byte", "cache_dir": tmp_path / "cache", "progress": False, "val_fraction": 0.1}
+    options = {
+        "tokenizer": "byte",
+        "cache_dir": tmp_path / "cache",
+        "progress": False,
+        "val_fraction": 0.1,
+    }
     corpus = prepare_corpus(source="text", path=str(tmp_path / "a.txt"), **options)
     assert corpus.train.n_bytes + corpus.val.n_bytes == size // len(piece) * len(piece)
     assert corpus.train.n_documents == corpus.val.n_documents == 1
@@ -90,7 +114,15 @@ def test_a_single_long_line_is_read_as_a_whole(tmp_path, stress):
 def test_null_bytes_in_a_text_are_text(tmp_path):
     text = "a\0b" * 1000 + "\0" * 5000 + "end " * 500
     (tmp_path / "a.txt").write_text(text)
-    options = {"tokenizer": "byte", "cache_dir": tmp_path / "cache", "progress": False, "val_fraction": 0.1}
+    options = {
+        "tokenizer": "byte",
+        "cache_dir": tmp_path / "cache",
+        "progress": False,
+        "val_fraction": 0.1,
+    }
     corpus = prepare_corpus(source="text", path=str(tmp_path / "a.txt"), **options)
-    ids = [*corpus.train.shards[0].tokens[1:-1].tolist(), *corpus.val.shards[0].tokens[1:-1].tolist()]
+    ids = [
+        *corpus.train.shards[0].tokens[1:-1].tolist(),
+        *corpus.val.shards[0].tokens[1:-1].tolist(),
+    ]
     assert bytes(ids).decode() == text

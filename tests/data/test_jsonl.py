@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data import jsonl
+from thinker.data.text import jsonl
 
 
 def read_rows(path):
@@ -28,16 +28,26 @@ def zstd(data):
 
 
 TEXT = st.text(st.characters(codec="utf-8"))
-ROWS = st.lists(st.dictionaries(TEXT, TEXT | st.none() | st.integers() | st.lists(TEXT)), max_size=5)
+ROWS = st.lists(
+    st.dictionaries(TEXT, TEXT | st.none() | st.integers() | st.lists(TEXT)), max_size=5
+)
 
 
-@pytest.mark.parametrize("form", ["lines", "array", "indented array", "gzip", "zstd", "byte order mark", "CRLF"])
+@pytest.mark.parametrize(
+    "form", ["lines", "array", "indented array", "gzip", "zstd", "byte order mark", "CRLF"]
+)
 def test_rows_come_back(tmp_path_factory, form):
     @given(rows=ROWS, escaped=st.booleans())
     def check(rows, escaped):
         lines = [json.dumps(row, ensure_ascii=escaped) for row in rows]
-        text = {"array": f"[{', '.join(lines)}]", "indented array": json.dumps(rows, indent=1)}.get(form)
-        data = ("\r\n" if form == "CRLF" else "\n").join(lines).encode() if text is None else text.encode()
+        text = {"array": f"[{', '.join(lines)}]", "indented array": json.dumps(rows, indent=1)}.get(
+            form
+        )
+        data = (
+            ("\r\n" if form == "CRLF" else "\n").join(lines).encode()
+            if text is None
+            else text.encode()
+        )
         path = tmp_path_factory.mktemp("rows") / "a.jsonl"
         data = {"gzip": gzip.compress, "zstd": zstd}.get(form, bytes)(data)
         path.write_bytes(codecs.BOM_UTF8 + data if form == "byte order mark" else data)
@@ -50,7 +60,10 @@ def test_rows_come_back(tmp_path_factory, form):
     ("content", "message"),
     [
         (b'{"text": "a"}\n' + b"[" * 100_000, "line 2: the row is nested too deeply"),
-        (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1: the row is nested too deeply"),
+        (
+            b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            "line 1: the row is nested too deeply",
+        ),
         (
             b'{"text": "a"}\n{"text": \n',
             "line 2 is not valid JSON .*; write one object per line, or one array",
@@ -98,7 +111,7 @@ def test_a_truncated_zstd_file_is_named(tmp_path, name):
 
 
 def test_a_row_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("thinker.data.jsonl.MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr("thinker.data.text.jsonl.MAX_ROW_BYTES", 1000)
     (tmp_path / "a.jsonl").write_text('{"text": "' + "a" * 2000)
     with pytest.raises(ValueError, match="line 1: the row is longer than"):
         read_rows(tmp_path / "a.jsonl")

@@ -7,9 +7,9 @@ from conftest import random_model
 from metaspace_tokenizer import metaspace_tokenizer
 from tokenizers import normalizers
 
-from thinker.data.batches import PackedDataset
-from thinker.data.sources import open_source
-from thinker.data.text_bytes import count_bytes, loses_text, scaled_byte_lengths
+from thinker.data.batches.batches import PackedDataset
+from thinker.data.text.sources import open_source
+from thinker.data.tokenizers.text_bytes import count_bytes, loses_text, scaled_byte_lengths
 from thinker.evaluation.needle import story_needles
 from thinker.evaluation.perplexity import text_loss, tokenize
 from thinker.generation import Generator
@@ -19,7 +19,9 @@ TEXT = "The wheel turns \ufb01ne, ab ½ 漢.\n" * 40
 
 def unigram(folder, byte_fallback):
     """A tokenizer that adds a space; without byte fallback it does not know every character."""
-    return metaspace_tokenizer(folder, {"\n": -3.0, "▁wheel": -2.5}, byte_fallback, normalizers.NFKC())
+    return metaspace_tokenizer(
+        folder, {"\n": -3.0, "▁wheel": -2.5}, byte_fallback, normalizers.NFKC()
+    )
 
 
 @pytest.mark.parametrize("byte_fallback", [True, False])
@@ -34,8 +36,16 @@ def test_score_and_evaluation_count_the_bytes_of_the_text(tmp_path, capsys, byte
     assert score.n_bytes == len(TEXT.encode())
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "shards").mkdir()
-    tokens = tokenize(open_source("text", path=str(tmp_path / "text.txt")), tokenizer, 1 << 20, tmp_path / "shards")
-    assert "the tokenizer loses characters of the text, so bits per byte are too low" in capsys.readouterr().err
+    tokens = tokenize(
+        open_source("text", path=str(tmp_path / "text.txt")),
+        tokenizer,
+        1 << 20,
+        tmp_path / "shards",
+    )
+    assert (
+        "the tokenizer loses characters of the text, so bits per byte are too low"
+        in capsys.readouterr().err
+    )
     windows = PackedDataset(tokens, 64, "contiguous", stride=32)
     loss = text_loss(model, windows, scaled_byte_lengths(tokens, tokenizer))
     assert loss.n_bytes == len(TEXT.encode())

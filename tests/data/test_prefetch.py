@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from thinker.data.prefetch import Prefetcher
+from thinker.data.batches.prefetch import Prefetcher
 
 
 class Numbers:
@@ -28,7 +28,9 @@ class Numbers:
         time.sleep(self.seconds)
         if step == 9:
             raise OSError("gone")
-        return torch.full((2, 3), step)[rows], torch.tensor([[step, step, -1], [-1, -1, step]])[rows]
+        return torch.full((2, 3), step)[rows], torch.tensor([[step, step, -1], [-1, -1, step]])[
+            rows
+        ]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 5])

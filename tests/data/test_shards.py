@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data.shard_writer import ShardWriter
-from thinker.data.shards import HEADER_BYTES, DamagedShard, TokenShards, token_dtype
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.corpus.shard_writer import ShardWriter
+from thinker.data.corpus.shards import HEADER_BYTES, DamagedShard, TokenShards, token_dtype
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 
 TOKENIZER = make_tokenizer("byte", [])
 BOS = TOKENIZER.bos_id
 DOCUMENTS = st.lists(
-    st.tuples(st.lists(st.integers(0, 255), max_size=30), st.floats(-1e3, 0) | st.none()), min_size=1, max_size=20
+    st.tuples(st.lists(st.integers(0, 255), max_size=30), st.floats(-1e3, 0) | st.none()),
+    min_size=1,
+    max_size=20,
 )
 
 
@@ -46,13 +48,17 @@ def test_documents_come_back_in_shards_of_bounded_size(documents, shard_tokens, 
                 assert shard.log_probs[i] == documents[len(found) - 1][1]
         here = [log_prob for _, log_prob in documents[len(found) - shard.n_documents : len(found)]]
         assert (shard.log_probs is None) == (None in here)
-        assert shard.offsets[-2] < shard_tokens  # without its last document the shard had not reached the bound
+        assert (
+            shard.offsets[-2] < shard_tokens
+        )  # without its last document the shard had not reached the bound
     assert all(shard.offsets[-1] >= shard_tokens for shard in tokens.shards[:-1])
     assert found == [ids for ids, _ in documents]
     total = sum(len(ids) for ids, _ in documents)
     assert (tokens.n_documents, tokens.n_bytes) == (len(documents), total)
     assert tokens.n_tokens == total + len(documents) + len(tokens.shards)
-    assert sorted(file.suffix for file in folder.iterdir()) == [".tokens"] * len(tokens.shards)  # nothing temporary
+    assert sorted(file.suffix for file in folder.iterdir()) == [".tokens"] * len(
+        tokens.shards
+    )  # nothing temporary
 
 
 def test_a_document_may_come_in_pieces_and_is_never_cut(tmp_path):
@@ -75,7 +81,9 @@ def test_tokens_take_two_bytes_where_that_is_enough(tmp_path):
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path):
-    text = "".join(map(chr, range(128, 55_000))) + "".join(map(chr, range(0x10000, 0x10000 + 12_000)))
+    text = "".join(map(chr, range(128, 55_000))) + "".join(
+        map(chr, range(0x10000, 0x10000 + 12_000))
+    )
     tokenizer = make_tokenizer("char", [text])
     assert tokenizer.vocab_size > 1 << 16
     writer = ShardWriter(tmp_path, "train", tokenizer)
@@ -122,7 +130,9 @@ def test_a_file_with_more_in_it_is_refused(file):
 
 def test_zeros_where_tokens_were_are_refused(file):
     data = file.read_bytes()
-    file.write_bytes(data[:HEADER_BYTES] + bytes(len(data) - HEADER_BYTES))  # as some file systems leave after a crash
+    file.write_bytes(
+        data[:HEADER_BYTES] + bytes(len(data) - HEADER_BYTES)
+    )  # as some file systems leave after a crash
     with pytest.raises(DamagedShard, match="start and end"):
         reopen(file)
 

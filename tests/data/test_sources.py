@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from thinker.data.sources import GENERATED_DOCUMENTS, REPEAT_ALPHABET, open_source
+from thinker.data.text.sources import GENERATED_DOCUMENTS, REPEAT_ALPHABET, open_source
 from thinker.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -44,13 +44,15 @@ def write_parquet(path, **columns):
 
 
 def test_tales_are_the_stories_of_the_seed():
-    from thinker.data import tales
+    from thinker.data.text import tales
 
     source = open_source("tales", max_documents=5, seed=3)
     first, again = list(source.documents()), list(source.documents())
     assert first == again
     stories = [tales.generate_story(3, i) for i in range(5)]
-    assert [(d.text, d.log_prob) for d in first] == [(story.text, story.log_prob) for story in stories]
+    assert [(d.text, d.log_prob) for d in first] == [
+        (story.text, story.log_prob) for story in stories
+    ]
     assert source.n_documents == 5
     assert open_source("tales").n_documents == GENERATED_DOCUMENTS
     assert len({key("tales", seed=s, max_documents=m) for s in (0, 1) for m in (None, 5)}) == 4
@@ -70,7 +72,10 @@ def test_repeats_say_everything_twice_and_know_their_probability():
     assert sorted(lengths) == list(range(16, 65))
     assert max(lengths.values()) < 80  # 41 on average
     assert len({d.text for d in documents}) == 2000
-    assert list(itertools.islice(open_source("repeated_random", seed=2).documents(), 9)) != documents[:9]
+    assert (
+        list(itertools.islice(open_source("repeated_random", seed=2).documents(), 9))
+        != documents[:9]
+    )
     assert key("repeated_random", seed=1) != key("repeated_random", seed=2)
 
 
@@ -139,7 +144,11 @@ def test_text_that_has_gone_meanwhile(tmp_path):
 def test_jsonl_from_a_file_a_folder_and_a_glob(tmp_path):
     write_jsonl(tmp_path / "b.jsonl", [{"text": "3", "n": 1}, {"text": None, "n": 2}])
     write_jsonl(tmp_path / "a.jsonl", [{"text": "1"}, {"text": "2"}])
-    for name, content in {"0-empty.jsonl": "", "0-lines.jsonl": "\n\n", "0-array.jsonl": "[]\n"}.items():
+    for name, content in {
+        "0-empty.jsonl": "",
+        "0-lines.jsonl": "\n\n",
+        "0-array.jsonl": "[]\n",
+    }.items():
         (tmp_path / name).write_text(content)
     (tmp_path / "c.json.gz").write_bytes(gzip.compress(b'{"text": "4 \xe2\x82\xac"}\n'))
     (tmp_path / "notes.txt").write_text("no table")
@@ -159,7 +168,8 @@ def test_parquet_and_its_columns(tmp_path):
     assert texts("parquet", path=str(tmp_path)) == ["1", "2", "3"]
     assert texts("parquet", path=str(tmp_path / "a.parquet"), column="story") == ["x", "y"]
     with pytest.raises(
-        UserError, match="data.column=stori is not in row 0 of .*a.parquet .has text, story.; did you mean story"
+        UserError,
+        match="data.column=stori is not in row 0 of .*a.parquet .has text, story.; did you mean story",
     ):
         texts("parquet", path=str(tmp_path / "a.parquet"), column="stori")
 
@@ -202,9 +212,18 @@ def test_roles_of_sharegpt(tmp_path):
     ("row", "message"),
     [
         ({"role": "user", "content": "a"}, 'write each conversation as {"messages": '),
-        ({"conversations": [{"from": "human", "value": "a"}]}, "row 0 .* has no answer; add a message with the role"),
-        ({"conversations": [{"from": "human", "text": "a"}]}, "data.column=conversations: row 0 of .* is not a conver"),
-        ({"prompt": "a", "completion": 3}, "row 0 of .*: completion is int; it must be text or a list of messages"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}]},
+            "row 0 .* has no answer; add a message with the role",
+        ),
+        (
+            {"conversations": [{"from": "human", "text": "a"}]},
+            "data.column=conversations: row 0 of .* is not a conver",
+        ),
+        (
+            {"prompt": "a", "completion": 3},
+            "row 0 of .*: completion is int; it must be text or a list of messages",
+        ),
         ({"prompt": "a", "completion": None}, "row 0 of .*: completion is NoneType; it must be"),
     ],
 )
@@ -223,9 +242,13 @@ def test_a_parquet_file_of_several_batches_and_of_conversations(tmp_path):
     expected = [f"story {i}" for i in range(3000)]
     assert texts("parquet", path=write_parquet(tmp_path / "a.parquet", text=expected)) == expected
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    (document,) = open_source("parquet", path=write_parquet(tmp_path / "b.parquet", messages=[talk])).documents()
+    (document,) = open_source(
+        "parquet", path=write_parquet(tmp_path / "b.parquet", messages=[talk])
+    ).documents()
     assert document.messages == talk
-    with pytest.raises(UserError, match="data.column=text is not in .*b.parquet .has messages."):  # as it says
+    with pytest.raises(
+        UserError, match="data.column=text is not in .*b.parquet .has messages."
+    ):  # as it says
         texts("parquet", path=str(tmp_path / "b.parquet"), column="text")
 
 
@@ -242,8 +265,16 @@ def test_hub_reads_csv_webdataset_and_zstd_folders(tmp_path):
     rows = "".join(json.dumps({"text": str(i)}) + "\n" for i in range(3)).encode()
     (tmp_path / "zst" / "a.jsonl.zst").write_bytes(pyarrow.compress(rows, "zstd", asbytes=True))
     for streaming in (True, False):
-        assert texts("hub", path=str(tmp_path / "csv"), streaming=streaming) == ['hello, "x"\nline', "abc", ""]
-        assert texts("hub", path=str(tmp_path / "tar"), column="txt", streaming=streaming) == ["0", "1", "2"]
+        assert texts("hub", path=str(tmp_path / "csv"), streaming=streaming) == [
+            'hello, "x"\nline',
+            "abc",
+            "",
+        ]
+        assert texts("hub", path=str(tmp_path / "tar"), column="txt", streaming=streaming) == [
+            "0",
+            "1",
+            "2",
+        ]
     assert texts("jsonl", path=str(tmp_path / "zst")) == ["0", "1", "2"]
 
 
@@ -256,7 +287,9 @@ def test_hub_reads_what_datasets_has_saved(tmp_path):
     assert texts("hub", path=str(tmp_path / "one")) == ["train", "x"]
     assert texts("hub", path=str(tmp_path / "two")) == ["train", "x"]
     assert texts("hub", path=str(tmp_path / "two"), split="test") == ["test", "x"]
-    with pytest.raises(UserError, match="it has no split val; set data.split to one of train, test"):
+    with pytest.raises(
+        UserError, match="it has no split val; set data.split to one of train, test"
+    ):
         texts("hub", path=str(tmp_path / "two"), split="val")
     with pytest.raises(UserError, match="it has only the split None; remove data.split=test"):
         texts("hub", path=str(tmp_path / "one"), split="test")
@@ -289,11 +322,13 @@ def test_hub_on_a_local_folder(tmp_path, streaming, monkeypatch):
 
 
 def test_a_hub_name_without_network_is_one_line():
-    code = "from thinker.data.sources import open_source\nfrom thinker.runtime.errors import run_command\n"
+    code = "from thinker.data.text.sources import open_source\nfrom thinker.runtime.errors import run_command\n"
     code += "run_command(lambda: list(open_source('hub', path='nobody/no-such-set').documents()))"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600
+    )
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
     assert "data.path=nobody/no-such-set cannot be read" in done.stderr
@@ -331,7 +366,11 @@ def test_damaged_tables(tmp_path, name, content, capfd):
         ("jsonl", {"path": "x", "streaming": True}, "data.streaming has no effect"),
         ("text", {"path": "x", "column": "text"}, "data.column has no effect"),
         ("parquet", {"path": "x", "split": "train"}, "data.split has no effect"),
-        ("text", {"path": str(ROOT / "README.md"), "max_documents": 5}, "README.md is a single text, .*to null$"),
+        (
+            "text",
+            {"path": str(ROOT / "README.md"), "max_documents": 5},
+            "README.md is a single text, .*to null$",
+        ),
         (
             "text",
             {"path": str(ROOT / "READM*.md"), "max_documents": 5},
@@ -355,7 +394,9 @@ def test_a_folder_at_home_and_a_pipe(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("one text")
-    assert [document.text for document in open_source("text", path="~/texts").documents()] == ["one text"]
+    assert [document.text for document in open_source("text", path="~/texts").documents()] == [
+        "one text"
+    ]
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="data.path=.*pipe is not a regular file; use a file"):
         open_source("text", path=str(tmp_path / "pipe"))

@@ -8,14 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from story_parser import _derive
 
-from thinker.data import story_words, tales
+from thinker.data.text import story_words, tales
 
 WORD = re.compile(r"[\w'-]+")
 
 
 def parse_events(text):
     """The slots of a story from its text alone: (name, is a recall, word), without pronouns."""
-    ends = [events for end, _, events in _derive(tales.GRAMMAR.story, text, (0, {}, ())) if end == len(text)]
+    ends = [
+        events
+        for end, _, events in _derive(tales.GRAMMAR.story, text, (0, {}, ()))
+        if end == len(text)
+    ]
     bound, slots = {}, []
     for event in ends[0]:
         if event.kind == "filler":
@@ -32,7 +36,9 @@ def test_words_cover_the_text_and_slots_are_those_of_its_parse(seed, index):
     story = tales.generate_story(seed, index)
     words = story_words.find_words(story)
     texts = [story.text[word.start : word.end] for word in words]
-    assert [(word.start, word.end) for word in words] == [match.span() for match in WORD.finditer(story.text)]
+    assert [(word.start, word.end) for word in words] == [
+        match.span() for match in WORD.finditer(story.text)
+    ]
 
     from_slots = [(text, word) for text, word in zip(texts, words) if word.source]
     slots, first_mentions = parse_events(story.text), {}
@@ -74,7 +80,11 @@ def clauses(story):
     """The subjects and verbs of a story, such as "he came; he loved"."""
     words = story_words.find_words(story)
     texts = [story.text[word.start : word.end].lower() for word in words]
-    return "; ".join(" ".join(texts[n] for n in (*word.subject, at)) for at, word in enumerate(words) if word.subject)
+    return "; ".join(
+        " ".join(texts[n] for n in (*word.subject, at))
+        for at, word in enumerate(words)
+        if word.subject
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +99,11 @@ def examples_by_alternative():
 
 
 def test_every_line_of_the_file_fits_its_alternative(examples_by_alternative):
-    alternatives = {(rule.name, n) for rule in tales.GRAMMAR.rules.values() for n in range(len(rule.alternatives))}
+    alternatives = {
+        (rule.name, n)
+        for rule in tales.GRAMMAR.rules.values()
+        for n in range(len(rule.alternatives))
+    }
     assert set(story_words.SUBJECTS) <= alternatives
     assert set(story_words.SUBJECTS) <= set(examples_by_alternative)
     for story in examples_by_alternative.values():
@@ -117,10 +131,14 @@ def test_subjects_are_those_that_a_reader_finds(examples_by_alternative, rule, n
 
 
 def test_a_verb_before_its_subject_has_none(examples_by_alternative):
-    assert "sat" not in clauses(examples_by_alternative["meet", 0])  # under a tree sat a very old fox
+    assert "sat" not in clauses(
+        examples_by_alternative["meet", 0]
+    )  # under a tree sat a very old fox
 
 
-@pytest.mark.parametrize("source", ["home 0: he came\nhome 0: he loved", "home 0: he\nhome 0: he came"])
+@pytest.mark.parametrize(
+    "source", ["home 0: he came\nhome 0: he loved", "home 0: he\nhome 0: he came"]
+)
 def test_an_alternative_listed_twice_is_refused(source):
     with pytest.raises(AssertionError, match="home 0 is listed twice"):
         story_words.read_subjects(source)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from story_parser import parse
 
-from thinker.data import tales
+from thinker.data.text import tales
 
 SEED = 11
 FAR = 16  # words since a fact was last mentioned, beyond which no short context gives it away
@@ -26,7 +26,13 @@ def entropy() -> float:
     """The exact entropy of the grammar in nats per story: the mean of -ln P over all stories."""
 
     def of_op(op: tales.Op) -> float:
-        return of(op.rule) if isinstance(op, tales.Call) else -op.log_prob if isinstance(op, tales.SampleWord) else 0.0
+        return (
+            of(op.rule)
+            if isinstance(op, tales.Call)
+            else -op.log_prob
+            if isinstance(op, tales.SampleWord)
+            else 0.0
+        )
 
     def of(rule: tales.Rule) -> float:
         return sum(
@@ -50,7 +56,13 @@ def count_stories() -> int:
     """The number of different stories: exact, as each has one derivation."""
 
     def of_op(op: tales.Op) -> int:
-        return of(op.rule) if isinstance(op, tales.Call) else len(op.items) if isinstance(op, tales.SampleWord) else 1
+        return (
+            of(op.rule)
+            if isinstance(op, tales.Call)
+            else len(op.items)
+            if isinstance(op, tales.SampleWord)
+            else 1
+        )
 
     def of(rule: tales.Rule) -> int:
         return sum(math.prod(map(of_op, ops)) for ops in rule.alternatives)
@@ -82,16 +94,24 @@ def vocabulary() -> set[str]:
             words.update(word for word in WORD.findall(_skeleton(ops).lower()) if "_" not in word)
             for op in ops:
                 if isinstance(op, tales.SampleWord):
-                    words.update(word for item in op.items for word in item[op.form].lower().split())
+                    words.update(
+                        word for item in op.items for word in item[op.form].lower().split()
+                    )
     for items in tales.GRAMMAR.lists.values():
-        words.update(form.lower() for item in items for key, form in item.items() if key.startswith("."))
+        words.update(
+            form.lower() for item in items for key, form in item.items() if key.startswith(".")
+        )
     return words
 
 
 def _skeleton(ops: tuple[tales.Op, ...]) -> str:
     """The alternative's text with _ for every slot and every rule."""
     return "".join(
-        op.text if isinstance(op, tales.Text) else "a _" if getattr(op, "form", None) in ("a", "A") else "_"
+        op.text
+        if isinstance(op, tales.Text)
+        else "a _"
+        if getattr(op, "form", None) in ("a", "A")
+        else "_"
         for op in ops
     )
 
@@ -124,7 +144,9 @@ def test_a_story_is_a_pure_function_of_seed_and_index(seed, index):
 
 
 def test_stories_of_another_seed_or_index_differ(stories):
-    texts = {story.text for story in stories} | {tales.generate_story(SEED + 1, index).text for index in range(500)}
+    texts = {story.text for story in stories} | {
+        tales.generate_story(SEED + 1, index).text for index in range(500)
+    }
     assert len(texts) == len(stories) + 500
 
 
@@ -144,9 +166,14 @@ def test_every_story_has_exactly_one_derivation(stories, stress):
 
 def test_a_story_with_another_fact_does_not_parse(stories):
     for story in stories[:300]:
-        facts = [choice for choice in story.choices if choice.kind == "fact" and choice.name != "hero"]
+        facts = [
+            choice for choice in story.choices if choice.kind == "fact" and choice.name != "hero"
+        ]
         fact, other = facts[0], facts[-1]
-        for wrong in ("zzz", other.value):  # an unknown word, and a word that belongs elsewhere in the story
+        for wrong in (
+            "zzz",
+            other.value,
+        ):  # an unknown word, and a word that belongs elsewhere in the story
             first_mention = re.sub(rf"\b{fact.value}\b", wrong, story.text, count=1)
             head, _, tail = story.text.rpartition(fact.value)
             for text in (first_mention, head + wrong + tail):
@@ -164,7 +191,9 @@ def test_a_recall_of_a_different_word_of_the_same_list_does_not_parse(stories):
             parse(head + other + tail)
 
 
-@pytest.mark.parametrize("change", [lambda t: t[:-1], lambda t: t + " ", lambda t: t[: len(t) // 2], lambda t: t[1:]])
+@pytest.mark.parametrize(
+    "change", [lambda t: t[:-1], lambda t: t + " ", lambda t: t[: len(t) // 2], lambda t: t[1:]]
+)
 def test_a_chopped_or_padded_story_does_not_parse(stories, change):
     for story in stories[:50]:
         with pytest.raises(ValueError, match="not a story"):
@@ -184,7 +213,9 @@ def test_lengths_are_bounded_by_the_grammar(stories):
 
 
 def test_there_are_many_words_and_stories(stories):
-    observed = {word for story in stories for word in re.findall(r"[a-z]+(?:-[a-z]+)*", story.text.lower())}
+    observed = {
+        word for story in stories for word in re.findall(r"[a-z]+(?:-[a-z]+)*", story.text.lower())
+    }
     assert len(observed) >= 1500
     assert observed <= vocabulary()
     assert count_stories() > 10**12
@@ -223,7 +254,9 @@ def test_facts_come_back_from_afar(stories):
 def test_a_fact_is_said_at_least_twice(stories):
     for story in stories[:500]:
         words = Counter(TOKEN.findall(story.text))
-        assert all(words[choice.value] >= 2 for choice in story.choices if choice.kind == "fact"), story.text
+        assert all(words[choice.value] >= 2 for choice in story.choices if choice.kind == "fact"), (
+            story.text
+        )
 
 
 def test_probabilities_are_those_of_the_draws(stories):
@@ -267,11 +300,16 @@ def test_stories_are_well_formed_text(stories):
             assert re.match(r'"?[A-Z]', paragraph)
             sentences = re.split(r'(?<![A-Z]r)(?<!Mrs)[.!?]"? (?=\S)', paragraph)
             for sentence in sentences[1:]:
-                assert re.match(r'"?[A-Z]', sentence) or SAID_AFTER_SPEECH.match(sentence), (sentence, paragraph)
+                assert re.match(r'"?[A-Z]', sentence) or SAID_AFTER_SPEECH.match(sentence), (
+                    sentence,
+                    paragraph,
+                )
 
 
 # After direct speech that ends in ! or ?, the sentence goes on in lower case: "Home!" her aunt called.
-SAID_AFTER_SPEECH = re.compile(r"(?:it|he|she|the|his|her|said|called|a very|[a-z]+ friend|friend) ")
+SAID_AFTER_SPEECH = re.compile(
+    r"(?:it|he|she|the|his|her|said|called|a very|[a-z]+ friend|friend) "
+)
 
 
 def test_pronouns_belong_to_the_hero(stories):
@@ -279,7 +317,9 @@ def test_pronouns_belong_to_the_hero(stories):
     for story in stories[:500]:
         first = story.text.split("\n\n")[0]
         name = next(choice.value for choice in story.choices if choice.name == "hero")
-        assert not re.search(r"\b[Hh]e\b|\b[Hh]is\b" if name in girls else r"\b[Ss]he\b|\b[Hh]er\b", first), first
+        assert not re.search(
+            r"\b[Hh]e\b|\b[Hh]is\b" if name in girls else r"\b[Ss]he\b|\b[Hh]er\b", first
+        ), first
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data import tokenizer_factory
-from thinker.data.sources import open_source
-from thinker.data.split import split_documents
-from thinker.data.text_bytes import token_byte_lengths
-from thinker.data.text_sample import sample_texts
-from thinker.data.tokenizer import FILE_NAME, Tokenizer
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.text.sources import open_source
+from thinker.data.text.split import split_documents
+from thinker.data.text.text_sample import sample_texts
+from thinker.data.tokenizers import tokenizer_factory
+from thinker.data.tokenizers.text_bytes import token_byte_lengths
+from thinker.data.tokenizers.tokenizer import FILE_NAME, Tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = Path(__file__).read_text(encoding="utf-8") + "naïve café 日本語 🎉 "
 TOKENIZERS = {spec: make_tokenizer(spec, [SAMPLE]) for spec in ("byte", "char", "bpe:600")}
-TEXTS = st.lists(st.text() | st.sampled_from(["<|bos|>", "\0", "日本", "🎉👩‍👩‍👧", " ", "\r\n", "123456"])).map("".join)
+TEXTS = st.lists(
+    st.text() | st.sampled_from(["<|bos|>", "\0", "日本", "🎉👩‍👩‍👧", " ", "\r\n", "123456"])
+).map("".join)
 
 every_kind = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 
@@ -49,7 +51,12 @@ def test_special_names_are_special_only_when_asked(tokenizer):
     assert plain != special
     assert tokenizer.decode(plain) == "a<|bos|>b"
     assert tokenizer.decode(special) == "ab"  # a special token stands for no text
-    assert tokenizer.bos_id == tokenizer.eos_id == tokenizer.special_tokens["<|bos|>"] == tokenizer.vocab_size - 1
+    assert (
+        tokenizer.bos_id
+        == tokenizer.eos_id
+        == tokenizer.special_tokens["<|bos|>"]
+        == tokenizer.vocab_size - 1
+    )
 
 
 def test_bytes_are_ids():
@@ -70,7 +77,9 @@ def test_bpe_has_the_size_asked_for_and_is_the_same_each_time():
     assert len(tokenizer.encode(SAMPLE)) < len(SAMPLE) / 2
     assert make_tokenizer("bpe:600", [SAMPLE]).content_hash == tokenizer.content_hash
     assert make_tokenizer("bpe:599", [SAMPLE]).content_hash != tokenizer.content_hash
-    assert max(len(tokenizer.token_bytes(i)) for i in tokenizer.encode("1234567 7654321")) <= 3  # digits in threes
+    assert (
+        max(len(tokenizer.token_bytes(i)) for i in tokenizer.encode("1234567 7654321")) <= 3
+    )  # digits in threes
 
 
 def test_text_too_short_for_the_vocabulary_gives_a_smaller_one():
@@ -148,7 +157,11 @@ def test_wrong_specs(spec, message):
 def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
     path = tokenizer.save(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == [FILE_NAME]
-    for loaded in (Tokenizer.load(tmp_path), Tokenizer.load(path), make_tokenizer(str(tmp_path), [])):
+    for loaded in (
+        Tokenizer.load(tmp_path),
+        Tokenizer.load(path),
+        make_tokenizer(str(tmp_path), []),
+    ):
         assert loaded.content_hash == tokenizer.content_hash
         assert loaded.encode(SAMPLE) == tokenizer.encode(SAMPLE)
         assert (loaded.kind, loaded.bos_id, loaded.vocab_size) == (
@@ -237,8 +250,8 @@ ENCODING_CONSTRUCTORS = {
 """
 USE_PLUGIN = """
 import sys
-from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer import Tokenizer
 tokenizer = make_tokenizer("tiktoken:local", [])
 tokenizer.save(sys.argv[1])
 print(tokenizer.encode("he<|endoftext|>", True), tokenizer.bos_id, repr(tokenizer.decode([256, 257, 258])))
@@ -248,7 +261,9 @@ print(tokenizer.encode("he<|endoftext|>", True), tokenizer.bos_id, repr(tokenize
 def _python(code, *arguments, **environment):
     command = [sys.executable, "-c", code, *map(str, arguments)]
     environment = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600
+    )
 
 
 def test_a_named_encoding_is_saved_with_its_ranks_and_opens_without_tiktokens_files(tmp_path):
@@ -263,9 +278,11 @@ def test_a_named_encoding_is_saved_with_its_ranks_and_opens_without_tiktokens_fi
 
 
 def test_a_named_encoding_that_cannot_be_downloaded_is_one_line(tmp_path):
-    code = "from thinker.data.tokenizer_factory import make_tokenizer\nfrom thinker.runtime.errors import run_command\n"
+    code = "from thinker.data.tokenizers.tokenizer_factory import make_tokenizer\nfrom thinker.runtime.errors import run_command\n"
     code += "run_command(lambda: make_tokenizer('tiktoken:r50k_base', []))"
-    done = _python(code, TIKTOKEN_CACHE_DIR=str(tmp_path), HTTPS_PROXY="http://127.0.0.1:9", NO_PROXY="")
+    done = _python(
+        code, TIKTOKEN_CACHE_DIR=str(tmp_path), HTTPS_PROXY="http://127.0.0.1:9", NO_PROXY=""
+    )
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
     assert "r50k_base.tiktoken" in done.stderr
@@ -303,12 +320,18 @@ def test_the_sample_is_spread_over_a_long_source_and_is_always_the_same(tmp_path
     assert numbers == sorted(numbers)
     assert 58_000 < sum(map(len, sample)) <= 60_000
     assert min(np.histogram(numbers, 4, (0, 2000))[0]) > 90
-    train = {text for split, text in ((s, d.text) for s, d in split_documents(source, 0.1)) if split == "train"}
+    train = {
+        text
+        for split, text in ((s, d.text) for s, d in split_documents(source, 0.1))
+        if split == "train"
+    }
     assert set(sample) <= train
 
 
 def test_a_short_source_is_sampled_as_a_whole_and_kept(tmp_path):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(100)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(100))
+    )
     source = open_source("jsonl", path=str(tmp_path / "a.jsonl"))
     sample, read = sample_texts(source, split_documents(source, 0.3), 10_000)
     assert [document.text for _, document in read] == [f"text {i}" for i in range(100)]

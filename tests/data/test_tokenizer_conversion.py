@@ -10,19 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data import tokenizer_conversion
-from thinker.data.hf_tokenizer import HFTokenizer
-from thinker.data.text_bytes import token_byte_lengths
-from thinker.data.tokenizer import Tokenizer
-from thinker.data.tokenizer_conversion import GPT2
-from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.data.tokenizers import tokenizer_conversion
+from thinker.data.tokenizers.hf_tokenizer import HFTokenizer
+from thinker.data.tokenizers.text_bytes import token_byte_lengths
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer_conversion import GPT2
+from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
 from thinker.runtime.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 import tokenizers  # noqa: E402
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
 
-SAMPLE = (Path(__file__).read_text(encoding="utf-8") + "naïve café 日本語 🎉 don't we'll 12345 ") * 2
+SAMPLE = (
+    Path(__file__).read_text(encoding="utf-8") + "naïve café 日本語 🎉 don't we'll 12345 "
+) * 2
 # cl100k's own words, with its possessive quantifiers; o200k's and llama's are of the same kind
 CL100K = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
@@ -45,7 +47,9 @@ def fuzzed(count, seed):
     categories = sorted(BY_CATEGORY)
     common = ["e", " the", "'s", "'LL", "don't", "x1", " ", "é"]
     pieces = [
-        lambda: "".join(rng.choice(BY_CATEGORY[rng.choice(categories)]) for _ in range(rng.randrange(1, 8))),
+        lambda: "".join(
+            rng.choice(BY_CATEGORY[rng.choice(categories)]) for _ in range(rng.randrange(1, 8))
+        ),
         lambda: "".join(rng.choices("0123456789", k=rng.randrange(1, 12))),
         lambda: "".join(rng.choices(" \t\n\r\u00a0\u3000\x0b", k=rng.randrange(1, 9))),
         lambda: "".join(chr(rng.randrange(32)) for _ in range(3)),
@@ -59,7 +63,9 @@ def fuzzed(count, seed):
 def differing(ours, theirs, texts):
     """Texts that get other ids, as a whole or as plain text."""
     expected = theirs(texts, add_special_tokens=False)["input_ids"]
-    return [text for text, ids in zip(texts, expected) if ours.encode(text, allow_special=True) != ids]
+    return [
+        text for text, ids in zip(texts, expected) if ours.encode(text, allow_special=True) != ids
+    ]
 
 
 def with_gaps(pattern=CL100K):
@@ -86,10 +92,26 @@ def test_what_is_written_gives_the_same_ids_there_and_read_again_here(tmp_path, 
     texts = fuzzed(5000, name)
     assert differing(ours, theirs, texts) == []
     assert [text for text in texts if again.encode(text) != ours.encode(text)] == []
-    assert theirs(texts[0])["input_ids"] == [ours.bos_id, *ours.encode(texts[0], allow_special=True)]
-    assert theirs("a", "b")["input_ids"] == [ours.bos_id, *ours.encode("a"), ours.bos_id, *ours.encode("b")]
-    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, _known(ours))
-    assert (again.bos_id, again.eos_ids, again.bos_prefix) == (ours.bos_id, ours.eos_ids, [ours.bos_id])
+    assert theirs(texts[0])["input_ids"] == [
+        ours.bos_id,
+        *ours.encode(texts[0], allow_special=True),
+    ]
+    assert theirs("a", "b")["input_ids"] == [
+        ours.bos_id,
+        *ours.encode("a"),
+        ours.bos_id,
+        *ours.encode("b"),
+    ]
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (
+        ours.bos_id,
+        ours.eos_id,
+        _known(ours),
+    )
+    assert (again.bos_id, again.eos_ids, again.bos_prefix) == (
+        ours.bos_id,
+        ours.eos_ids,
+        [ours.bos_id],
+    )
     assert again.special_tokens == ours.special_tokens
     assert (token_byte_lengths(again) == token_byte_lengths(ours)).all()
     ids = ours.encode("Naïve 日本 42\n")
@@ -97,7 +119,9 @@ def test_what_is_written_gives_the_same_ids_there_and_read_again_here(tmp_path, 
 
 
 def _known(tokenizer):
-    return sum(tokenizer.token_bytes(i) != b"" for i in range(tokenizer.vocab_size)) + len(tokenizer.special_tokens)
+    return sum(tokenizer.token_bytes(i) != b"" for i in range(tokenizer.vocab_size)) + len(
+        tokenizer.special_tokens
+    )
 
 
 # From there to here
@@ -105,7 +129,11 @@ def _known(tokenizer):
 
 def trained(pre_tokenizer, normalizer=None, special=("<|endoftext|>", "<|im_end|>"), **model):
     library = tokenizers.Tokenizer(models.BPE(**model))
-    library.pre_tokenizer, library.normalizer, library.decoder = pre_tokenizer, normalizer, decoders.ByteLevel()
+    library.pre_tokenizer, library.normalizer, library.decoder = (
+        pre_tokenizer,
+        normalizer,
+        decoders.ByteLevel(),
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=800,
         special_tokens=list(special),
@@ -125,7 +153,9 @@ def saved(library, folder, **config):
 
 def split(pattern):
     cut = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-    return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def byte_level(**options):
@@ -141,7 +171,10 @@ def qwen_like():
 def llama3_like():
     library = trained(split(LLAMA3), special=("<|bos|>", "<|endoftext|>"), ignore_merges=True)
     library.post_processor = processors.Sequence(
-        [processors.ByteLevel(), processors.TemplateProcessing("<|bos|> $A", "<|bos|> $A $B", [("<|bos|>", 0)])]
+        [
+            processors.ByteLevel(),
+            processors.TemplateProcessing("<|bos|> $A", "<|bos|> $A $B", [("<|bos|>", 0)]),
+        ]
     )
     return library
 
@@ -155,7 +188,9 @@ def mistral_like():
     """As sentencepiece's: spaces become ▁, one of them before the text, and what is unknown becomes bytes."""
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     library = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False)
     library.train_from_iterator([SAMPLE[:3000]], trainer)
     content = json.loads(library.to_str())
@@ -175,7 +210,11 @@ THEIRS = {
     "llama3-like": (llama3_like, {"bos_token": "<|bos|>"}, Tokenizer),
     "smollm-like": (smollm_like, {}, Tokenizer),
     "mistral-like": (mistral_like, MISTRAL, HFTokenizer),
-    "with-a-prefix-space": (lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=True)), {}, HFTokenizer),
+    "with-a-prefix-space": (
+        lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        {},
+        HFTokenizer,
+    ),
     "possessive": (lambda: trained(split(r"\p{N}{1,3}+|\p{N}|[^\p{N}]+")), {}, HFTokenizer),
     "lower-case": (lambda: trained(byte_level(), normalizers.Lowercase()), {}, HFTokenizer),
 }
@@ -191,7 +230,9 @@ def test_what_is_read_gives_the_same_ids_as_there(tmp_path, name):
     assert ours.bos_prefix == theirs("x")["input_ids"][: -len(ours.encode("x"))]
     hidden = ours.special_tokens.keys() - ours.non_special_added_tokens
     plain = [text for text in texts if not any(special in text for special in hidden)]
-    assert [text for text in plain if ours.encode(text) != ours.encode(text, allow_special=True)] == []
+    assert [
+        text for text in plain if ours.encode(text) != ours.encode(text, allow_special=True)
+    ] == []
     for text in plain[:300]:
         ids = ours.encode(text)
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
@@ -200,11 +241,18 @@ def test_what_is_read_gives_the_same_ids_as_there(tmp_path, name):
     ours.save(folder)
     again = load_tokenizer(folder)
     assert again.content_hash == ours.content_hash
-    assert (again.eos_ids, again.bos_prefix, again.bos_id) == (ours.eos_ids, ours.bos_prefix, ours.bos_id)
+    assert (again.eos_ids, again.bos_prefix, again.bos_id) == (
+        ours.eos_ids,
+        ours.bos_prefix,
+        ours.bos_id,
+    )
     assert [text for text in texts[:300] if again.encode(text) != ours.encode(text)] == []
     (tmp_path / "out").mkdir()
     tokenizer_conversion.write(ours, tmp_path / "out", 128)  # and out again
-    assert differing(ours, transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), texts[:300]) == []
+    assert (
+        differing(ours, transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), texts[:300])
+        == []
+    )
 
 
 def test_names_of_special_tokens_are_plain_text_unless_asked(tmp_path):
@@ -217,7 +265,11 @@ def test_names_of_special_tokens_are_plain_text_unless_asked(tmp_path):
         assert ours.special_tokens[name] in ours.encode(f"a{name}b", allow_special=True)
         assert ours.decode(ours.encode(f"a{name}b")) == f"a{name}b"
         ids = ours.encode(f"a{name}b", allow_special=True)
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == ("a b" if config else "ab")
+        assert (
+            ours.decode(ids)
+            == theirs.decode(ids, skip_special_tokens=True)
+            == ("a b" if config else "ab")
+        )
 
 
 def test_bytes_of_pieces_make_up_the_text(tmp_path):
@@ -229,9 +281,16 @@ def test_bytes_of_pieces_make_up_the_text(tmp_path):
 
 def test_tokens_that_are_not_special_are_found_in_any_text(tmp_path):
     """As by transformers, in plain text too, whichever library runs it; and their names are what they stand for."""
-    for number, pre_tokenizer in enumerate([byte_level(), pre_tokenizers.ByteLevel(add_prefix_space=True)]):
+    for number, pre_tokenizer in enumerate(
+        [byte_level(), pre_tokenizers.ByteLevel(add_prefix_space=True)]
+    ):
         library = trained(pre_tokenizer)
-        library.add_tokens([tokenizers.AddedToken(name, special=False, normalized=False) for name in ("über", "  ")])
+        library.add_tokens(
+            [
+                tokenizers.AddedToken(name, special=False, normalized=False)
+                for name in ("über", "  ")
+            ]
+        )
         folder = tmp_path / str(number)
         folder.mkdir()
         ours, theirs = saved(library, folder)
@@ -281,7 +340,12 @@ def other_pair(model):
     for at in reversed(range(len(model["merges"]))):
         first, second = model["merges"][at]
         whole = first + second
-        if len(whole) == 3 and len(first) == 2 and whole[1:] in vocab and vocab[whole[1:]] < vocab[whole]:
+        if (
+            len(whole) == 3
+            and len(first) == 2
+            and whole[1:] in vocab
+            and vocab[whole[1:]] < vocab[whole]
+        ):
             model["merges"][at] = [whole[0], whole[1:]]
             return
     raise AssertionError("there is none")
@@ -302,7 +366,10 @@ def test_further_pairs_of_the_same_token_change_nothing(tmp_path):
         for first, second in model["merges"]:
             whole = first + second
             cuts = [(whole[:at], whole[at:]) for at in range(1, len(whole))]
-            merges += sorted((cut for cut in cuts if set(cut) <= vocab.keys()), key=lambda c: [vocab[p] for p in c])
+            merges += sorted(
+                (cut for cut in cuts if set(cut) <= vocab.keys()),
+                key=lambda c: [vocab[p] for p in c],
+            )
         assert len(merges) > len(model["merges"])
         model["merges"] = [list(cut) for cut in merges]
 
@@ -328,22 +395,46 @@ def test_split_merges_the_lowest_pair_first(token):
         ("tokenizer.json", "{", "is not valid JSON"),
         ("tokenizer.json", "[]", "not a JSON object"),
         ("tokenizer.json", "{}", "it has no 'model'"),
-        ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "pad_token": "<pad>"}', "not add the token '<pad>'"),
-        ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "extra_special_tokens": ["<x>"]}', "token '<x>'"),
-        ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "extra_special_tokens": {"x": "<y>"}}', "'<y>'"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "<|endoftext|>", "pad_token": "<pad>"}',
+            "not add the token '<pad>'",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "<|endoftext|>", "extra_special_tokens": ["<x>"]}',
+            "token '<x>'",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "<|endoftext|>", "extra_special_tokens": {"x": "<y>"}}',
+            "'<y>'",
+        ),
         (
             "tokenizer_config.json",
             '{"added_tokens_decoder": {"0": {"content": "<|endoftext|>", "lstrip": true}}}',
             "its token '<|endoftext|>' with different flags",
         ),
-        ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "chat_template": ["a"]}', "cannot be used"),
-        ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "chat_template": {"a": 1}}', "template is not text"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "<|endoftext|>", "chat_template": ["a"]}',
+            "cannot be used",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "<|endoftext|>", "chat_template": {"a": 1}}',
+            "template is not text",
+        ),
         (
             "tokenizer_config.json",
             '{"eos_token": "<|endoftext|>", "add_prefix_space": true}',
             "add_prefix_space is True",
         ),
-        ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "split_special_tokens": true}', "split_special"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "<|endoftext|>", "split_special_tokens": true}',
+            "split_special",
+        ),
         (
             "generation_config.json",
             '{"eos_token_id": -1}',
@@ -352,7 +443,11 @@ def test_split_merges_the_lowest_pair_first(token):
         ("generation_config.json", '{"eos_token_id": 5000}', "cannot be used"),
         ("config.json", '{"eos_token_id": "x"}', "not valid EOS token ids"),
         ("added_tokens.json", '{"<new>": 900}', "not add the token '<new>'"),
-        ("special_tokens_map.json", '{"unk_token": {"content": "<unk>"}}', "not add the token '<unk>'"),
+        (
+            "special_tokens_map.json",
+            '{"unk_token": {"content": "<unk>"}}',
+            "not add the token '<unk>'",
+        ),
         (
             "tokenizer.json",
             '{"model": {"type": "New"}, "added_tokens": [{"id": 0, "content": "<|endoftext|>"}]}',
@@ -373,11 +468,19 @@ def test_files_that_are_none_are_refused_by_name(tmp_path, name, content, messag
     ("change", "message"),
     [
         (lambda content: content["model"].update(dropout=0.1), "dropout"),
-        (lambda content: content["model"].update(continuing_subword_prefix="##"), "continuing_subword_prefix is '##'"),
-        (lambda content: content["added_tokens"][0].update(id=float("inf")), "has an invalid id"),
-        (lambda content: content["added_tokens"].append(content["added_tokens"][0]), "a token twice"),
         (
-            lambda content: content["added_tokens"].append(content["added_tokens"][0] | {"id": 9, "content": "e"}),
+            lambda content: content["model"].update(continuing_subword_prefix="##"),
+            "continuing_subword_prefix is '##'",
+        ),
+        (lambda content: content["added_tokens"][0].update(id=float("inf")), "has an invalid id"),
+        (
+            lambda content: content["added_tokens"].append(content["added_tokens"][0]),
+            "a token twice",
+        ),
+        (
+            lambda content: content["added_tokens"].append(
+                content["added_tokens"][0] | {"id": 9, "content": "e"}
+            ),
             "'e'",
         ),
     ],
@@ -394,7 +497,9 @@ def test_what_the_library_would_make_otherwise_is_refused(tmp_path, change, mess
 
 def test_added_tokens_that_are_found_in_two_passes_are_left_to_the_library(tmp_path):
     library = trained(byte_level())
-    library.add_tokens([tokenizers.AddedToken("x<|im_end|>", normalized=True), tokenizers.AddedToken("<|im")])
+    library.add_tokens(
+        [tokenizers.AddedToken("x<|im_end|>", normalized=True), tokenizers.AddedToken("<|im")]
+    )
     ours, theirs = saved(library, tmp_path)
     texts = [*fuzzed(300, "passes"), "ax<|im_end|>b", "<|im<|im_end|>"]
     assert type(ours) is HFTokenizer
@@ -404,7 +509,9 @@ def test_added_tokens_that_are_found_in_two_passes_are_left_to_the_library(tmp_p
 @pytest.mark.parametrize("count", ["{1,3}", "{3}", "{2,}", "{,3}"])
 def test_a_count_that_gives_nothing_back_is_left_to_the_library(count):
     """Whether the texts that are compared show it depends on the vocabulary."""
-    plain, possessive = ({"Regex": rf"\p{{N}}{count}{plus}|[^\p{{N}}]+|\p{{N}}"} for plus in ("", "+"))
+    plain, possessive = (
+        {"Regex": rf"\p{{N}}{count}{plus}|[^\p{{N}}]+|\p{{N}}"} for plus in ("", "+")
+    )
     steps = json.loads(trained(split("x")).to_str())["pre_tokenizer"]
     for pattern, known in [(plain, plain["Regex"]), (possessive, None)]:
         steps["pretokenizers"][0]["pattern"] = pattern
@@ -417,10 +524,18 @@ def test_an_empty_list_of_steps_and_unknown_letters(tmp_path):
     assert type(ours) is HFTokenizer
     assert differing(ours, theirs, ["abc", "a b"]) == []
     unigram = [["<unk>", 0.0], ["</s>", 0.0], ["▁a", -1.0], ["b", -1.0], ["▁", -2.0]]
-    content = json.loads(library.to_str()) | {"model": {"type": "Unigram", "vocab": unigram, "unk_id": 0}}
+    content = json.loads(library.to_str()) | {
+        "model": {"type": "Unigram", "vocab": unigram, "unk_id": 0}
+    }
     content["decoder"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}
     content["pre_tokenizer"] = content["decoder"]
-    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+    flags = {
+        "lstrip": False,
+        "rstrip": False,
+        "single_word": False,
+        "normalized": False,
+        "special": True,
+    }
     content["added_tokens"] = [{"id": 1, "content": "</s>"} | flags]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
@@ -447,13 +562,19 @@ def test_what_would_end_every_text_with_a_token_is_refused(tmp_path):
 
 def test_a_library_that_panics_or_multiplies_is_one_line(tmp_path):
     library = trained(byte_level())
-    steps = [normalizers.Replace(Regex(""), ""), normalizers.Replace(Regex("b*"), "a"), normalizers.NFC()]
+    steps = [
+        normalizers.Replace(Regex(""), ""),
+        normalizers.Replace(Regex("b*"), "a"),
+        normalizers.NFC(),
+    ]
     library.normalizer = normalizers.Sequence([*steps, normalizers.NFD()])
     with pytest.raises(UserError, match="the tokenizer cannot encode 'a': index out of bounds"):
         saved(library, tmp_path)
     library.normalizer = normalizers.Sequence([normalizers.Replace("a", "aa")] * 40)
     library.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="its normalizer can make a text 1,099,511,627,776 times as long"):
+    with pytest.raises(
+        UserError, match="its normalizer can make a text 1,099,511,627,776 times as long"
+    ):
         load_tokenizer(tmp_path)
 
 

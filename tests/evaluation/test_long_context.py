@@ -6,9 +6,9 @@ import statistics
 import pytest
 import torch
 
-from thinker.data.batches import PackedDataset
-from thinker.data.corpus import prepare_corpus
-from thinker.data.text_bytes import token_byte_lengths
+from thinker.data.batches.batches import PackedDataset
+from thinker.data.corpus.corpus import prepare_corpus
+from thinker.data.tokenizers.text_bytes import token_byte_lengths
 from thinker.evaluation.long_context import long_windows, loss_by_position, override_rope_scaling
 from thinker.evaluation.loss import Evaluator
 from thinker.model import Thinker, ThinkerConfig
@@ -20,7 +20,9 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_seq_len": 16}
 
 @pytest.fixture(scope="module")
 def corpus(text_file, tmp_path_factory):
-    return prepare_corpus(source="text", path=str(text_file), tokenizer="byte", cache_dir=tmp_path_factory.mktemp("c"))
+    return prepare_corpus(
+        source="text", path=str(text_file), tokenizer="byte", cache_dir=tmp_path_factory.mktemp("c")
+    )
 
 
 @pytest.fixture
@@ -36,7 +38,9 @@ def by_hand(model, windows, n):
         with torch.no_grad():
             logits = model(inputs[None], document_ids=windows.document_ids(inputs[None]))[0]
         known = logits.double().log_softmax(dim=-1)
-        rows.append([-known[at, y].item() if y >= 0 else None for at, y in enumerate(targets.tolist())])
+        rows.append(
+            [-known[at, y].item() if y >= 0 else None for at, y in enumerate(targets.tolist())]
+        )
     return rows
 
 
@@ -55,9 +59,13 @@ def test_loss_by_position_equals_a_direct_computation(random_model, corpus, form
     rows = by_hand(model, windows, n)
     columns = [[loss for loss in column if loss is not None] for column in zip(*rows)]
     assert found.counts.tolist() == [len(column) for column in columns]
-    assert len(set(found.counts.tolist())) == (3 if "attention" in form and "prefix" in form["attention"] else 2)
+    assert len(set(found.counts.tolist())) == (
+        3 if "attention" in form and "prefix" in form["attention"] else 2
+    )
     expected = [statistics.mean(column) if column else math.nan for column in columns]
-    torch.testing.assert_close(found.by_position, torch.tensor(expected).double(), rtol=1e-4, atol=1e-4, equal_nan=True)
+    torch.testing.assert_close(
+        found.by_position, torch.tensor(expected).double(), rtol=1e-4, atol=1e-4, equal_nan=True
+    )
 
     evaluation = Evaluator(windows, 3, token_byte_lengths(corpus.tokenizer))(model)
     weighted = (found.by_position.nan_to_num() * found.counts).sum() / found.counts.sum()
@@ -66,7 +74,9 @@ def test_loss_by_position_equals_a_direct_computation(random_model, corpus, form
 
 
 def test_loss_with_document_masking(random_model, tmp_path):
-    corpus = prepare_corpus(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
+    corpus = prepare_corpus(
+        source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False
+    )
     model = random_model(vocab_size=257, max_seq_len=256)
     windows = PackedDataset(corpus.val, 1024, "contiguous", document_masking=True)
     found = loss_by_position(model, windows, 1, limit=1)
@@ -79,7 +89,13 @@ def test_segments_and_standard_errors(model, corpus):
     found = loss_by_position(model, windows, 2, limit=5)
     assert model.training
     parts = found.segments()
-    assert [(part.start, part.end) for part in parts] == [(0, 8), (8, 16), (16, 32), (32, 48), (48, 64)]
+    assert [(part.start, part.end) for part in parts] == [
+        (0, 8),
+        (8, 16),
+        (16, 32),
+        (32, 48),
+        (48, 64),
+    ]
     means = [statistics.mean(row[16:32]) for row in by_hand(model.eval(), windows, 5)]
     assert parts[2].n_tokens == 5 * 16
     assert parts[2].loss == pytest.approx(statistics.mean(means), rel=1e-4)
@@ -96,7 +112,9 @@ def test_standard_error_of_partial_windows(model, corpus):
     n, mean = sum(map(len, rows)), sum(map(sum, rows)) / sum(map(len, rows))
     spread = sum((sum(row) - mean * len(row)) ** 2 for row in rows)
     assert (part.n_tokens, part.loss) == (n, pytest.approx(mean, rel=1e-5))
-    assert part.error == pytest.approx(math.sqrt(spread * len(rows) / (len(rows) - 1)) / n, rel=1e-4)
+    assert part.error == pytest.approx(
+        math.sqrt(spread * len(rows) / (len(rows) - 1)) / n, rel=1e-4
+    )
 
 
 def test_windows_end_with_the_learned_positions(random_model, corpus):

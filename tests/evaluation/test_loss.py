@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from thinker.data.batches import PackedDataset
-from thinker.data.corpus import prepare_corpus
-from thinker.data.text_bytes import token_byte_lengths
+from thinker.data.batches.batches import PackedDataset
+from thinker.data.corpus.corpus import prepare_corpus
+from thinker.data.tokenizers.text_bytes import token_byte_lengths
 from thinker.evaluation import loss
 from thinker.evaluation.loss import Evaluator
 from thinker.model import Thinker, ThinkerConfig
@@ -16,14 +16,19 @@ from thinker.model import Thinker, ThinkerConfig
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return prepare_corpus(
-        source="tales", max_documents=300, tokenizer="bpe:600", cache_dir=tmp_path_factory.mktemp("c")
+        source="tales",
+        max_documents=300,
+        tokenizer="bpe:600",
+        cache_dir=tmp_path_factory.mktemp("c"),
     )
 
 
 @pytest.fixture(scope="module")
 def model(corpus):
     torch.manual_seed(0)
-    model = Thinker(ThinkerConfig(vocab_size=600, d_model=16, n_layers=1, n_heads=2, max_seq_len=600))
+    model = Thinker(
+        ThinkerConfig(vocab_size=600, d_model=16, n_layers=1, n_heads=2, max_seq_len=600)
+    )
     torch.nn.init.normal_(model.lm_head.weight, std=0.3)
     torch.nn.init.normal_(
         model.blocks[0].attention.o_proj.weight, std=0.5
@@ -69,7 +74,10 @@ def test_on_a_gpu_every_batch_has_the_same_shape(corpus, model, monkeypatch, mas
     found = Evaluator(windows, 4, token_byte_lengths(corpus.tokenizer))(model)
     handle.remove()
     assert shapes == {(4, 40)}
-    assert (found.n_tokens, found.bits_per_byte) == (whole.n_tokens, pytest.approx(whole.bits_per_byte))
+    assert (found.n_tokens, found.bits_per_byte) == (
+        whole.n_tokens,
+        pytest.approx(whole.bits_per_byte),
+    )
 
 
 def test_no_entropy_floor_for_cut_or_unaligned_documents(corpus, model):
@@ -93,11 +101,16 @@ def test_masked_documents_have_the_same_loss_as_alone(corpus, model):
     found = Evaluator(windows, 3, token_byte_lengths(corpus.tokenizer))(model)
     model.eval()
     with torch.no_grad():
-        parts = [model(document[None, :-1], targets=document[None, 1:]) for document in documents(corpus.val)]
+        parts = [
+            model(document[None, :-1], targets=document[None, 1:])
+            for document in documents(corpus.val)
+        ]
     model.train()
     alone = sum(loss.item() for loss, _ in parts) / sum(count.item() for _, count in parts)
     assert found.loss == pytest.approx(alone, rel=1e-6)
-    together = Evaluator(PackedDataset(corpus.val, 500, "documents"), 3, token_byte_lengths(corpus.tokenizer))(model)
+    together = Evaluator(
+        PackedDataset(corpus.val, 500, "documents"), 3, token_byte_lengths(corpus.tokenizer)
+    )(model)
     assert abs(together.loss - alone) > 1e-4
     assert together.n_tokens == found.n_tokens
 
@@ -109,11 +122,16 @@ def test_the_bidirectional_prefix_is_not_counted_and_has_no_floor(corpus, model)
     assert evaluator.floor is None
     found = evaluator(model)
     plain = Evaluator(PackedDataset(corpus.val, 500, "documents"), 3, lengths, limit)(model)
-    assert found.n_tokens == plain.n_tokens - limit * 19  # the last of 20 predicts the first that is not given
+    assert (
+        found.n_tokens == plain.n_tokens - limit * 19
+    )  # the last of 20 predicts the first that is not given
 
 
 def test_progress_is_shown_where_an_evaluation_takes_long(corpus, model, monkeypatch, capsys):
-    windows, lengths = PackedDataset(corpus.val, 500, "documents"), token_byte_lengths(corpus.tokenizer)
+    windows, lengths = (
+        PackedDataset(corpus.val, 500, "documents"),
+        token_byte_lengths(corpus.tokenizer),
+    )
     monkeypatch.setattr(loss, "PROGRESS_DELAY", 1e9)
     quick = Evaluator(windows, 3, lengths, progress=True)(model)
     assert "evaluating" not in capsys.readouterr().err

@@ -9,12 +9,12 @@ import torch
 from conftest import ROOT
 from story_parser import parse
 
-from thinker.data import tales
-from thinker.data.corpus import prepare_corpus
+from thinker.data.corpus.corpus import prepare_corpus
+from thinker.data.text import tales
 from thinker.evaluation import needle
 from thinker.evaluation.windowed_needle import cached_log_probs
-from thinker.generation.retrieval_cache import RetrievalCache
-from thinker.generation.sink_cache import SinkCache
+from thinker.features.retrieval.retrieval_cache import RetrievalCache
+from thinker.generation.caches.sink_cache import SinkCache
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,7 +48,11 @@ def pattern(ops):
                 parts.append("(?:" + "|".join(map(pattern, rule.alternatives)) + ")")
             case tales.SampleWord():
                 parts.append(
-                    "(?:" + "|".join(sorted({re.escape(item[op.form]) for item in op.items}, reverse=True)) + ")"
+                    "(?:"
+                    + "|".join(
+                        sorted({re.escape(item[op.form]) for item in op.items}, reverse=True)
+                    )
+                    + ")"
                 )
             case _:
                 parts.append(r"[\w-]+")
@@ -125,7 +129,9 @@ def reference_log_probs(model, tokenizer, one):
     return sums
 
 
-@pytest.mark.parametrize(("spec", "form"), [("bpe", {}), ("byte", {}), ("byte", {"attention": "window(70)"})])
+@pytest.mark.parametrize(
+    ("spec", "form"), [("bpe", {}), ("byte", {}), ("byte", {"attention": "window(70)"})]
+)
 def test_log_probs_equal_full_forward_passes(request, random_model, spec, form, stress):
     n_examples = 4 if stress else 2
     tokenizer = request.getfixturevalue(spec)
@@ -135,7 +141,9 @@ def test_log_probs_equal_full_forward_passes(request, random_model, spec, form, 
     for one in needle.make_needles(tokenizer, distance, n_examples, seed=0):
         expected = reference_log_probs(model, tokenizer, one)
         ids = [tokenizer.encode(f" {value}") for value in needle.VALUES[one.name]]
-        assert needle.log_probs(model, one.tokens, ids).tolist() == pytest.approx(expected, abs=2e-4)
+        assert needle.log_probs(model, one.tokens, ids).tolist() == pytest.approx(
+            expected, abs=2e-4
+        )
         best = needle.VALUES[one.name][max(range(len(expected)), key=expected.__getitem__)]
         right.append(best == one.value)
         place = needle.VALUES[one.name].index(one.value)
@@ -181,7 +189,9 @@ def test_unreachable_distances_have_a_reason(random_model, bpe, byte):
 
 
 def test_a_prefix_that_includes_the_answer(random_model, bpe):
-    found = needle.needle_test(random_model(vocab_size=bpe.vocab_size, attention="prefix(999)"), bpe, 32, 2)
+    found = needle.needle_test(
+        random_model(vocab_size=bpe.vocab_size, attention="prefix(999)"), bpe, 32, 2
+    )
     assert "contains the answer" in found["unreachable"]
 
 
@@ -192,7 +202,10 @@ def test_through_a_cache_values_have_the_same_probability(random_model, byte):
     context = torch.randint(0, 200, (70,), generator=torch.Generator().manual_seed(0)).tolist()
     values = [byte.encode(value) for value in (" a", " ab", " abc", " abd", " z", " zebra")]
     known = needle.log_probs(model, context, values)
-    for new_cache in (lambda: SinkCache(model, 1, 90, 2), lambda: RetrievalCache(model, 1, 8, 2, 20, 4, torch.float32)):
+    for new_cache in (
+        lambda: SinkCache(model, 1, 90, 2),
+        lambda: RetrievalCache(model, 1, 8, 2, 20, 4, torch.float32),
+    ):
         found = cached_log_probs(new_cache, model, context, values)
         torch.testing.assert_close(found, known, rtol=0, atol=1e-4)
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data.batches import PackedDataset, entropy_floor
-from thinker.data.sources import open_source
-from thinker.data.text_bytes import token_byte_lengths
-from thinker.data.tokenizer import Tokenizer
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.batches.batches import PackedDataset, entropy_floor
+from thinker.data.text.sources import open_source
+from thinker.data.tokenizers.text_bytes import token_byte_lengths
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.evaluation.perplexity import estimate_ratio, text_loss, tokenize
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
@@ -46,7 +46,9 @@ def by_hand(model, length, stride):
         for place in range(len(window)):
             target = start + place + 1
             if target < len(ids) and target not in nats:
-                nats[target] = -(logits[place, ids[target]] - logits[place].exp().sum().log()).item()
+                nats[target] = -(
+                    logits[place, ids[target]] - logits[place].exp().sum().log()
+                ).item()
     return list(nats.values())
 
 
@@ -58,7 +60,9 @@ def test_text_loss_equals_a_direct_computation(model, tokens, length, stride):
     assert found.n_tokens == len(expected) == len(TEXT.encode())
     assert found.n_bytes == len(TEXT.encode())
     assert found.nats_per_token.mean == pytest.approx(sum(expected) / len(expected), rel=1e-5)
-    assert found.bits_per_byte.mean == pytest.approx(sum(expected) / math.log(2) / found.n_bytes, rel=1e-5)
+    assert found.bits_per_byte.mean == pytest.approx(
+        sum(expected) / math.log(2) / found.n_bytes, rel=1e-5
+    )
     assert found.perplexity.mean == pytest.approx(math.exp(found.nats_per_token.mean))
     assert found.by_position.counts.sum() == found.n_tokens
 
@@ -66,7 +70,9 @@ def test_text_loss_equals_a_direct_computation(model, tokens, length, stride):
 def test_strided_and_unstrided_losses_agree(random_model, tokens):
     """Where no window is full, and where a model sees no further back than the overlap anyway."""
     lengths = token_byte_lengths(BYTES)
-    local = random_model(vocab_size=257, attention="window(5)")  # two layers: 9 tokens back, itself included
+    local = random_model(
+        vocab_size=257, attention="window(5)"
+    )  # two layers: 9 tokens back, itself included
     losses = [
         text_loss(local, PackedDataset(tokens, 48, "contiguous", stride=stride), lengths)
         .by_position.nats.nansum()
@@ -77,7 +83,9 @@ def test_strided_and_unstrided_losses_agree(random_model, tokens):
     whole = text_loss(local, PackedDataset(tokens, 4096, "contiguous"), lengths)
     assert whole.nats_per_token.mean * whole.n_tokens == pytest.approx(losses[0], rel=1e-6)
     full = random_model(vocab_size=257)
-    expected = text_loss(full, PackedDataset(tokens, 4096, "contiguous"), lengths).nats_per_token.mean
+    expected = text_loss(
+        full, PackedDataset(tokens, 4096, "contiguous"), lengths
+    ).nats_per_token.mean
     for stride in (1, 100, 4096):
         found = text_loss(full, PackedDataset(tokens, 4096, "contiguous", stride=stride), lengths)
         assert found.nats_per_token.mean == expected
@@ -85,7 +93,7 @@ def test_strided_and_unstrided_losses_agree(random_model, tokens):
 
 @given(length=st.integers(1, 60), stride=st.integers(1, 60), n=st.integers(2, 200))
 def test_every_stride_counts_each_token_once(length, stride, n):
-    from thinker.data.shards import Shard, TokenShards
+    from thinker.data.corpus.shards import Shard, TokenShards
 
     stream = np.arange(n, dtype=np.uint16)
     shard = Shard(None, n, 1, 0, 0, stream, np.array([0, n - 1]), np.array([0]), None)
@@ -155,7 +163,9 @@ def test_only_assistant_tokens_of_conversations_are_counted(model, tmp_path):
     talk = [{"role": "user", "content": "where"}, {"role": "assistant", "content": "here"}]
     (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 5)
     tokenizer = BYTES.with_chat_template(template)
-    tokens = tokenize(open_source("jsonl", path=str(tmp_path / "talk.jsonl")), tokenizer, 10**4, tmp_path)
+    tokens = tokenize(
+        open_source("jsonl", path=str(tmp_path / "talk.jsonl")), tokenizer, 10**4, tmp_path
+    )
     found = text_loss(model, PackedDataset(tokens, 40, "contiguous"), token_byte_lengths(tokenizer))
     assert (found.n_tokens, found.n_bytes) == (5 * len("here<"), 5 * len("here"))
 

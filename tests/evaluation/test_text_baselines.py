@@ -10,12 +10,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from thinker.data.corpus import prepare_corpus
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.corpus.corpus import prepare_corpus
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.evaluation import text_baselines
 from thinker.evaluation.text_baselines import NgramModel
 
-TEXTS = st.one_of(st.binary(min_size=5, max_size=300), st.text("abc", min_size=5, max_size=300).map(str.encode))
+TEXTS = st.one_of(
+    st.binary(min_size=5, max_size=300), st.text("abc", min_size=5, max_size=300).map(str.encode)
+)
 
 
 def by_the_definition(text, context, byte):
@@ -38,7 +40,9 @@ def test_the_probabilities_of_all_next_bytes_sum_to_1(text, data):
     model = NgramModel(text)
     contexts = [text[:4], b"\0\0\0\0", b"\xff\xff\xff\xff", b"zz" + text[:2]]
     if data is not None:
-        contexts += data.draw(st.lists(st.one_of(st.binary(min_size=4, max_size=4), st.just(text[-4:])), min_size=1))
+        contexts += data.draw(
+            st.lists(st.one_of(st.binary(min_size=4, max_size=4), st.just(text[-4:])), min_size=1)
+        )
     for context in contexts:
         windows = np.array([[*context, byte] for byte in range(256)], np.uint8)
         probabilities = model.probabilities(windows)
@@ -67,7 +71,12 @@ def test_bits_of_a_text_are_the_sum_over_its_bytes():
 def corpus_of(tmp_path, text, tokenizer="byte", **options):
     path = tmp_path / "text.txt"
     path.write_text(text)
-    options = {"source": "text", "path": str(path), "cache_dir": tmp_path, "progress": False} | options
+    options = {
+        "source": "text",
+        "path": str(path),
+        "cache_dir": tmp_path,
+        "progress": False,
+    } | options
     return prepare_corpus(tokenizer=tokenizer, **options)
 
 
@@ -97,12 +106,16 @@ def test_the_text_of_the_corpus_is_what_is_measured(tmp_path, tokenizer):
 
 def test_only_xz_remembers_text_that_is_farther_back_than_gzips_window(tmp_path):
     noise = "".join(map(chr, np.random.default_rng(0).integers(97, 123, 100_000)))
-    result = text_baselines.text_baselines(corpus_of(tmp_path, noise + noise[:5000], val_fraction=5000 / 105_000))
+    result = text_baselines.text_baselines(
+        corpus_of(tmp_path, noise + noise[:5000], val_fraction=5000 / 105_000)
+    )
     assert result["xz"] < 0.3
     assert result["gzip"] > 4
 
 
-def test_no_more_than_the_last_training_text_and_the_first_validation_text_is_used(tmp_path, monkeypatch):
+def test_no_more_than_the_last_training_text_and_the_first_validation_text_is_used(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(text_baselines, "MAX_TRAIN_BYTES", 6000)
     monkeypatch.setattr(text_baselines, "MAX_VAL_BYTES", 3000)
     text = random_words(60_000)
@@ -124,7 +137,10 @@ def test_each_document_ends_with_a_byte_that_is_no_text(tmp_path):
     corpus = corpus_of(tmp_path, "", source="jsonl", path=str(path), val_fraction=0.3)
     (shard,) = corpus.val.shards
     is_val = [text in corpus.tokenizer.decode(shard.tokens[:]) for text in texts]
-    train, val = (b"".join(t.encode() + b"\0" for t, v in zip(texts, is_val) if v == split) for split in (False, True))
+    train, val = (
+        b"".join(t.encode() + b"\0" for t, v in zip(texts, is_val) if v == split)
+        for split in (False, True)
+    )
     assert val.count(b"\0") == corpus.val.n_documents > 10
     result = text_baselines.text_baselines(corpus)
     assert result["5-gram"] == NgramModel(b"\0" + train).bits(val, train[-4:]) / corpus.val.n_bytes
@@ -134,7 +150,8 @@ def test_conversations_are_not_measured(tmp_path):
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     tokenizer = make_tokenizer("byte", []).with_chat_template(template)
     talks = [
-        [{"role": "user", "content": "?"}, {"role": "assistant", "content": random_words(400, i)}] for i in range(50)
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": random_words(400, i)}]
+        for i in range(50)
     ]
     path = tmp_path / "talks.jsonl"
     path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))

@@ -11,9 +11,26 @@ from torch.utils._pytree import tree_iter
 
 ROOT = Path(__file__).resolve().parents[2]
 aten = torch.ops.aten
-ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-NO_WORK = {torch.ops.prim.device, aten.detach, aten.alias, aten.lift_fresh, aten._unsafe_view, aten._reshape_alias}
-INDEXED = {aten.gather, aten.scatter_add_, aten.embedding}  # of their first argument they touch a few entries
+ALLOCATIONS = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+}
+NO_WORK = {
+    torch.ops.prim.device,
+    aten.detach,
+    aten.alias,
+    aten.lift_fresh,
+    aten._unsafe_view,
+    aten._reshape_alias,
+}
+INDEXED = {
+    aten.gather,
+    aten.scatter_add_,
+    aten.embedding,
+}  # of their first argument they touch a few entries
 NOT_LAUNCHED = ALLOCATIONS | NO_WORK
 
 
@@ -27,7 +44,12 @@ class DeviceTrace(TorchDispatchMode):
 
     def __init__(self, answer=1):
         super().__init__()
-        self.launches, self.reads, self.uploads, self.waits = Counter(), Counter(), Counter(), Counter()
+        self.launches, self.reads, self.uploads, self.waits = (
+            Counter(),
+            Counter(),
+            Counter(),
+            Counter(),
+        )
         self.bytes_moved, self.answer, self._is_paused = 0, answer, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -40,7 +62,11 @@ class DeviceTrace(TorchDispatchMode):
         if packet in (aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal):
             if packet is not aten._local_scalar_dense or args[0].device.type == "cuda":
                 self.reads[calling_function()] += 1
-            kind = bool if packet is not aten._local_scalar_dense or args[0].dtype == torch.bool else float
+            kind = (
+                bool
+                if packet is not aten._local_scalar_dense or args[0].dtype == torch.bool
+                else float
+            )
             kind = int if kind is float and not args[0].is_floating_point() else kind
             return kind(self.answer)
         if packet is aten.nonzero:
@@ -58,10 +84,13 @@ class DeviceTrace(TorchDispatchMode):
             if to_device and not kwargs.get("non_blocking", args[2] if len(args) > 2 else False):
                 self.waits[calling_function()] += 1
         is_view = any(
-            result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns
+            result.alias_info is not None and not result.alias_info.is_write
+            for result in func._schema.returns
         )
         if packet in INDEXED:
-            inputs, outputs = ([x for x in part if x.shape != args[0].shape] for part in (inputs, outputs))
+            inputs, outputs = (
+                [x for x in part if x.shape != args[0].shape] for part in (inputs, outputs)
+            )
         if "cuda" in devices and not is_view and packet not in NOT_LAUNCHED:
             self.record(str(packet), inputs, outputs)
             if str(packet).startswith("aten._foreach"):
@@ -71,7 +100,9 @@ class DeviceTrace(TorchDispatchMode):
     def record(self, name, inputs, outputs):
         """Count one launch that reads and writes these tensors."""
         self.launches[name] += 1
-        self.bytes_moved += sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in (*inputs, *outputs))
+        self.bytes_moved += sum(
+            min(x.nbytes, x.untyped_storage().nbytes()) for x in (*inputs, *outputs)
+        )
 
     def fused(self, function):
         """The function as one kernel would run it: its inputs and outputs are all that moves."""
@@ -82,7 +113,9 @@ class DeviceTrace(TorchDispatchMode):
                 out = function(*args)
             finally:
                 self._is_paused = False
-            tensors = [[x for x in tree_iter(part) if isinstance(x, torch.Tensor)] for part in (args, out)]
+            tensors = [
+                [x for x in tree_iter(part) if isinstance(x, torch.Tensor)] for part in (args, out)
+            ]
             self.record(function.__name__, *tensors)
             return out
 
@@ -98,7 +131,9 @@ class DeviceTrace(TorchDispatchMode):
 def n_launches(lists):
     """Kernels that a _foreach function runs: one, or one per tensor if shapes or strides differ between its lists."""
     lists = [tensors for tensors in lists if isinstance(tensors, (list, tuple))]
-    is_uniform = all(len({(x.shape, x.stride()) for x in tensors}) == 1 for tensors in zip(*lists, strict=True))
+    is_uniform = all(
+        len({(x.shape, x.stride()) for x in tensors}) == 1 for tensors in zip(*lists, strict=True)
+    )
     return 1 if is_uniform else len(lists[0])
 
 
@@ -106,7 +141,9 @@ def calling_function():
     """The innermost function of the toolkit on the stack, as "folder/file.py:function"."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename).resolve()
-        is_ours = path.is_relative_to(ROOT) and not {"tests", ".venv"} & set(path.relative_to(ROOT).parts)
+        is_ours = path.is_relative_to(ROOT) and not {"tests", ".venv"} & set(
+            path.relative_to(ROOT).parts
+        )
         if is_ours and not frame.name.startswith("<"):  # a comprehension
             return f"{path.relative_to(ROOT)}:{frame.name}"
     return "torch"

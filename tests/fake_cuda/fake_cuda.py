@@ -40,7 +40,18 @@ def build() -> Path:
         include = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
         link = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
         partial = library.with_suffix(f".{os.getpid()}")  # another process may build it, too
-        command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", *include, str(SOURCE), *link, "-o", str(partial)]
+        command = [
+            "g++",
+            "-O0",
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            *include,
+            str(SOURCE),
+            *link,
+            "-o",
+            str(partial),
+        ]
         subprocess.run(command, check=True)
         partial.replace(library)
     return library
@@ -99,14 +110,20 @@ def scaled_dot_product_attention(
 ):  # fmt: skip
     """The kernel that torch would choose on an H200; the choice itself is made by code that a CPU build lacks."""
     if attn_mask is None and q.dtype != torch.float32:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, scale=scale
+        )[0]
     assert not (attn_mask is not None and _allows_cudnn()), "cuDNN would take the mask"
-    assert not (enable_gqa and attn_mask is not None), "grouped heads with a mask fall back to the slow math path"
+    assert not (enable_gqa and attn_mask is not None), (
+        "grouped heads with a mask fall back to the slow math path"
+    )
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(
+                ~attn_mask, -torch.inf
+            )
         assert attn_mask.dtype == q.dtype
         attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -8,7 +8,7 @@ from device_trace import DeviceTrace
 from thinker.benchmarks.attention import AttentionPass
 from thinker.benchmarks.environment import measure_bandwidth
 from thinker.benchmarks.train import SHAPES, make_step
-from thinker.model.pattern_parser import parse_pattern
+from thinker.model.patterns.pattern_parser import parse_pattern
 
 SHAPE = SHAPES["tiny"]._replace(n_micro_batches=2)
 
@@ -37,9 +37,13 @@ def move(module, device):
     ],
 )
 def test_a_step_waits_for_nothing_and_copies_only_its_batch(gpu, monkeypatch, name, precision):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # the fake device has no host memory
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor: tensor
+    )  # the fake device has no host memory
     monkeypatch.setattr(torch.nn.Module, "to", move)
-    monkeypatch.setattr(fake_cuda, "_allows_cudnn", lambda: False)  # which transformers does with a mask
+    monkeypatch.setattr(
+        fake_cuda, "_allows_cudnn", lambda: False
+    )  # which transformers does with a mask
     step = make_step(name, SHAPE, gpu, precision)
     step()
     with DeviceTrace() as trace:

@@ -48,7 +48,9 @@ def test_training_compiles_few_programs(gpu, programs, options):
     for _ in range(3):
         step(batch, 1.0)
     assert counters["graph_break"] == {}
-    n_blocks = 2 if options["lora_rank"] else 1  # the embedding is frozen: the first block's input needs no gradient
+    n_blocks = (
+        2 if options["lora_rank"] else 1
+    )  # the embedding is frozen: the first block's input needs no gradient
     n_muon = (
         6 if options["optimizer"] == "muon" else 0
     )  # shapes: those of the q, k, o, up and down matrices, and the head

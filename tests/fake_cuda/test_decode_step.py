@@ -8,9 +8,10 @@ import torch
 from device_trace import DeviceTrace
 from torch._dynamo.backends.common import aot_autograd
 
-from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.generation import Generator, SamplingParams, compiled_decode
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.generation import Generator, SamplingParams
 from thinker.generation.batch_sampling import sample_steps
+from thinker.generation.decoders import compiled_decoder as compiled_decode
 from thinker.generation.sequence import Completion
 from thinker.model import Thinker, ThinkerConfig
 
@@ -30,10 +31,19 @@ def new_generator(gpu, monkeypatch):
         return torch_compile(function, backend=aot_autograd(fw_compiler=keep), **arguments)
 
     def new(**options):
-        shape = {"vocab_size": 264, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
+        shape = {
+            "vocab_size": 264,
+            "d_model": 32,
+            "n_layers": 1,
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "head_dim": 16,
+        }
         with gpu:
             model = Thinker(ThinkerConfig(**shape, max_seq_len=4096))
-        return Generator(model, make_tokenizer("byte", []), dtype=torch.bfloat16, **options), programs
+        return Generator(
+            model, make_tokenizer("byte", []), dtype=torch.bfloat16, **options
+        ), programs
 
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(compiled_decode._Bucket, "_capture", lambda self: self._step())
@@ -50,7 +60,9 @@ def _uncompiled():
 def texts_of_lengths(generator, lengths, max_len):
     """Sequences of these lengths, and a cache that holds all of their tokens but the last."""
     sequences = [
-        generator.new_sequence(index, Completion(""), SamplingParams(max_new_tokens=9), [1] * length)
+        generator.new_sequence(
+            index, Completion(""), SamplingParams(max_new_tokens=9), [1] * length
+        )
         for index, length in enumerate(lengths)
     ]
     cache = generator.new_cache(generator.model, len(lengths), max_len)
@@ -69,19 +81,30 @@ def test_rows_and_capacity_are_symbols_of_two_programs_per_model(new_generator):
         programs.clear()
         with torch._dynamo.config.patch(recompile_limit=2):
             for index, (rows, max_len) in enumerate(PAIRS[::3] if bits else PAIRS):
-                lengths = [2 + row % 7 * (index % 2) for row in range(rows)]  # equal and ragged in turns
-                _, logits = generator._decode_step(*texts_of_lengths(generator, lengths, max_len), None)
+                lengths = [
+                    2 + row % 7 * (index % 2) for row in range(rows)
+                ]  # equal and ragged in turns
+                _, logits = generator._decode_step(
+                    *texts_of_lengths(generator, lengths, max_len), None
+                )
                 assert logits.shape == (rows, 1, 264)
         assert len(programs) == 2
-        products = [sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes) for graph in programs]
-        assert products == ([0, 5] if bits else [5, 5])  # a row of int8 weights is summed up by the fused kernel
+        products = [
+            sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes)
+            for graph in programs
+        ]
+        assert products == (
+            [0, 5] if bits else [5, 5]
+        )  # a row of int8 weights is summed up by the fused kernel
 
 
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("lengths", [[9], [9, 9, 9], [9, 4, 7]], ids=str)
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.usefixtures("_uncompiled")
-def test_a_step_uploads_tokens_and_positions_without_waiting(gpu, new_generator, compile, lengths, bits):
+def test_a_step_uploads_tokens_and_positions_without_waiting(
+    gpu, new_generator, compile, lengths, bits
+):
     generator, _ = new_generator(compile=compile, bits=bits)
     generator.model.rope(torch.arange(64, device=gpu), 64, torch.bfloat16)  # makes its table
     sequences, cache = texts_of_lengths(generator, lengths, 64)
@@ -91,7 +114,9 @@ def test_a_step_uploads_tokens_and_positions_without_waiting(gpu, new_generator,
             sequence.tokens.append(1)
         generator._decode_step(sequences, cache, None)
     assert trace.reads == trace.waits == {}
-    has_positions = compile or len(set(lengths)) > 1  # eager rows of one length take theirs from arange
+    has_positions = (
+        compile or len(set(lengths)) > 1
+    )  # eager rows of one length take theirs from arange
     assert trace.uploads == {UPLOAD: 1 + has_positions}
 
 
@@ -123,7 +148,9 @@ def test_steps_are_sampled_without_waiting_and_read_at_once(new_generator, setti
     generator, _ = new_generator(compile=True)
     assert generator.steps_per_read == 16
     params = [SamplingParams(seed=seed, **SETTINGS[setting]) for seed in range(3)]
-    sequences = [generator.new_sequence(i, Completion(""), each, [1] * 9) for i, each in enumerate(params)]
+    sequences = [
+        generator.new_sequence(i, Completion(""), each, [1] * 9) for i, each in enumerate(params)
+    ]
     cache = generator.new_cache(generator.model, 3, 64)
     cache.reserve(3, 9)
     logits = torch.zeros(3, 1, 264, device="cuda")
@@ -136,4 +163,6 @@ def test_steps_are_sampled_without_waiting_and_read_at_once(new_generator, setti
     assert trace.waits == {}
     n_reads = 4 if "logprobs" in SETTINGS[setting] else 2  # at the end, of all steps
     assert trace.reads == {"generation/batch_sampling.py:sample_steps": n_reads}
-    assert trace.uploads == {UPLOAD: 16 + 2 * (setting == "penalties")}  # random numbers, positions, text
+    assert trace.uploads == {
+        UPLOAD: 16 + 2 * (setting == "penalties")
+    }  # random numbers, positions, text

@@ -7,8 +7,8 @@ from device_trace import DeviceTrace
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.kernels import linear_cross_entropy as module
 from thinker.model.kernels.linear_cross_entropy import fused_loss_and_gradient, linear_cross_entropy
-from thinker.training.config_file import validate_config
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.config.load import validate_config
+from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep
 
 ROWS, WIDTH, VOCAB = 32_768, 768, 50_304
@@ -16,7 +16,9 @@ ROWS, WIDTH, VOCAB = 32_768, 768, 50_304
 
 def gigabytes(device, monkeypatch, is_compiled, requires_grad=True):
     """Bytes that one pass moves, backward included."""
-    x = torch.empty(1, ROWS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=requires_grad)
+    x = torch.empty(
+        1, ROWS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=requires_grad
+    )
     weight = torch.empty(VOCAB, WIDTH, device=device, requires_grad=True)
     targets = torch.empty(1, ROWS, device=device, dtype=torch.int64)
     with DeviceTrace() as trace, torch.set_grad_enabled(requires_grad):
@@ -41,7 +43,10 @@ def test_evaluation_moves_no_gradient(gpu, monkeypatch):
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_the_loss_is_compiled_where_training_compiles(gpu, monkeypatch, compiles):
-    tree = {"data": {"seq_len": 8}, "train": {"compile": compiles, "max_steps": 9, "micro_batch_size": 4}}
+    tree = {
+        "data": {"seq_len": 8},
+        "train": {"compile": compiles, "max_steps": 9, "micro_batch_size": 4},
+    }
     config = ThinkerConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=2, max_seq_len=8)
     settings = resolve_settings(validate_config(tree), config, gpu)
     calls = []

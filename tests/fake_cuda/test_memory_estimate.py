@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from thinker.model import ThinkerConfig
-from thinker.training.config_file import validate_config
-from thinker.training.memory_estimate import estimate_memory
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.config.load import validate_config
+from thinker.training.settings.memory_estimate import estimate_memory
+from thinker.training.settings.resolve import resolve_settings
 
 GPU = torch.device("cuda:0")
 PATTERNS = [
@@ -19,7 +19,12 @@ PATTERNS = [
     "token(3)",
     "prefix(300)",
 ]
-SCORES = [{"positions": "alibi"}, {"attn_logit_softcap": 30.0}, {"attention_sinks": True}, {"precision": "fp32"}]
+SCORES = [
+    {"positions": "alibi"},
+    {"attn_logit_softcap": 30.0},
+    {"attention_sinks": True},
+    {"precision": "fp32"},
+]
 
 
 @cache
@@ -29,7 +34,9 @@ def peak_of_full_attention():
 
 def resolve(attention="full", documents=False, T=1024, **options):
     shape = {
-        name: options.pop(name) for name in ("positions", "attn_logit_softcap", "attention_sinks") if name in options
+        name: options.pop(name)
+        for name in ("positions", "attn_logit_softcap", "attention_sinks")
+        if name in options
     }
     config = ThinkerConfig(
         vocab_size=512,
@@ -41,12 +48,20 @@ def resolve(attention="full", documents=False, T=1024, **options):
         **shape,
     )
     data = {"seq_len": T, "document_masking": documents}
-    train = {"precision": "bf16", "micro_batch_size": 2, "batch_size": 8, "max_steps": 9, "compile": False} | options
+    train = {
+        "precision": "bf16",
+        "micro_batch_size": 2,
+        "batch_size": 8,
+        "max_steps": 9,
+        "compile": False,
+    } | options
     tree = {"data": data, "train": train, "optimizer": {"name": "adamw"}}  # Muon takes longer
     return resolve_settings(validate_config(tree), config, GPU)
 
 
-@pytest.mark.parametrize(("attention", "documents"), [("full", True), *((each, False) for each in PATTERNS)], ids=str)
+@pytest.mark.parametrize(
+    ("attention", "documents"), [("full", True), *((each, False) for each in PATTERNS)], ids=str
+)
 def test_every_pattern_takes_about_as_much_as_full_attention(attention, documents):
     found = estimate_memory(resolve(attention, documents), 2, GPU).peak
     assert found == pytest.approx(peak_of_full_attention(), rel=0.35)
@@ -59,4 +74,6 @@ def test_so_does_every_kind_of_score(options):
 
 
 def test_the_micro_batch_is_chosen_for_masked_documents():
-    assert resolve("window(64)", documents=True, micro_batch_size="auto").train.micro_batch_size == 8
+    assert (
+        resolve("window(64)", documents=True, micro_batch_size="auto").train.micro_batch_size == 8
+    )

@@ -4,16 +4,19 @@ import pytest
 import torch
 from device_trace import DeviceTrace
 
-from thinker.training import muon
-from thinker.training.muon import Muon, normalize_rows
+from thinker.training.optim import muon
+from thinker.training.optim.muon import Muon, normalize_rows
 
 SHAPES = [(768, 768)] * 48 + [(2048, 768)] * 24 + [(768, 2048)] * 12
 N_SHAPES = 4  # with the head's
-KERNELS = 4  # of the compiled function: a sum over columns, one over rows in two stages, and the product
+KERNELS = (
+    4  # of the compiled function: a sum over columns, one over rows in two stages, and the product
+)
 
 
 @pytest.mark.parametrize(
-    ("is_compiled", "decay", "limit"), [(True, 0.0, 130), (True, 0.1, 150), (False, 0.0, 185), (False, 0.1, 200)]
+    ("is_compiled", "decay", "limit"),
+    [(True, 0.0, 130), (True, 0.1, 150), (False, 0.0, 185), (False, 0.1, 200)],
 )
 def test_launches_of_a_step(gpu, monkeypatch, is_compiled, decay, limit):
     matrices = [torch.nn.Parameter(torch.empty(shape, device=gpu)) for shape in SHAPES]

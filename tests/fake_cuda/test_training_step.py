@@ -6,10 +6,10 @@ import pytest
 import torch
 from device_trace import DeviceTrace
 
-from thinker.data.prefetch import Batch
+from thinker.data.batches.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
-from thinker.training.config_file import validate_config
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.config.load import validate_config
+from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep
 
 OPTIONS = {
@@ -39,7 +39,12 @@ def every_pair(choices):
     pairs = {frozenset(pair) for options in every for pair in combinations(options.items(), 2)}
     chosen = []
     while pairs:
-        best = max(every, key=lambda options: len(pairs & {frozenset(x) for x in combinations(options.items(), 2)}))
+        best = max(
+            every,
+            key=lambda options: len(
+                pairs & {frozenset(x) for x in combinations(options.items(), 2)}
+            ),
+        )
         chosen.append(best)
         pairs -= {frozenset(pair) for pair in combinations(best.items(), 2)}
     return chosen
@@ -47,13 +52,21 @@ def every_pair(choices):
 
 def new_step(device, options, T=32, compile=False, **shape):
     """A training step on the device, and its batch on the host."""
-    shape = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16} | shape
+    shape = {
+        "vocab_size": 64,
+        "d_model": 32,
+        "n_layers": 1,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_dim": 16,
+    } | shape
     if options["attention"].startswith("heads"):
         shape["n_kv_heads"] = shape["n_heads"]
     config = ThinkerConfig(**shape, attention=options["attention"], positions=options["positions"],
                            dropout=options["dropout"], max_seq_len=T)  # fmt: skip
     train = {
-        name: options[name] for name in ("precision", "micro_batch_size", "lora_rank", "checkpoint_every_n_blocks")
+        name: options[name]
+        for name in ("precision", "micro_batch_size", "lora_rank", "checkpoint_every_n_blocks")
     }
     tree = {
         "data": {"seq_len": T, "document_masking": options["documents"]},
@@ -68,7 +81,9 @@ def new_step(device, options, T=32, compile=False, **shape):
         return TrainingStep(Thinker(config), settings), batch
 
 
-@pytest.mark.parametrize("options", every_pair(OPTIONS), ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize(
+    "options", every_pair(OPTIONS), ids=lambda options: "-".join(map(str, options.values()))
+)
 def test_a_step_waits_for_nothing_and_copies_only_its_batch(gpu, options):
     step, batch = new_step(gpu, options)
     step(batch, 1.0)  # creates the optimizers' state
@@ -80,7 +95,9 @@ def test_a_step_waits_for_nothing_and_copies_only_its_batch(gpu, options):
     assert trace.uploads == {"training/step.py:__call__": n_copies}
 
 
-@pytest.mark.parametrize(("lora_rank", "n_products"), [(None, 7 + 2 * 7), (4, 7 * (1 + 2) + 7 + 2 * 7 * 2)])
+@pytest.mark.parametrize(
+    ("lora_rank", "n_products"), [(None, 7 + 2 * 7), (4, 7 * (1 + 2) + 7 + 2 * 7 * 2)]
+)
 def test_each_matrix_is_one_product_and_two_backward(gpu, lora_rank, n_products):
     """Backward for input and weight; adapters add two products each, and freeze the weight."""
     options = {name: values[0] for name, values in OPTIONS.items()} | {"lora_rank": lora_rank}

@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import random_model
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.conversation import Conversation
+from thinker.generation.chat.conversation import Conversation
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -15,15 +15,20 @@ PARAMS = SamplingParams(max_new_tokens=30, seed=2, logit_bias={TOKENIZER.eos_id:
 
 
 def make(attention="full", seed=0, **shape):
-    return random_model(seed, attention=attention, **{"vocab_size": 264, "max_seq_len": 48, **shape})
+    return random_model(
+        seed, attention=attention, **{"vocab_size": 264, "max_seq_len": 48, **shape}
+    )
 
 
 def texts(model, prompts, params=PARAMS, **options):
-    return [one.token_ids for one in Generator(model, TOKENIZER, **options).generate(prompts, params)]
+    return [
+        one.token_ids for one in Generator(model, TOKENIZER, **options).generate(prompts, params)
+    ]
 
 
 @pytest.mark.parametrize(
-    "attention", ["(token(97) & window(8)) | window(4)", "topk(4) & window(16)", "retrieve(4, 2)", "prefix(3)"]
+    "attention",
+    ["(token(97) & window(8)) | window(4)", "topk(4) & window(16)", "retrieve(4, 2)", "prefix(3)"],
 )
 def test_batching_and_speculation_do_not_change_the_text(attention):
     model, prompts = make(attention), ["abcab", "ab" * 4, "cab"]
@@ -34,7 +39,9 @@ def test_batching_and_speculation_do_not_change_the_text(attention):
 
 def test_drafts_stay_within_learned_positions():
     model, draft = make(positions="learned"), make(positions="learned", seed=1)
-    params = SamplingParams(max_new_tokens=40, temperature=1.0, logit_bias={TOKENIZER.eos_id: -100.0})
+    params = SamplingParams(
+        max_new_tokens=40, temperature=1.0, logit_bias={TOKENIZER.eos_id: -100.0}
+    )
     prompts = ["ab" * n for n in range(3, 9)]
     plain = texts(model, prompts, params)
     assert texts(model, prompts, params, speculate=8) == plain
@@ -46,7 +53,11 @@ def test_speculation_with_unsupported_models_raises():
         (make(), make("linear(8)"), "linear"),
         (make("window(8)"), make(), "an unbounded context"),
         (make("window(8)"), make("window(8)", positions="learned"), "an unbounded context"),
-        (make(), make(rope_scaling={"type": "dynamic", "factor": 2, "original_max_seq_len": 20}), "context is 20"),
+        (
+            make(),
+            make(rope_scaling={"type": "dynamic", "factor": 2, "original_max_seq_len": 20}),
+            "context is 20",
+        ),
         (make(), make("prefix(9)"), "bidirectional prefix is 9"),
     ]:
         with pytest.raises(UserError, match=says):

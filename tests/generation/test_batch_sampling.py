@@ -9,10 +9,18 @@ import torch
 from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_speculation import EOS, PARAMS, PROMPTS, SAME_EXAMPLES, TOKENIZER, assert_same, small_model
+from test_speculation import (
+    EOS,
+    PARAMS,
+    PROMPTS,
+    SAME_EXAMPLES,
+    TOKENIZER,
+    assert_same,
+    small_model,
+)
 
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.conversation import Conversation
+from thinker.generation.chat.conversation import Conversation
 from thinker.generation.sampler import _rank
 
 SHAPES = [*test_speculation.SHAPES, {"attention": "window(6)"}, {"attention": "linear(8)"}]
@@ -30,7 +38,10 @@ def make_generator(shape, steps_per_read):
 def test_steps_per_read_do_not_change_the_texts(data):
     shape, prompts = data.draw(st.integers(0, len(SHAPES) - 1)), data.draw(PROMPTS)
     n_steps = data.draw(st.sampled_from([2, 3, 16]))
-    params = [dataclasses.replace(data.draw(PARAMS), logprobs=data.draw(st.integers(0, 3))) for _ in prompts]
+    params = [
+        dataclasses.replace(data.draw(PARAMS), logprobs=data.draw(st.integers(0, 3)))
+        for _ in prompts
+    ]
     one, several = (make_generator(shape, n).generate(prompts, params) for n in (1, n_steps))
     assert_same(one, several)
     for a, b, each in zip(one, several, params, strict=True):
@@ -45,7 +56,10 @@ def test_a_conversation_goes_on_after_a_text_that_ended_between_reads(attention)
     for steps_per_read in (1, 16):
         generator = Generator(small_model(3, attention=attention), TOKENIZER)
         generator.steps_per_read = steps_per_read
-        talk, params = Conversation(generator), SamplingParams(12, temperature=0.5, logit_bias={97: 60.0, EOS: 59.5})
+        talk, params = (
+            Conversation(generator),
+            SamplingParams(12, temperature=0.5, logit_bias={97: 60.0, EOS: 59.5}),
+        )
         for turn, text in enumerate(["ab", "c", "ba"]):
             "".join(talk.reply(text, dataclasses.replace(params, seed=turn)))
         texts.append(talk.tokens)

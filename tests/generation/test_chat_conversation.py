@@ -2,17 +2,19 @@
 
 import pytest
 
-from thinker.data import chat
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.text import chat
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
-from thinker.generation.chat_conversation import ChatConversation
+from thinker.generation.chat.chat_conversation import ChatConversation
 from thinker.runtime.errors import UserError
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 # A template that leaves earlier answers out, as some leave out what was thought.
 FORGETFUL = TEMPLATE.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' else '-' }}")
-PARAMS = SamplingParams(max_new_tokens=6, seed=3, logit_bias={make_tokenizer("byte", []).eos_id: float("-inf")})
+PARAMS = SamplingParams(
+    max_new_tokens=6, seed=3, logit_bias={make_tokenizer("byte", []).eos_id: float("-inf")}
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,9 @@ def test_every_answer_is_that_of_a_fresh_start(model, template):
     for text in ("who?", "and why?", "oh"):
         messages.append({"role": "user", "content": text})
         answer, n_tokens = fresh(Generator(model, tokenizer(template)), messages)
-        hook = generator.model.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape[1]))
+        hook = generator.model.register_forward_pre_hook(
+            lambda _, args: passes.append(args[0].shape[1])
+        )
         assert "".join(conversation.reply(text, PARAMS)) == answer
         hook.remove()
         if template is TEMPLATE and answer.isascii():
@@ -64,13 +68,17 @@ def test_undo_interruption_and_reset(model):
                                      {"role": "assistant", "content": heard}]  # fmt: skip
     assert conversation.undo()
     assert conversation.messages == before
-    answer, _ = fresh(Generator(model, tokenizer()), [*before, {"role": "user", "content": "third"}])
+    answer, _ = fresh(
+        Generator(model, tokenizer()), [*before, {"role": "user", "content": "third"}]
+    )
     assert "".join(conversation.reply("third", PARAMS)) == answer
     conversation.reset()
     assert (conversation.messages, conversation.undo()) == ([], False)
 
 
-@pytest.mark.parametrize(("text", "message"), [(" ", "the message is empty"), ("x" * 200, "context")])
+@pytest.mark.parametrize(
+    ("text", "message"), [(" ", "the message is empty"), ("x" * 200, "context")]
+)
 def test_a_message_that_is_refused_changes_nothing(model, text, message):
     conversation = ChatConversation(Generator(model, tokenizer()))
     list(conversation.reply("first", PARAMS))
@@ -87,7 +95,9 @@ UNSEEN = "the context of 160 tokens is full: the oldest turns of the chat are dr
 @pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"bits": 8}], ids=str)
 @pytest.mark.parametrize("template", [TEMPLATE, FORGETFUL], ids=["plain", "forgetful"])
 @pytest.mark.parametrize("system", [None, "be brief"])
-def test_the_oldest_turns_are_not_seen_where_the_chat_does_not_fit(model, template, system, options):
+def test_the_oldest_turns_are_not_seen_where_the_chat_does_not_fit(
+    model, template, system, options
+):
     generator = Generator(model, tokenizer(template), slide=True, **options)
     conversation, messages = ChatConversation(generator, system), SYSTEM[: system is not None]
     n_system, said = len(messages), []
@@ -96,7 +106,9 @@ def test_the_oldest_turns_are_not_seen_where_the_chat_does_not_fit(model, templa
         """Every turn that leaves room for an answer is seen, and the answer is that of a fresh start."""
         nonlocal messages
         messages = [*messages, {"role": "user", "content": text}]
-        kept = [messages[:n_system] + messages[start:] for start in range(n_system, len(messages), 2)]
+        kept = [
+            messages[:n_system] + messages[start:] for start in range(n_system, len(messages), 2)
+        ]
         lengths = [len(chat.encode_prompt(generator.tokenizer, one)) for one in kept]
         start = next((n for n, length in enumerate(lengths) if length <= 160 - 6), len(kept) - 1)
         answer, _ = fresh(Generator(model, tokenizer(template), slide=True, **options), kept[start])
@@ -142,7 +154,9 @@ def test_an_answer_longer_than_the_context_slides_and_the_chat_goes_on(model):
     conversation = ChatConversation(Generator(model, tokenizer(), slide=True))
     long = SamplingParams(200, seed=3, logit_bias=PARAMS.logit_bias)
     list(conversation.reply("who?", long))
-    assert [line.split(":")[0] for line in conversation.news()] == ["the context of 160 tokens is full"]
+    assert [line.split(":")[0] for line in conversation.news()] == [
+        "the context of 160 tokens is full"
+    ]
     pieces = conversation.reply("and why?", long)
     heard = "".join(next(pieces) for _ in range(3))
     pieces.close()

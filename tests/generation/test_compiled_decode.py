@@ -9,19 +9,24 @@ import time
 import pytest
 import torch
 
-from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.generation import Generator, SamplingParams, compiled_decode, terminal
-from thinker.generation.compiled_decode import CompiledThinker, _Bucket
-from thinker.generation.conversation import Conversation
-from thinker.generation.inference_model import prepare_for_inference
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.generation import Generator, SamplingParams, terminal
+from thinker.generation.chat.conversation import Conversation
+from thinker.generation.decoders import compiled_decoder as compiled_decode
+from thinker.generation.decoders.compiled_decoder import CompiledThinker, _Bucket
+from thinker.generation.decoders.inference_model import prepare_for_inference
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
+)
 TOKENIZER = make_tokenizer("byte", [])
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("bits", [None, 8, 4])
-def test_a_compiled_generator_gives_the_same_text_also_in_batches_and_with_fewer_bits(random_model, bits):
+def test_a_compiled_generator_gives_the_same_text_also_in_batches_and_with_fewer_bits(
+    random_model, bits
+):
     model = random_model(vocab_size=264, max_seq_len=64, n_layers=2)
     params = SamplingParams(max_new_tokens=20, seed=4)
     plain, compiled = plain_and_bucketed(model, bits=bits)
@@ -39,7 +44,10 @@ def test_the_reported_rate_leaves_compiling_out(random_model, capfd):
     found = re.search(r"10 tokens, ([\d,]+) tokens/s.*, after ([\d.]+) s of compiling", text)
     assert 0 < compiled.decode_model.compile_seconds < seconds
     assert float(found[2]) == pytest.approx(compiled.decode_model.compile_seconds, abs=0.1)
-    assert float(found[1].replace(",", "")) >= 10 / (seconds - compiled.decode_model.compile_seconds) - 1
+    assert (
+        float(found[1].replace(",", ""))
+        >= 10 / (seconds - compiled.decode_model.compile_seconds) - 1
+    )
 
 
 @pytest.fixture
@@ -70,10 +78,17 @@ def assert_same(ours, known):
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_buckets_give_the_texts_of_plain_decoding(random_model, buckets, bits):
-    plain, bucketed = plain_and_bucketed(random_model(vocab_size=264, max_seq_len=300, norm_mean=0.3), bits=bits)
+    plain, bucketed = plain_and_bucketed(
+        random_model(vocab_size=264, max_seq_len=300, norm_mean=0.3), bits=bits
+    )
     for lengths, shapes in {
         (9, 9, 9): [(4, 128)],  # as given: all rows at the same position
-        (30, 3, 17, 8, 25): [(8, 128), (4, 128), (2, 128), (1, 128)],  # rows end one after the other
+        (30, 3, 17, 8, 25): [
+            (8, 128),
+            (4, 128),
+            (2, 128),
+            (1, 128),
+        ],  # rows end one after the other
         (140, 12): [(2, 256), (1, 256)],
         (5,): [(1, 128)],
         (7,): [],  # the same bucket again
@@ -95,7 +110,9 @@ def test_rows_and_positions_that_a_cache_lacks_do_not_matter(random_model, bucke
         cache = model.new_cache(3, 20)
         model(tokens[:, :6], cache=cache)
         cache.truncate([6, 2, 4])
-        found.append(torch.cat([compiled(tokens[:, at : at + 1], cache) for at in range(6, 12)], dim=1))
+        found.append(
+            torch.cat([compiled(tokens[:, at : at + 1], cache) for at in range(6, 12)], dim=1)
+        )
         for layer in compiled._bucket.buffers.layers:
             layer.keys.fill_(torch.nan)
             layer.values.fill_(torch.nan)
@@ -104,14 +121,18 @@ def test_rows_and_positions_that_a_cache_lacks_do_not_matter(random_model, bucke
 
 
 def test_a_chat_keeps_its_bucket_and_other_texts_do_not_disturb_it(random_model, buckets):
-    plain, bucketed = plain_and_bucketed(random_model(vocab_size=264, max_seq_len=300, norm_mean=0.3))
+    plain, bucketed = plain_and_bucketed(
+        random_model(vocab_size=264, max_seq_len=300, norm_mean=0.3)
+    )
     chats = [(Conversation(generator), generator) for generator in (plain, bucketed)]
     params, adopted = SamplingParams(max_new_tokens=12, seed=3), []
     for turn, text in enumerate(["Hello.", "Who are you?", " Yes.", "No."]):
         replies = ["".join(chat.reply(text, params)) for chat, _ in chats]
         assert replies[0] == replies[1]
         adopted.append(chats[1][0]._cache.layers[0].keys)
-        if turn == 2:  # a text of the same shape comes into the bucket, and the chat gets memory of its own
+        if (
+            turn == 2
+        ):  # a text of the same shape comes into the bucket, and the chat gets memory of its own
             length = len(chats[0][0].tokens)
             others = [
                 generator.generate(["x" * length], SamplingParams(max_new_tokens=301 - length - 1))
@@ -124,7 +145,9 @@ def test_a_chat_keeps_its_bucket_and_other_texts_do_not_disturb_it(random_model,
 
 
 def test_texts_read_in_turns_keep_apart(random_model, buckets):
-    plain, bucketed = plain_and_bucketed(random_model(vocab_size=264, max_seq_len=60, norm_mean=0.3))
+    plain, bucketed = plain_and_bucketed(
+        random_model(vocab_size=264, max_seq_len=60, norm_mean=0.3)
+    )
     params, found = SamplingParams(max_new_tokens=15, seed=1), []
     for generator in (plain, bucketed):
         streams = [generator.stream(prompt, params) for prompt in ("The cat", "Once")]
@@ -141,10 +164,14 @@ def test_an_interrupted_copy_into_the_bucket_loses_nothing(random_model, buckets
         model(tokens[:, :6], cache=cache)
     with monkeypatch.context() as patches:
         replacements = [compiled_decode.replace]
-        patches.setattr(compiled_decode, "replace", lambda *given, **new: replacements.pop()(*given, **new))
+        patches.setattr(
+            compiled_decode, "replace", lambda *given, **new: replacements.pop()(*given, **new)
+        )
         with pytest.raises(IndexError):  # at the second layer
             compiled(tokens[:, 6:7], caches[1])
     caches[1].truncate([6])
     for at in range(6, 9):
         plain = model(tokens[:, at : at + 1], cache=caches[0])
-        torch.testing.assert_close(compiled(tokens[:, at : at + 1], caches[1]), plain, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            compiled(tokens[:, at : at + 1], caches[1]), plain, rtol=0, atol=1e-5
+        )

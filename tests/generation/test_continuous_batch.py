@@ -8,9 +8,9 @@ import torch
 from conftest import examples, random_model
 from pairwise import pairwise
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
-from thinker.generation.cache_rows import JoinedRows, PooledRows, common_prefix
+from thinker.generation.caches.cache_rows import JoinedRows, PooledRows, common_prefix
 from thinker.generation.continuous_batch import TOKENS_PER_STEP, ContinuousBatch
 from thinker.generation.mixed_bits import matrix_names
 from thinker.runtime.errors import UserError
@@ -43,7 +43,12 @@ PROMPTS = [
 
 def make_generator(kind="gqa", **options):
     config, how = KINDS[kind]
-    return Generator(random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=160, **config), TOKENIZER, **how, **options)
+    return Generator(
+        random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=160, **config),
+        TOKENIZER,
+        **how,
+        **options,
+    )
 
 
 def random_params(numbers, seed):
@@ -117,7 +122,9 @@ def test_texts_equal_those_of_generate(kind, seed):
     generator = make_generator(kind)
     prompts = PROMPTS[2:] if kind == "prefix" else PROMPTS  # which needs a few tokens
     requests = [(numbers.choice(prompts), random_params(numbers, index)) for index in range(14)]
-    check_equal(generator, run_batch(generator, requests, numbers, numbers.choice([1, 3, 8]), n_removed=3))
+    check_equal(
+        generator, run_batch(generator, requests, numbers, numbers.choice([1, 3, 8]), n_removed=3)
+    )
 
 
 MIXED = dict.fromkeys(matrix_names(2), 4) | {"lm_head": 8}
@@ -134,7 +141,9 @@ OPTIONS = {
 @pytest.mark.parametrize("case", pairwise(OPTIONS), ids=str)
 def test_the_product_of_options(case):
     options = {name: value for name, value in case.items() if name != "attention"}
-    model = random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=64, head_dim=16, attention=case["attention"])
+    model = random_model(
+        1, 0.3, 0.4, vocab_size=264, max_seq_len=64, head_dim=16, attention=case["attention"]
+    )
     generator, numbers = Generator(model, TOKENIZER, **options), random.Random(str(case))
     requests = [(numbers.choice(PROMPTS[:5]), random_params(numbers, index)) for index in range(10)]
     requests.append(("ab", SamplingParams(90, seed=1, logit_bias=NO_END)))  # beyond the context
@@ -155,7 +164,10 @@ def test_both_kinds_of_rows_are_tested():
 @pytest.mark.parametrize("kind", ["gqa", "torch", "window"])
 def test_texts_slide(kind):
     generator = make_generator(kind, slide=True)
-    requests = [(prompt, SamplingParams(250, seed=seed, logit_bias=NO_END)) for seed, prompt in enumerate(PROMPTS[2:])]
+    requests = [
+        (prompt, SamplingParams(250, seed=seed, logit_bias=NO_END))
+        for seed, prompt in enumerate(PROMPTS[2:])
+    ]
     sequences = run_batch(generator, requests, random.Random(1))
     if kind != "window":  # which ends with the context
         assert all(sequence.completion.n_slides > 1 for sequence in sequences)
@@ -191,7 +203,9 @@ def test_shared_prefixes_are_not_read_again(monkeypatch, kind):
     del reads[:]
     # Another chat with the same system message, and the next turn of the first chat.
     other = new_sequence(generator, system + "Who are you?", params)
-    turn = generator.new_sequence(0, Completion(""), params, [*first.tokens, *TOKENIZER.encode(" And now?")])
+    turn = generator.new_sequence(
+        0, Completion(""), params, [*first.tokens, *TOKENIZER.encode(" And now?")]
+    )
     for sequence in (other, turn):
         batch.add(sequence)
     finish(batch)
@@ -202,7 +216,9 @@ def test_shared_prefixes_are_not_read_again(monkeypatch, kind):
         assert turn.n_shared == len(first.tokens) - 1  # the last token was sampled, but not read
     for sequence in (other, turn):
         known = Completion("")
-        for _ in generator.stream_batch([known], [params], [sequence.tokens[: sequence.completion.prompt_tokens]]):
+        for _ in generator.stream_batch(
+            [known], [params], [sequence.tokens[: sequence.completion.prompt_tokens]]
+        ):
             pass
         assert sequence.completion.token_ids == known.token_ids
 
@@ -214,7 +230,10 @@ def test_equal_prompts_that_come_together_are_read_once(monkeypatch):
     batch = ContinuousBatch(generator, 6)
     reads = count_read(monkeypatch, batch)
     prompt = "ab" * 60
-    sequences = [new_sequence(generator, prompt, SamplingParams(3, seed=seed, logit_bias=NO_END)) for seed in range(4)]
+    sequences = [
+        new_sequence(generator, prompt, SamplingParams(3, seed=seed, logit_bias=NO_END))
+        for seed in range(4)
+    ]
     for sequence in sequences:
         batch.add(sequence)
     finish(batch)
@@ -239,7 +258,9 @@ def test_of_two_equal_sequences_the_right_one_is_removed():
 def test_a_removed_prompt_does_not_hold_up_those_that_wait_for_it():
     generator = make_generator()
     batch = ContinuousBatch(generator, 6)
-    first, second = (new_sequence(generator, "ab" * 70, SamplingParams(4, seed=seed)) for seed in range(2))
+    first, second = (
+        new_sequence(generator, "ab" * 70, SamplingParams(4, seed=seed)) for seed in range(2)
+    )
     batch.add(first)
     batch.add(second)
     batch.step()
@@ -282,7 +303,9 @@ def test_a_long_prompt_advances_while_short_ones_come():
     batch.add(long)
     for step in range(12):
         for seed in range(2):
-            batch.add(new_sequence(generator, f"{step} {seed} " + "y" * 40, SamplingParams(1, seed=seed)))
+            batch.add(
+                new_sequence(generator, f"{step} {seed} " + "y" * 40, SamplingParams(1, seed=seed))
+            )
         batch.step()
     assert long.completion.token_ids
 
@@ -325,8 +348,14 @@ def test_keys_of_a_failed_text_are_not_shared(kind):
             block.attention_norm.weight[dimension] = 1
             block.attention.v_proj.weight[:, dimension] = 3e38
     generator = Generator(model, TOKENIZER, **KINDS[kind][1])
-    batch, params = ContinuousBatch(generator, 2), SamplingParams(8, seed=1, logit_bias=NO_END | {token: -math.inf})
-    bad, good = new_sequence(generator, "the text!", params), new_sequence(generator, "the text", params)
+    batch, params = (
+        ContinuousBatch(generator, 2),
+        SamplingParams(8, seed=1, logit_bias=NO_END | {token: -math.inf}),
+    )
+    bad, good = (
+        new_sequence(generator, "the text!", params),
+        new_sequence(generator, "the text", params),
+    )
     batch.add(bad)
     (progress,) = [progress for _ in range(3) for progress in batch.step()]
     assert "non-finite" in str(progress.error)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
-from thinker.generation.conversation import Conversation
+from thinker.generation.chat.conversation import Conversation
 from thinker.runtime.errors import UserError
 
 TOKENIZER = make_tokenizer("byte", [])
@@ -37,7 +37,9 @@ def test_every_turn_equals_a_fresh_prefill_and_reads_only_new_tokens(model, how)
     generator = Generator(model, TOKENIZER, compile=False, **how)
     conversation, passes = Conversation(generator), counted(generator)
     for text in ("Once upon", " a time", "", ", there was a fox"):
-        expected = fresh(Generator(model, TOKENIZER, **how), conversation.tokens + TOKENIZER.encode(text), PARAMS)
+        expected = fresh(
+            Generator(model, TOKENIZER, **how), conversation.tokens + TOKENIZER.encode(text), PARAMS
+        )
         del passes[:]
         pieces = list(conversation.reply(text, PARAMS))
         assert conversation.tokens == expected

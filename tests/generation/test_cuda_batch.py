@@ -7,8 +7,8 @@ import torch
 from conftest import random_model
 from test_continuous_batch import KINDS, PROMPTS, TOKENIZER, check_equal, random_params, run_batch
 
+from thinker.features.monitoring.monitor import Monitor
 from thinker.generation import Generator
-from thinker.generation.monitor import Monitor
 
 pytestmark = [
     pytest.mark.cuda,
@@ -26,5 +26,7 @@ def test_texts_of_a_gpu_equal_those_of_generate(kind, is_monitored):
     prompts = PROMPTS[2:] if kind == "prefix" else PROMPTS  # which needs a few tokens
     requests = [(numbers.choice(prompts), random_params(numbers, index)) for index in range(14)]
     sequences = run_batch(generator, requests, numbers, 8, n_removed=3)
-    if kind != "bf16":  # the last bits of a product depend on the number of rows, and so may a sampled token
+    if (
+        kind != "bf16"
+    ):  # the last bits of a product depend on the number of rows, and so may a sampled token
         check_equal(generator, sequences)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import random_model
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.runtime.errors import UserError
 
@@ -32,7 +32,9 @@ def test_each_combination_is_right_or_refused(dtype, bits, compile, n_kv_heads):
     for mode, prompts in itertools.product(MODES, PROMPTS):
         options = {**how, **mode, "compile": compile}
         if compile and mode.keys() & {"window", "cache_bits", "early_exit"}:
-            with pytest.raises(UserError, match="(window|cache_bits|early_exit) cannot be combined with compile"):
+            with pytest.raises(
+                UserError, match="(window|cache_bits|early_exit) cannot be combined with compile"
+            ):
                 Generator(model, TOKENIZER, **options)
             continue
         found = Generator(model, TOKENIZER, **options).generate(prompts, params)

@@ -10,11 +10,11 @@ from conftest import examples, random_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
-from thinker.generation.conversation import Conversation
+from thinker.generation.caches.sink_cache import SinkCache
+from thinker.generation.chat.conversation import Conversation
 from thinker.generation.sampler import distribution, sample_from_probs
-from thinker.generation.sink_cache import SinkCache
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
@@ -23,7 +23,11 @@ TOKENIZER = make_tokenizer("byte", [])
 
 # The same examples every time: rows of a batch differ from rows alone in their last bits, and one draw in a million
 # stands so near to a border that it could fall on either side.
-SAME_EXAMPLES = {"derandomize": True, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+SAME_EXAMPLES = {
+    "derandomize": True,
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture],
+}
 
 PARAMS = st.builds(
     SamplingParams,
@@ -34,7 +38,9 @@ PARAMS = st.builds(
     repetition_penalty=st.sampled_from([1.0, 0.7, 1.5]),
     presence_penalty=st.sampled_from([0.0, 1.0, -1.0]),
     frequency_penalty=st.sampled_from([0.0, 0.5, -0.5]),
-    logit_bias=st.sampled_from([(), {97: 50.0, 98: 50.0, 256: 48.0}, {0xC3: 9.0, 0xA9: 9.0, 97: -math.inf}]),
+    logit_bias=st.sampled_from(
+        [(), {97: 50.0, 98: 50.0, 256: 48.0}, {0xC3: 9.0, 0xA9: 9.0, 97: -math.inf}]
+    ),
     seed=st.integers(0, 1000),
     stop=st.sampled_from([(), ("ab",), ("é", "\ufffd"), ("bb", "aba")]),
 )
@@ -60,7 +66,9 @@ PROMPTS = ["", "a", "Once upon", "the quick brown fox jumps over", "é漢"]
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_ragged_batch_equals_single_prompts(model, temperature):
     generator = Generator(model, TOKENIZER)
-    together = generator.generate(PROMPTS, SamplingParams(max_new_tokens=12, temperature=temperature, seed=5))
+    together = generator.generate(
+        PROMPTS, SamplingParams(max_new_tokens=12, temperature=temperature, seed=5)
+    )
     for index, (prompt, row) in enumerate(zip(PROMPTS, together)):
         params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=5 + index)
         assert generator.generate([prompt], params)[0].token_ids == row.token_ids
@@ -76,7 +84,9 @@ def test_cached_equals_uncached(model):
 
 
 def test_logprobs_equal_a_teacher_forced_pass(model):
-    completion = Generator(model, TOKENIZER).generate(["Hello"], SamplingParams(max_new_tokens=20, seed=2))[0]
+    completion = Generator(model, TOKENIZER).generate(
+        ["Hello"], SamplingParams(max_new_tokens=20, seed=2)
+    )[0]
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode("Hello"), *completion.token_ids]
     with torch.no_grad():
         logits = model(torch.tensor([ids]))[0, :, : TOKENIZER.vocab_size]
@@ -85,11 +95,15 @@ def test_logprobs_equal_a_teacher_forced_pass(model):
 
 
 def test_greedy_samples_the_likeliest_token(model):
-    completion = Generator(model, TOKENIZER).generate(["Hello"], SamplingParams(max_new_tokens=8, temperature=0))[0]
+    completion = Generator(model, TOKENIZER).generate(
+        ["Hello"], SamplingParams(max_new_tokens=8, temperature=0)
+    )[0]
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode("Hello")]
     for token in completion.token_ids:
         with torch.no_grad():
-            assert model(torch.tensor([ids]))[0, -1, : TOKENIZER.vocab_size].argmax().item() == token
+            assert (
+                model(torch.tensor([ids]))[0, -1, : TOKENIZER.vocab_size].argmax().item() == token
+            )
         ids.append(token)
 
 
@@ -102,17 +116,25 @@ def test_streaming_equals_generate_and_does_not_change_the_model(model):
     assert len(pieces) > 1
     assert "".join(pieces) == generator.generate(["The"], params)[0].text
     completion = Completion("The")
-    assert "".join(piece for _, piece in generator.stream_batch([completion], params)) == completion.text
+    assert (
+        "".join(piece for _, piece in generator.stream_batch([completion], params))
+        == completion.text
+    )
 
 
 def test_the_seed_determines_the_text(model):
     generator = Generator(model, TOKENIZER)
-    texts = [generator.generate(["x"], SamplingParams(max_new_tokens=20, seed=seed))[0].text for seed in (1, 1, 2)]
+    texts = [
+        generator.generate(["x"], SamplingParams(max_new_tokens=20, seed=seed))[0].text
+        for seed in (1, 1, 2)
+    ]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_padding_ids_are_never_sampled(model):
-    completions = Generator(model, TOKENIZER).generate(["a"] * 20, SamplingParams(max_new_tokens=40, temperature=3.0))
+    completions = Generator(model, TOKENIZER).generate(
+        ["a"] * 20, SamplingParams(max_new_tokens=40, temperature=3.0)
+    )
     assert all(token < TOKENIZER.vocab_size for c in completions for token in c.token_ids)
 
 
@@ -141,7 +163,10 @@ def test_finish_reasons(model):
     stopped = z.generate(["ab"], SamplingParams(stop=("zzz",)))[0]
     assert (stopped.finish_reason, stopped.text, len(stopped.token_ids)) == ("stop", "", 3)
     full = z.generate(["ab"], SamplingParams(max_new_tokens=1000))[0]
-    assert (full.finish_reason, len(full.token_ids)) == ("length", 48 + 1 - 3)  # the last token is never fed
+    assert (full.finish_reason, len(full.token_ids)) == (
+        "length",
+        48 + 1 - 3,
+    )  # the last token is never fed
 
 
 def test_a_finished_sequence_does_not_change_the_others(model):
@@ -150,12 +175,16 @@ def test_a_finished_sequence_does_not_change_the_others(model):
     together = generator.generate(prompts, SamplingParams(max_new_tokens=40, seed=1))
     assert [len(c.token_ids) for c in together][::2] == [3, 18]
     for index, row in enumerate(together):
-        alone = generator.generate([prompts[index]], SamplingParams(max_new_tokens=40, seed=1 + index))[0]
+        alone = generator.generate(
+            [prompts[index]], SamplingParams(max_new_tokens=40, seed=1 + index)
+        )[0]
         assert alone.token_ids == row.token_ids
 
 
 def test_a_prompt_longer_than_the_context_raises(model):
-    with pytest.raises(UserError, match="49 tokens, but the model's context is 48; shorten it to at most 48"):
+    with pytest.raises(
+        UserError, match="49 tokens, but the model's context is 48; shorten it to at most 48"
+    ):
         Generator(model, TOKENIZER).generate(["a" * 48])
     assert len(Generator(model, TOKENIZER).generate(["a" * 47])[0].token_ids) == 1
     assert Generator(model, TOKENIZER).generate([]) == []
@@ -171,7 +200,11 @@ def test_any_batch_equals_single_prompts_and_uncached_decoding(model, batch):
     uncached = Generator(model, TOKENIZER, use_cache=False).generate(prompts, params)
     for row, *others in zip(together, alone, uncached):
         for other in others:
-            assert (row.token_ids, row.text, row.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+            assert (row.token_ids, row.text, row.finish_reason) == (
+                other.token_ids,
+                other.text,
+                other.finish_reason,
+            )
             assert row.prompt_tokens == other.prompt_tokens == 1 + len(row.prompt.encode())
             assert row.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
@@ -179,7 +212,9 @@ def test_any_batch_equals_single_prompts_and_uncached_decoding(model, batch):
 def generate_and_record_shapes(generator, prompts, params):
     """The completions, and the (rows, positions) of every pass on the way to them."""
     shapes = []
-    hook = generator.model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    hook = generator.model.register_forward_pre_hook(
+        lambda module, args: shapes.append(tuple(args[0].shape))
+    )
     try:
         return generator.generate(prompts, params), shapes
     finally:
@@ -187,7 +222,10 @@ def generate_and_record_shapes(generator, prompts, params):
 
 
 def test_prefill_reads_equal_prompts_once_and_equal_lengths_together(model):
-    generator, params = Generator(model, TOKENIZER, compile=False), SamplingParams(max_new_tokens=4, seed=3)
+    generator, params = (
+        Generator(model, TOKENIZER, compile=False),
+        SamplingParams(max_new_tokens=4, seed=3),
+    )
     completions, shapes = generate_and_record_shapes(generator, ["Hello"] * 5, params)
     assert shapes == [(1, 6), (5, 1), (5, 1), (5, 1)]
     assert len({tuple(c.token_ids) for c in completions}) == 5  # each sample draws by its own seed
@@ -202,17 +240,23 @@ def reference_loop(model, prompt, params, penalize_prompt=False):
     for _ in range(params.max_new_tokens):
         with torch.no_grad():
             logits = model(torch.tensor([ids]))[:, -1, : TOKENIZER.vocab_size]  # (1, V)
-        counts = torch.bincount(torch.tensor(ids[start:], dtype=torch.int64), minlength=TOKENIZER.vocab_size)
+        counts = torch.bincount(
+            torch.tensor(ids[start:], dtype=torch.int64), minlength=TOKENIZER.vocab_size
+        )
         in_text = torch.bincount(torch.tensor(ids), minlength=TOKENIZER.vocab_size) > 0
         probs = distribution(logits, params, in_text[None], counts[None])
-        ids.append(sample_from_probs(probs, torch.tensor([numbers.random()], dtype=torch.float64)).item())
+        ids.append(
+            sample_from_probs(probs, torch.tensor([numbers.random()], dtype=torch.float64)).item()
+        )
     return ids[-params.max_new_tokens :]
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_penalties_count_generated_tokens_and_only_repetition_the_prompt(model, name, stress):
     prompt, generator = "abacabad", Generator(model, TOKENIZER)
-    few = dict.fromkeys(b"abcd", 50.0)  # so few tokens that all of them come again, in the prompt and after it
+    few = dict.fromkeys(
+        b"abcd", 50.0
+    )  # so few tokens that all of them come again, in the prompt and after it
     n_different = 0
     n_seeds = 10 if stress else 5
     for seed in range(n_seeds):
@@ -220,7 +264,10 @@ def test_penalties_count_generated_tokens_and_only_repetition_the_prompt(model, 
         sampled = generator.generate([prompt], params)[0].token_ids
         assert sampled == reference_loop(model, prompt, params)
         n_different += (
-            sampled != generator.generate([prompt], SamplingParams(10, logit_bias=few, seed=seed))[0].token_ids
+            sampled
+            != generator.generate([prompt], SamplingParams(10, logit_bias=few, seed=seed))[
+                0
+            ].token_ids
         )
         if name != "repetition_penalty":
             n_different += sampled != reference_loop(model, prompt, params, penalize_prompt=True)
@@ -249,21 +296,30 @@ def test_invalid_params_raise(model):
     with pytest.raises(UserError, match="0 elements for 1 prompts"):
         generator.generate(["a"], [])
     with pytest.raises(UserError, match="logit_bias has the token id 257; use ids from 0 to 256"):
-        generator.generate(["a", "b"], [SamplingParams(), SamplingParams(logit_bias={257: 1.0})])  # the model has 264
-    assert generator.generate(["a"], SamplingParams(max_new_tokens=3, logit_bias={256: 99.0}))[0].token_ids == [256]
+        generator.generate(
+            ["a", "b"], [SamplingParams(), SamplingParams(logit_bias={257: 1.0})]
+        )  # the model has 264
+    assert generator.generate(["a"], SamplingParams(max_new_tokens=3, logit_bias={256: 99.0}))[
+        0
+    ].token_ids == [256]
 
 
 def test_what_is_printed_of_it_is_short_and_says_what_it_is(model):
     generator = Generator(model, TOKENIZER, window=8, sinks=2)
     tokenizer = "Tokenizer(byte, 257 ids, BOS '<|bos|>')"
     assert repr(TOKENIZER) == tokenizer
-    assert repr(generator).startswith(f"Generator({tokenizer}, context of inf tokens, torch.float32 on cpu)")
+    assert repr(generator).startswith(
+        f"Generator({tokenizer}, context of inf tokens, torch.float32 on cpu)"
+    )
     (completion,) = generator.generate("hello", SamplingParams(max_new_tokens=40, seed=3))
-    assert repr(completion).startswith(f"Completion(prompt='hello', text={completion.text!r}, finish_reason=")
+    assert repr(completion).startswith(
+        f"Completion(prompt='hello', text={completion.text!r}, finish_reason="
+    )
     assert "logprobs" not in repr(completion)
     score = generator.score("x" * 100)
     assert (
-        repr(score) == f"Score(100 tokens, 100 bytes: {score.nats:.4f} nats, {score.bits_per_byte:.4f} bits per byte)"
+        repr(score)
+        == f"Score(100 tokens, 100 bytes: {score.nats:.4f} nats, {score.bits_per_byte:.4f} bits per byte)"
     )
 
 
@@ -285,21 +341,47 @@ def test_a_string_is_one_prompt(model):
         (lambda generator: list(generator.stream(["a", "b"])), "the prompt is a list; pass a str"),
         (lambda generator: generator.score(["a"]), "the text is a list"),
         (lambda generator: generator.encode(7), "the prompt is a int"),
-        (lambda generator: list(Conversation(generator).reply(["a"], SamplingParams())), "the text is a list"),
+        (
+            lambda generator: list(Conversation(generator).reply(["a"], SamplingParams())),
+            "the text is a list",
+        ),
         (lambda generator: generator.generate("a", {"seed": 1}), "params is a dict"),
-        (lambda generator: generator.generate("a", prompt_tokens=[1, 2]), "a list of token ids .* per prompt"),
+        (
+            lambda generator: generator.generate("a", prompt_tokens=[1, 2]),
+            "a list of token ids .* per prompt",
+        ),
         (lambda generator: generator.generate("a", prompt_tokens=["ab"]), "a list of token ids"),
         (lambda generator: generator.generate("a", prompt_tokens=[[1.0]]), "a list of token ids"),
-        (lambda generator: generator.generate(["a", "b"], prompt_tokens=[[1]]), "1 lists for 2 prompts"),
-        (lambda generator: generator.generate("a", prompt_tokens=[]), "0 lists for 1 prompts"),
-        (lambda generator: generator.generate("a", prompt_tokens=[[]]), "0 tokens; it needs at least 1"),
-        (lambda generator: generator.generate("a", prompt_tokens=[[5, 99_999]]), "99999; use ids from 0 to 256"),
-        (lambda generator: generator.generate("a", prompt_tokens=[[-1]]), "id -1"),
-        (lambda generator: generator.generate("a", prompt_tokens=[[1] * 500]), "500 tokens, .* context is 48"),
-        (lambda generator: generator.generate("a", SamplingParams(stop="ab")), "stop is 'ab'; use a list"),
-        (lambda generator: Generator(generator.model, None), "tokenizer is None; pass the model's tokenizer"),
         (
-            lambda g: Generator(g.model, make_tokenizer("char", ["".join(map(chr, range(200, 600)))])),
+            lambda generator: generator.generate(["a", "b"], prompt_tokens=[[1]]),
+            "1 lists for 2 prompts",
+        ),
+        (lambda generator: generator.generate("a", prompt_tokens=[]), "0 lists for 1 prompts"),
+        (
+            lambda generator: generator.generate("a", prompt_tokens=[[]]),
+            "0 tokens; it needs at least 1",
+        ),
+        (
+            lambda generator: generator.generate("a", prompt_tokens=[[5, 99_999]]),
+            "99999; use ids from 0 to 256",
+        ),
+        (lambda generator: generator.generate("a", prompt_tokens=[[-1]]), "id -1"),
+        (
+            lambda generator: generator.generate("a", prompt_tokens=[[1] * 500]),
+            "500 tokens, .* context is 48",
+        ),
+        (
+            lambda generator: generator.generate("a", SamplingParams(stop="ab")),
+            "stop is 'ab'; use a list",
+        ),
+        (
+            lambda generator: Generator(generator.model, None),
+            "tokenizer is None; pass the model's tokenizer",
+        ),
+        (
+            lambda g: Generator(
+                g.model, make_tokenizer("char", ["".join(map(chr, range(200, 600)))])
+            ),
             "has 657 ids, more than the m",
         ),
     ],
@@ -337,15 +419,22 @@ def test_contradictory_options_raise(model, options, message):
 
 
 def test_top_logprobs_equal_a_teacher_forced_pass(model):
-    params = [SamplingParams(max_new_tokens=20, temperature=t, seed=6, logprobs=n) for t, n in [(0, 1), (1, 5), (2, 0)]]
+    params = [
+        SamplingParams(max_new_tokens=20, temperature=t, seed=6, logprobs=n)
+        for t, n in [(0, 1), (1, 5), (2, 0)]
+    ]
     found = 0
-    for completion, own in zip(Generator(model, TOKENIZER).generate(["Hello", "Hello", "You"], params), params):
+    for completion, own in zip(
+        Generator(model, TOKENIZER).generate(["Hello", "Hello", "You"], params), params
+    ):
         if not own.logprobs:
             assert completion.top_logprobs == []
             continue
         ids = [TOKENIZER.bos_id, *TOKENIZER.encode(completion.prompt), *completion.token_ids]
         with torch.no_grad():
-            logits = model(torch.tensor([ids]))[0, -len(completion.token_ids) - 1 : -1, : TOKENIZER.vocab_size]
+            logits = model(torch.tensor([ids]))[
+                0, -len(completion.token_ids) - 1 : -1, : TOKENIZER.vocab_size
+            ]
         values, tokens = logits.log_softmax(-1).topk(own.logprobs)
         assert len(completion.top_logprobs) == len(completion.token_ids)
         for place, top in enumerate(completion.top_logprobs):
@@ -360,7 +449,11 @@ def test_top_logprobs_equal_a_teacher_forced_pass(model):
 
 
 def test_padding_ids_are_not_in_top_logprobs(model):
-    top = Generator(model, TOKENIZER).generate(["a"], SamplingParams(1, logprobs=1000))[0].top_logprobs[0]
+    top = (
+        Generator(model, TOKENIZER)
+        .generate(["a"], SamplingParams(1, logprobs=1000))[0]
+        .top_logprobs[0]
+    )
     assert sorted(top) == list(range(TOKENIZER.vocab_size))
     assert math.fsum(map(math.exp, top.values())) == pytest.approx(1, abs=1e-5)
 
@@ -370,7 +463,9 @@ def test_with_a_window_texts_grow_beyond_the_context(model, window, sinks):
     generator = Generator(model, TOKENIZER, window=window, sinks=sinks)
     prompts = ["", "Once upon", "é漢", "z" * 70, "the quick brown fox", "abc" * 3]
     bans = {TOKENIZER.eos_id: -math.inf}
-    params = [SamplingParams(n, logit_bias=bans, seed=n, logprobs=1) for n in (60, 8, 15, 12, 1, 20)]
+    params = [
+        SamplingParams(n, logit_bias=bans, seed=n, logprobs=1) for n in (60, 8, 15, 12, 1, 20)
+    ]
     for completion, own in zip(generator.generate(prompts, params), params):
         alone = generator.generate([completion.prompt], own)[0]
         assert completion.token_ids == alone.token_ids

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from thinker.benchmarks.decode import matrix_bytes
-from thinker.generation.inference_linear import NativeLinear, QuantizedLinear
-from thinker.generation.inference_model import prepare_for_inference
+from thinker.generation.decoders.inference_linear import NativeLinear, QuantizedLinear
+from thinker.generation.decoders.inference_model import prepare_for_inference
 from thinker.model.layers import Linear
 from thinker.native.compiler import has_compiler
 from thinker.native.quantization import quantize, quantized_linear
@@ -43,10 +43,14 @@ def test_logits_equal_the_models(random_model, qk_norm, tied, n_kv_heads, native
     with torch.no_grad():
         expected = model(tokens)
         torch.testing.assert_close(copied(tokens), expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(copied(tokens, last_logits_only=True), expected[:, -1:], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            copied(tokens, last_logits_only=True), expected[:, -1:], rtol=0, atol=1e-5
+        )
         embeddings = model.embedding(tokens)
         torch.testing.assert_close(copied(embeddings=embeddings), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(copied(tokens), expected, rtol=0, atol=1e-5)  # with gradients switched on
+    torch.testing.assert_close(
+        copied(tokens), expected, rtol=0, atol=1e-5
+    )  # with gradients switched on
     cache = copied.new_cache(3, 24)
     pieces = [copied(chunk, cache=cache) for chunk in tokens.split([7, 1, 1, 1, 2, 12], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-5)
@@ -73,7 +77,9 @@ def test_original_and_copy_are_independent(random_model, form, tied):
     total, count = model(tokens, targets=tokens)
     (total / count).backward()
     optimizer.step()
-    assert not any(torch.equal(new, before[name]) for name, new in model.state_dict().items())  # every one learns
+    assert not any(
+        torch.equal(new, before[name]) for name, new in model.state_dict().items()
+    )  # every one learns
     assert torch.equal(copied(tokens), logits)
     assert all(torch.equal(new, state[name]) for name, new in copied.state_dict().items())
 
@@ -97,7 +103,9 @@ def test_bf16_logits_and_cache(random_model, tied, bits, native):
     assert cache.layers[0].keys.dtype == torch.bfloat16
     pieces = [copied(chunk, cache=cache) for chunk in tokens.split([14, 1, 5], dim=1)]
     assert {piece.dtype for piece in pieces} == {torch.bfloat16}
-    assert relative_error(torch.cat(pieces, dim=1), model(tokens).detach()) < (0.06 if bits else 0.03)
+    assert relative_error(torch.cat(pieces, dim=1), model(tokens).detach()) < (
+        0.06 if bits else 0.03
+    )
 
 
 def test_dtype_does_not_depend_on_the_models_activation_dtype(random_model):
@@ -114,8 +122,14 @@ def test_all_matrices_but_the_embedding_are_quantized(random_model, tied, bits):
     model = random_model(tie_embeddings=tied)
     copied = prepare_for_inference(model, bits=bits, native=True)
     assert torch.equal(copied.embedding.weight, model.embedding.weight)
-    assert not [name for name, module in copied.named_modules() if isinstance(module, torch.nn.Linear)]
-    quantized = {name: module for name, module in copied.named_modules() if isinstance(module, QuantizedLinear)}
+    assert not [
+        name for name, module in copied.named_modules() if isinstance(module, torch.nn.Linear)
+    ]
+    quantized = {
+        name: module
+        for name, module in copied.named_modules()
+        if isinstance(module, QuantizedLinear)
+    }
     assert len(quantized) == 4 * 2 + 1
     error = relative_error(quantized["lm_head"].dequantize(), model.lm_head.weight.detach())
     assert error < {8: 0.01, 4: 0.1}[bits]
@@ -130,12 +144,22 @@ def test_quantized_logits_are_close(random_model, tied, native, bits, most):
         tokens = random_tokens(2, 20, seed)
         copied = prepare_for_inference(model, bits=bits, native=native)
         cache = copied.new_cache(2, 20)
-        logits = torch.cat([copied(chunk, cache=cache) for chunk in tokens.split([14, 1, 5], dim=1)], dim=1)
+        logits = torch.cat(
+            [copied(chunk, cache=cache) for chunk in tokens.split([14, 1, 5], dim=1)], dim=1
+        )
         assert 1e-4 < relative_error(logits, model(tokens).detach()) < most
 
 
 def test_matrix_bytes(random_model):
-    shape = {"d_model": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "d_ff": 96, "vocab_size": 64}
+    shape = {
+        "d_model": 32,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_dim": 8,
+        "d_ff": 96,
+        "vocab_size": 64,
+    }
     weights = 3 * ((4 + 2 + 2) * 8 * 32 + 32 * 32 + 2 * 96 * 32 + 32 * 96) + 64 * 32
     gains = 3 * (2 * 32 + (4 + 2) * 8) + 32  # those of queries and keys stand once for each head
     for tied in (True, False):
@@ -155,7 +179,11 @@ def test_matrix_bytes(random_model):
 @pytest.mark.parametrize("bits", [8, 4])
 @needs_kernels
 def test_native_and_cast_weights_are_close(dtype, bits):
-    weight, bias, x = random_tensor(49, 70, seed=1), random_tensor(49).to(dtype), random_tensor(3, 5, 70, seed=2)
+    weight, bias, x = (
+        random_tensor(49, 70, seed=1),
+        random_tensor(49).to(dtype),
+        random_tensor(3, 5, 70, seed=2),
+    )
     native, cast = (QuantizedLinear(weight, bias, bits, native=native) for native in (True, False))
     assert torch.equal(native.dequantize(), cast.dequantize())
     assert torch.equal(native.dequantize(), quantize(weight, bits).dequantize())
@@ -172,7 +200,10 @@ def test_native_and_cast_weights_are_close(dtype, bits):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_row_is_the_product_of_the_cast_weights(dtype, bits):
-    linear, x = QuantizedLinear(random_tensor(48, 64, seed=1), None, bits, False), random_tensor(1, 1, 64).to(dtype)
+    linear, x = (
+        QuantizedLinear(random_tensor(48, 64, seed=1), None, bits, False),
+        random_tensor(1, 1, 64).to(dtype),
+    )
     y = torch.compile(linear, backend="eager")(x)
     assert (y.dtype, y.shape) == (dtype, (1, 1, 48))
     assert relative_error(y, x.double() @ linear.dequantize().double().t()) < (
@@ -211,7 +242,9 @@ def test_linear_with_few_rows_and_positions(batch, length):
     linear, x = Linear(48, 30), random_tensor(batch, length, 48)
     with torch.no_grad():
         torch.testing.assert_close(linear(x), F.linear(x, linear.weight), rtol=0, atol=1e-5)
-        torch.testing.assert_close(linear(x).view(batch * length, 30), linear(x.view(-1, 48)), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            linear(x).view(batch * length, 30), linear(x.view(-1, 48)), rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 20])

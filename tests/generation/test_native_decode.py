@@ -7,17 +7,24 @@ import pytest
 import torch
 from conftest import random_model
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.inference_model import prepare_for_inference
-from thinker.generation.native_decode import NativeThinker
+from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.native_decoder import NativeThinker
 from thinker.model.activation_hooks import open_hooks
 from thinker.native import operations
 from thinker.native.compiler import has_compiler
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
-SHAPE = {"vocab_size": 301, "d_model": 60, "n_heads": 6, "head_dim": 14, "d_ff": 103, "max_seq_len": 64}
+SHAPE = {
+    "vocab_size": 301,
+    "d_model": 60,
+    "n_heads": 6,
+    "head_dim": 14,
+    "d_ff": 103,
+    "max_seq_len": 64,
+}
 FORMS = {
     "mha": {},
     "gqa": {"n_kv_heads": 2},
@@ -36,7 +43,9 @@ FORMS = {
     "no positions": {"positions": "none"},
     "no rope in layer 0": {"no_rope_layers": [0]},
     "scaled rope": {"rope_scaling": {"type": "linear", "factor": 4.0}},
-    "dynamic rope": {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_seq_len": 40}},
+    "dynamic rope": {
+        "rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_seq_len": 40}
+    },
     "uneven kv heads": {"n_kv_heads": 2, "n_kv_heads_per_layer": [2, 1]},
     "prefix": {"attention": "prefix(4)"},
     "wide heads": {"n_heads": 2, "head_dim": 72},  # two vectors of values at once, and a rest
@@ -76,9 +85,13 @@ def test_logits_and_cache_equal_the_models(form, lengths, T):
     assert step.is_supported
     ours, known = filled(model, lengths, 3 * T)
     for turn in range(3):
-        tokens = torch.randint(0, 301, (len(lengths), T), generator=torch.Generator().manual_seed(turn))
+        tokens = torch.randint(
+            0, 301, (len(lengths), T), generator=torch.Generator().manual_seed(turn)
+        )
         expected = model(tokens, cache=known)
-        torch.testing.assert_close(step(tokens, ours), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+        torch.testing.assert_close(
+            step(tokens, ours), expected, rtol=0, atol=1e-5 * expected.abs().max().item()
+        )
     assert ours.lengths == known.lengths
     for one, other in zip(ours.layers, known.layers):
         torch.testing.assert_close(one.keys, other.keys, rtol=0, atol=1e-5)
@@ -110,7 +123,9 @@ def count_native(monkeypatch):
 
 
 @pytest.mark.parametrize("how", [{}, {"dtype": torch.bfloat16}, {"bits": 8}, {"bits": 4}], ids=str)
-@pytest.mark.parametrize("form", ["mha", "gqa", "mqa", "bias", "softcap", "sinks", "no positions", "wide heads"])
+@pytest.mark.parametrize(
+    "form", ["mha", "gqa", "mqa", "bias", "softcap", "sinks", "no positions", "wide heads"]
+)
 @torch.no_grad()
 def test_a_position_has_the_same_bits_in_any_batch_and_any_pass(form, how):
     """Texts are read alone in one pass, token by token, and in chunks of random length beside each other."""
@@ -122,7 +137,12 @@ def test_a_position_has_the_same_bits_in_any_batch_and_any_pass(form, how):
     alone = []
     for text in texts:
         cache = step.model.new_cache(1, 64)
-        alone.append((step(torch.tensor([text]), cache)[0], [layer.keys[0, :, : len(text)] for layer in cache.layers]))
+        alone.append(
+            (
+                step(torch.tensor([text]), cache)[0],
+                [layer.keys[0, :, : len(text)] for layer in cache.layers],
+            )
+        )
     by_token = step.model.new_cache(1, 64)
     one_by_one = [step(torch.tensor([[token]]), by_token)[0, 0] for token in texts[3]]
     assert torch.equal(torch.stack(one_by_one), alone[3][0])
@@ -188,14 +208,19 @@ def test_caches_in_turns_and_memory_that_is_used_again():
         lengths = [3 + turn % 7] * (1 + turn % 3)
         ours, known = filled(model, lengths, 4 + turn % 5)
         tokens = torch.full((len(lengths), 1), turn)
-        torch.testing.assert_close(step(tokens, ours), model(tokens, cache=known), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            step(tokens, ours), model(tokens, cache=known), rtol=0, atol=1e-4
+        )
 
 
 def test_threads_share_a_generator():
     tokenizer = make_tokenizer("byte", [])
     generator = Generator(random_model(vocab_size=tokenizer.vocab_size, max_seq_len=64), tokenizer)
     prompts, params = ["The cat", "a", "Once"], SamplingParams(max_new_tokens=30, seed=2)
-    known, found = [generator.generate(prompt, params)[0].token_ids for prompt in prompts], [None] * 3
+    known, found = (
+        [generator.generate(prompt, params)[0].token_ids for prompt in prompts],
+        [None] * 3,
+    )
 
     def work(index):
         found[index] = generator.generate(prompts[index], params)[0].token_ids
@@ -209,10 +234,12 @@ def test_threads_share_a_generator():
 
 
 def test_positions_beyond_the_table_of_angles(monkeypatch):
-    from thinker.generation import native_decode
+    from thinker.generation.decoders import native_decoder as native_decode
 
     tokenizer = make_tokenizer("byte", [])
-    model = random_model(vocab_size=tokenizer.vocab_size, attention="window(8)", max_seq_len=32, norm_mean=0.3)
+    model = random_model(
+        vocab_size=tokenizer.vocab_size, attention="window(8)", max_seq_len=32, norm_mean=0.3
+    )
     params = SamplingParams(max_new_tokens=100, seed=1, logit_bias={tokenizer.bos_id: -torch.inf})
     known = Generator(model, tokenizer, compile=False).generate("ab", params)[0].token_ids
     assert Generator(model, tokenizer).generate("ab", params)[0].token_ids == known

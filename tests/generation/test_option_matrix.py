@@ -7,7 +7,7 @@ import torch
 from conftest import random_model
 from pairwise import pairwise
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.native.compiler import has_compiler
 from thinker.runtime.errors import UserError
@@ -20,7 +20,13 @@ OPTIONS = {
     "bits": [None, 8, 4],
     "cache_bits": [None, 8, 4],
     "compile": [False, True],
-    "memory": [{}, {"slide": True}, {"window": 10}, {"window": 9, "sinks": 3}, {"use_cache": False}],
+    "memory": [
+        {},
+        {"slide": True},
+        {"window": 10},
+        {"window": 9, "sinks": 3},
+        {"use_cache": False},
+    ],
     "speculate": [0, 3],
     "n_samples": [1, 3],
     "heads": [{"n_kv_heads": 4}, {"n_kv_heads": 2}, {"n_kv_heads": 1}],  # MHA, GQA, MQA
@@ -42,7 +48,9 @@ KERNEL_CASES = [
 
 def name_of(case):
     memory = "-".join(f"{name}{value}" for name, value in case["memory"].items()) or "cache"
-    flags = "-".join(f"{name}{case[name]}" for name in ("bits", "cache_bits", "compile") if case[name])
+    flags = "-".join(
+        f"{name}{case[name]}" for name in ("bits", "cache_bits", "compile") if case[name]
+    )
     numbers = f"speculate{case['speculate']}-{case['n_samples']}-kv{case['heads']['n_kv_heads']}"
     greedy = "greedy" if case["sampling"]["temperature"] == 0 else "sampled"
     return f"{str(case['dtype'])[6:]}-{flags}-{memory}-{numbers}-{greedy}-{case['prompts']}"
@@ -87,7 +95,9 @@ def plain_logprobs(plain, case, completion):
 
 
 @pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
-@pytest.mark.parametrize("case", [pytest.param(case, id=name_of(case)) for case in CASES + KERNEL_CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name_of(case)) for case in CASES + KERNEL_CASES]
+)
 def test_each_case_is_right_or_refused(case):
     shape = {"vocab_size": 264, "n_heads": 4, "n_layers": 1, "head_dim": 16, "max_seq_len": CONTEXT}
     model = random_model(norm_mean=0.3, **shape, **case["heads"])
@@ -96,29 +106,41 @@ def test_each_case_is_right_or_refused(case):
         how["compile"] = case["compile"]
     options = {**how, **case["memory"], "compile": case["compile"], "speculate": case["speculate"]}
     if is_refused(case):
-        with pytest.raises(UserError, match="cannot be combined with|needs the KV cache|is not available") as caught:
+        with pytest.raises(
+            UserError, match="cannot be combined with|needs the KV cache|is not available"
+        ) as caught:
             Generator(model, TOKENIZER, **options)
         assert "\n" not in str(caught.value)
         return
     prompts = ["abcabc"] if case["prompts"] == "equal" else ["abcabc", "x"]
     prompts *= case["n_samples"]
-    params = SamplingParams(N_NEW, seed=3, logit_bias={TOKENIZER.bos_id: -torch.inf}, **case["sampling"])
+    params = SamplingParams(
+        N_NEW, seed=3, logit_bias={TOKENIZER.bos_id: -torch.inf}, **case["sampling"]
+    )
     found = Generator(model, TOKENIZER, **options).generate(prompts, params)
     plain = Generator(model, TOKENIZER, **how, **case["memory"])
     for index, completion in enumerate(found):
         has_end = not case["memory"] or "use_cache" in case["memory"]
         prompt_len = len(plain.encode(completion.prompt))
-        assert len(completion.token_ids) == (min(N_NEW, CONTEXT + 1 - prompt_len) if has_end else N_NEW)
+        assert len(completion.token_ids) == (
+            min(N_NEW, CONTEXT + 1 - prompt_len) if has_end else N_NEW
+        )
         known = plain_logprobs(plain, case, completion)
         of_tokens = known[range(len(known)), completion.token_ids]
         tolerance = TOLERANCE[case["dtype"]]
         if case["bits"] is not None:  # a number between two codes may be rounded the other way
             tolerance += 0.02 if case["dtype"] == torch.float32 else 0.1
         tolerance += {None: 0, 8: 0.1, 4: 1.0}[case["cache_bits"]]
-        torch.testing.assert_close(torch.tensor(completion.logprobs), of_tokens, rtol=0, atol=tolerance)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), of_tokens, rtol=0, atol=tolerance
+        )
         if case["sampling"]["temperature"] == 0:
             likeliest = known[:, : TOKENIZER.bos_id].amax(dim=1)
             assert (of_tokens >= likeliest - 2 * tolerance).all()
-        if case["dtype"] == torch.float32:  # promised: the text of the plain model, whatever the batch and the drafts
-            alone = SamplingParams(N_NEW, seed=3 + index, logit_bias=dict(params.logit_bias), **case["sampling"])
+        if (
+            case["dtype"] == torch.float32
+        ):  # promised: the text of the plain model, whatever the batch and the drafts
+            alone = SamplingParams(
+                N_NEW, seed=3 + index, logit_bias=dict(params.logit_bias), **case["sampling"]
+            )
             assert plain.generate(completion.prompt, alone)[0].token_ids == completion.token_ids

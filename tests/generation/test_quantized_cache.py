@@ -10,13 +10,9 @@ from conftest import random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.generation import Completion, Generator, SamplingParams, native_decode
-from thinker.generation.continuous_batch import ContinuousBatch
-from thinker.generation.conversation import Conversation
-from thinker.generation.inference_model import prepare_for_inference
-from thinker.generation.native_decode import NativeThinker
-from thinker.generation.quantized_cache import (
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.generation import Completion, Generator, SamplingParams
+from thinker.generation.caches.quantized_cache import (
     BLOCK,
     MAX_PER_PASS,
     QuantizedCache,
@@ -26,6 +22,11 @@ from thinker.generation.quantized_cache import (
     quantize_vectors,
     unpack_codes,
 )
+from thinker.generation.chat.conversation import Conversation
+from thinker.generation.continuous_batch import ContinuousBatch
+from thinker.generation.decoders import native_decoder as native_decode
+from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.native_decoder import NativeThinker
 from thinker.native.compiler import has_compiler
 from thinker.runtime.errors import UserError
 
@@ -67,7 +68,9 @@ def test_vectors_keep_their_largest_number_and_lose_half_a_step(bits, seed, expo
     assert codes.max() <= highest
     error = (rounded(x, bits) - x).abs()
     step = scale.float().abs()[..., None]
-    is_clipped = x / scale.float()[..., None] > highest + 0.5  # on the other side of the largest number
+    is_clipped = (
+        x / scale.float()[..., None] > highest + 0.5
+    )  # on the other side of the largest number
     assert (error <= step * torch.where(is_clipped, 1.04, 0.51)).all()
 
 
@@ -89,7 +92,9 @@ def test_logits_are_those_of_rounded_keys_and_values(form, bits):
     block = torch.arange(T)[:, None] // BLOCK - torch.arange(T) // BLOCK
     is_exact = (block < 2) if bits == 4 else torch.zeros(T, T, dtype=torch.bool)  # (T, S)
     layers = [
-        layer for layer, one in enumerate(make_cache(model, 1, 128, bits=bits).layers) if type(one) is QuantizedLayer
+        layer
+        for layer, one in enumerate(make_cache(model, 1, 128, bits=bits).layers)
+        if type(one) is QuantizedLayer
     ]
     patches, outputs = {}, {}
     slopes = 2.0 ** -torch.arange(2, 10, 2)[:, None, None]  # of 4 heads
@@ -132,7 +137,8 @@ def test_logits_are_those_of_rounded_keys_and_values(form, bits):
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
-    ("form", "dtype"), [*((form, torch.float32) for form in FORMS), ("mha", torch.bfloat16), ("mqa", torch.bfloat16)]
+    ("form", "dtype"),
+    [*((form, torch.float32) for form in FORMS), ("mha", torch.bfloat16), ("mqa", torch.bfloat16)],
 )
 @needs_compiler
 @torch.no_grad()
@@ -150,8 +156,12 @@ def test_kernels_and_torch_read_the_same_cache_alike(form, bits, dtype):
         assert error < (2e-3 if dtype == torch.float32 else 0.05), t
         if dtype == torch.float32 and t > 0:
             layer, other = ours.layers[0], known.layers[0]
-            assert (unpack_codes(layer.keys, bits) - unpack_codes(other.keys, bits)).abs().max() <= 1
-            torch.testing.assert_close(layer.newest_values, other.newest_values, rtol=1e-4, atol=1e-4)
+            assert (
+                unpack_codes(layer.keys, bits) - unpack_codes(other.keys, bits)
+            ).abs().max() <= 1
+            torch.testing.assert_close(
+                layer.newest_values, other.newest_values, rtol=1e-4, atol=1e-4
+            )
     assert ours.lengths == [75, 75]
 
 
@@ -179,7 +189,10 @@ def test_rows_of_unequal_lengths_are_read_alike(form, bits):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    [*((form, torch.float32) for form in ("mha", "mqa", "softcap", "sinks", "48 wide")), ("gqa", torch.bfloat16)],
+    [
+        *((form, torch.float32) for form in ("mha", "mqa", "softcap", "sinks", "48 wide")),
+        ("gqa", torch.bfloat16),
+    ],
 )
 @needs_compiler
 @torch.no_grad()
@@ -189,7 +202,9 @@ def test_a_position_has_the_same_bits_however_it_is_read(form, bits, dtype):
         pytest.skip("needs AVX-512")
     numbers = random.Random(form)
     texts = [[numbers.randrange(264) for _ in range(n)] for n in (1, 16, 33, 100, 77)]
-    alone = [step(torch.tensor([text]), make_cache(step.model, 1, 128, bits=bits))[0] for text in texts]
+    alone = [
+        step(torch.tensor([text]), make_cache(step.model, 1, 128, bits=bits))[0] for text in texts
+    ]
     pool, n_read = make_cache(step.model, len(texts), 128, bits=bits), [0] * len(texts)
     while left := [row for row, text in enumerate(texts) if n_read[row] < len(text)]:
         rows, tokens = [], []
@@ -211,7 +226,9 @@ def test_chunks_of_blocks_equal_single_positions():
         logits = []
         for size in (1, chunk):
             cache = make_cache(model, 1, 100, bits=bits)
-            logits.append(torch.cat([model(part, cache=cache) for part in tokens.split(size, dim=1)], dim=1))
+            logits.append(
+                torch.cat([model(part, cache=cache) for part in tokens.split(size, dim=1)], dim=1)
+            )
         assert (logits[0] - logits[1]).abs().quantile(0.95) < 1e-4
 
 
@@ -246,7 +263,9 @@ def test_rows_are_selected_joined_and_shortened(bits):
             logits = model(tokens[[2, 0], t : t + 1], cache=one)
         torch.testing.assert_close(logits, after([2, 0], 90)[0], rtol=0, atol=1e-4)
     if bits == 4:
-        with pytest.raises(UserError, match="newest positions, which are kept unrounded, have been overwritten"):
+        with pytest.raises(
+            UserError, match="newest positions, which are kept unrounded, have been overwritten"
+        ):
             one.truncate([90 - MAX_PER_PASS - 1, 90])
     else:
         one.truncate([3, 0])
@@ -257,7 +276,9 @@ def test_rows_are_selected_joined_and_shortened(bits):
 def test_chats_and_drafts_give_the_same_text(bits, compile):
     """A chat reads only what is new, if the cache still has all that precedes it."""
     model = random_model(1, 0.4, 0.25, vocab_size=264, d_model=64, max_seq_len=256)
-    params = SamplingParams(40, seed=1, logit_bias=dict.fromkeys(range(128, 257), -math.inf))  # only ASCII
+    params = SamplingParams(
+        40, seed=1, logit_bias=dict.fromkeys(range(128, 257), -math.inf)
+    )  # only ASCII
     generator = Generator(model, TOKENIZER, cache_bits=bits, compile=compile)
     if bits == 8:
         drafted = Generator(model, TOKENIZER, cache_bits=bits, compile=compile, speculate=8)
@@ -275,7 +296,9 @@ def test_chats_and_drafts_give_the_same_text(bits, compile):
 def test_tokens_that_the_kernels_sampled_at_once_count_as_read(monkeypatch):
     """They overwrite the newest keys, also if the text is shortened in several turns."""
     monkeypatch.setattr(native_decode, "MAX_SECONDS", 1e6)
-    generator = Generator(random_model(vocab_size=264, d_model=64, max_seq_len=128), TOKENIZER, cache_bits=4)
+    generator = Generator(
+        random_model(vocab_size=264, d_model=64, max_seq_len=128), TOKENIZER, cache_bits=4
+    )
     cache, prompt = generator.new_cache(generator.model, 1, 128), [1] * 50
     logits = generator.prefill(generator.model, [prompt], cache)
     sequence = generator.new_sequence(0, Completion(""), SamplingParams(16), prompt)
@@ -292,7 +315,9 @@ def test_texts_share_keys_if_the_newest_are_still_unrounded(n_rows, monkeypatch)
     """As the next turn of a chat, although the kernels have read tokens beyond the stop string of the last one."""
     monkeypatch.setattr(native_decode, "MAX_SECONDS", 1e6)
     generator = Generator(
-        random_model(1, 0.4, 0.25, vocab_size=264, max_seq_len=256, head_dim=16), TOKENIZER, cache_bits=4
+        random_model(1, 0.4, 0.25, vocab_size=264, max_seq_len=256, head_dim=16),
+        TOKENIZER,
+        cache_bits=4,
     )
     if not generator.is_batch_invariant:
         pytest.skip("needs AVX-512")
@@ -305,7 +330,10 @@ def test_texts_share_keys_if_the_newest_are_still_unrounded(n_rows, monkeypatch)
             n_cut = max(numbers.choice([0, 25]), len(old) - 130)
             n_old = max(0, len(old) - n_cut)
             tokens = old[:n_old] + tokens
-        params, completion = SamplingParams(numbers.choice([1, 30]), seed=seed, stop=tuple("zxypqrs")), Completion("")
+        params, completion = (
+            SamplingParams(numbers.choice([1, 30]), seed=seed, stop=tuple("zxypqrs")),
+            Completion(""),
+        )
         (known,) = generator.generate([""], [params], [tokens])
         sequence = generator.new_sequence(0, completion, params, tokens)
         batch.add(sequence)
@@ -325,7 +353,9 @@ def test_early_exit_reads_the_same_cache(bits):
     model = random_model(1, 0.4, 0.25, vocab_size=264, d_model=64, max_seq_len=128)
     params = SamplingParams(60, seed=1, logit_bias={TOKENIZER.bos_id: -math.inf})
     texts = [
-        Generator(model, TOKENIZER, cache_bits=bits, compile=False, early_exit=threshold).generate("Hello", params)[0]
+        Generator(model, TOKENIZER, cache_bits=bits, compile=False, early_exit=threshold).generate(
+            "Hello", params
+        )[0]
         for threshold in (None, 0.999999, 0.01)
     ]
     assert texts[1].token_ids == texts[0].token_ids
@@ -338,10 +368,19 @@ def test_early_exit_reads_the_same_cache(bits):
         ({"cache_bits": 2}, "cache_bits is 2; use 8 or 4"),
         ({"cache_bits": 8, "use_cache": False}, "cache_bits needs the KV cache"),
         ({"cache_bits": 8, "window": 9}, "cache_bits cannot be combined with a window"),
-        ({"cache_bits": 4, "model": {"head_dim": 8}}, "head_dim that is a multiple of 16, not 8; use 8 bits"),
+        (
+            {"cache_bits": 4, "model": {"head_dim": 8}},
+            "head_dim that is a multiple of 16, not 8; use 8 bits",
+        ),
         ({"cache_bits": 4, "speculate": 3}, "speculate cannot be combined with a cache in 4 bits"),
-        ({"cache_bits": 8, "model": {"attention": "window(8)"}}, "cache_bits has no effect: no layer"),
-        ({"cache_bits": 8, "model": {"attention": "linear(8)"}}, "cache_bits has no effect: no layer"),
+        (
+            {"cache_bits": 8, "model": {"attention": "window(8)"}},
+            "cache_bits has no effect: no layer",
+        ),
+        (
+            {"cache_bits": 8, "model": {"attention": "linear(8)"}},
+            "cache_bits has no effect: no layer",
+        ),
     ],
     ids=str,
 )

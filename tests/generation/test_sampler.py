@@ -111,11 +111,20 @@ def test_probabilities_by_hand():
     close = torch.testing.assert_close
     close(distribution(LOGITS, SamplingParams()), LOGITS.exp())
     close(distribution(LOGITS, SamplingParams(top_k=2)), torch.tensor([[2 / 3, 1 / 3, 0, 0]]))
-    close(distribution(LOGITS, SamplingParams(temperature=0.5)), (LOGITS.exp() ** 2) / (LOGITS.exp() ** 2).sum())
+    close(
+        distribution(LOGITS, SamplingParams(temperature=0.5)),
+        (LOGITS.exp() ** 2) / (LOGITS.exp() ** 2).sum(),
+    )
     in_text = torch.tensor([[False, True, False, False]])
-    known = torch.tensor([[0.5, 0.25**2, 0.125, 0.125]])  # a negative logit is multiplied by the penalty
-    close(distribution(LOGITS, SamplingParams(repetition_penalty=2.0), in_text), known / known.sum())
-    positive = distribution(LOGITS + 3, SamplingParams(repetition_penalty=2.0), in_text)  # a positive one is divided
+    known = torch.tensor(
+        [[0.5, 0.25**2, 0.125, 0.125]]
+    )  # a negative logit is multiplied by the penalty
+    close(
+        distribution(LOGITS, SamplingParams(repetition_penalty=2.0), in_text), known / known.sum()
+    )
+    positive = distribution(
+        LOGITS + 3, SamplingParams(repetition_penalty=2.0), in_text
+    )  # a positive one is divided
     close(positive, (LOGITS + 3).where(~in_text, (LOGITS + 3) / 2).softmax(-1))
 
 
@@ -138,7 +147,9 @@ def test_filters_always_keep_the_likeliest_token(logits, temperature, top_k, top
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-20])
 def test_tiny_temperatures_are_nearly_greedy(temperature):
-    probs = distribution(torch.tensor([[1.0, 3.0, 2.0, -1e30]]), SamplingParams(temperature=temperature, top_p=0.9))
+    probs = distribution(
+        torch.tensor([[1.0, 3.0, 2.0, -1e30]]), SamplingParams(temperature=temperature, top_p=0.9)
+    )
     assert probs.tolist() == [[0, 1, 0, 0]]
 
 
@@ -148,13 +159,30 @@ def test_top_p_sums_exactly():
     equal = torch.zeros(1, 16)
     for n in (1, 4, 8, 12):  # a sum that reaches top_p exactly is enough
         assert (distribution(equal, SamplingParams(top_p=n / 16)) > 0).sum() == n
-    assert (distribution(torch.zeros(1, 10), SamplingParams(top_p=0.6)) > 0).sum() == 6  # 7 by sums in fp32
+    assert (
+        distribution(torch.zeros(1, 10), SamplingParams(top_p=0.6)) > 0
+    ).sum() == 6  # 7 by sums in fp32
     for size in range(2, 60):  # whatever the rounding of n / size and of the sum
         for n in range(1, size):
-            assert (distribution(torch.zeros(1, size), SamplingParams(top_p=n / size)) > 0).sum() == n
+            assert (
+                distribution(torch.zeros(1, size), SamplingParams(top_p=n / size)) > 0
+            ).sum() == n
 
 
-TOKENS = [2.0, 1.5, 1.5, 1.0, 0.5, 0.0, -0.5, -0.5, -1.0, -3.0, -INF, 1.5]  # ties, both signs, one that is nothing
+TOKENS = [
+    2.0,
+    1.5,
+    1.5,
+    1.0,
+    0.5,
+    0.0,
+    -0.5,
+    -0.5,
+    -1.0,
+    -3.0,
+    -INF,
+    1.5,
+]  # ties, both signs, one that is nothing
 IN_TEXT = [False, True, False, True, False, True, True, False, False, False, True, True]
 COUNTS = [0, 1, 0, 3, 0, 0, 2, 0, 0, 0, 1, 1]
 BIAS = {0: -0.7, 4: 1.3, 5: -INF, 10: 5.0}
@@ -202,7 +230,9 @@ TOGETHER = [
 def test_samples_follow_the_reference(options):
     params, n = SamplingParams(**options), 200_000
     expected = torch.tensor(reference(TOKENS, params, IN_TEXT, COUNTS), dtype=torch.float64)
-    probs = distribution(torch.tensor([TOKENS]), params, torch.tensor([IN_TEXT]), torch.tensor([COUNTS]))
+    probs = distribution(
+        torch.tensor([TOKENS]), params, torch.tensor([IN_TEXT]), torch.tensor([COUNTS])
+    )
     torch.testing.assert_close(probs[0].double(), expected, atol=1e-6, rtol=0)
     assert ((probs[0] > 0) == (expected > 0)).all()
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
@@ -215,12 +245,20 @@ def p_value(sampled, expected):
     """Pearson's chi-square test; what is expected fewer than 5 times shares one bin."""
     rare = (expected > 0) & (expected < 5)
     common = expected >= 5
-    sampled = torch.cat([sampled[common], sampled[rare].sum()[None]]) if rare.any() else sampled[common]
-    expected = torch.cat([expected[common], expected[rare].sum()[None]]) if rare.any() else expected[common]
+    sampled = (
+        torch.cat([sampled[common], sampled[rare].sum()[None]]) if rare.any() else sampled[common]
+    )
+    expected = (
+        torch.cat([expected[common], expected[rare].sum()[None]])
+        if rare.any()
+        else expected[common]
+    )
     if len(expected) == 1:
         return 1.0
     chi2 = ((sampled - expected) ** 2 / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2, dtype=torch.float64), chi2 / 2).item()
+    return torch.special.gammaincc(
+        torch.tensor((len(expected) - 1) / 2, dtype=torch.float64), chi2 / 2
+    ).item()
 
 
 def test_samples_follow_the_probabilities():
@@ -273,9 +311,13 @@ def test_every_row_equals_the_reference(batch, params):
     logits, in_text, counts = _tensors(batch)
     probs = distribution(logits, params, in_text, counts)
     assert probs.dtype == torch.float32
-    torch.testing.assert_close(probs.double().sum(-1), torch.ones(len(probs)).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        probs.double().sum(-1), torch.ones(len(probs)).double(), atol=1e-6, rtol=0
+    )
     for row, *row_inputs in zip(probs, logits.tolist(), in_text.tolist(), counts.tolist()):
-        expected = torch.tensor(reference(row_inputs[0], params, *row_inputs[1:]), dtype=torch.float64)
+        expected = torch.tensor(
+            reference(row_inputs[0], params, *row_inputs[1:]), dtype=torch.float64
+        )
         assert ((row > 0) == (expected > 0)).all()
         torch.testing.assert_close(row.double(), expected, atol=1e-6, rtol=0)
     if params.temperature == 0:
@@ -295,12 +337,17 @@ def test_rows_are_independent(batch, params, data):
     assert torch.equal(distribution(shuffled[0], params, *shuffled[1:]), total_prob[order])
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 40_000}, {"top_p": 0.9999}, {"top_k": 40_000, "min_p": 1e-6}])
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 40_000}, {"top_p": 0.9999}, {"top_k": 40_000, "min_p": 1e-6}]
+)
 def test_rows_of_a_large_vocabulary_are_independent(options):
     logits = 3 * torch.randn(3, 50_304, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(**options)
     total_prob = distribution(logits, params)
-    assert all(torch.equal(distribution(logits[i : i + 1], params), total_prob[i : i + 1]) for i in range(3))
+    assert all(
+        torch.equal(distribution(logits[i : i + 1], params), total_prob[i : i + 1])
+        for i in range(3)
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -311,7 +358,9 @@ def test_agrees_with_transformers(seed):
     logits = 2 * torch.randn(4, 50, generator=random, dtype=torch.float64)
     text = torch.randint(0, 50, (4, 15), generator=random)
     in_text = torch.zeros(4, 50, dtype=torch.bool).scatter_(1, text, True)
-    penalty, temperature, top_p, min_p = torch.rand(4, generator=random, dtype=torch.float64).tolist()
+    penalty, temperature, top_p, min_p = torch.rand(
+        4, generator=random, dtype=torch.float64
+    ).tolist()
     top_k = int(torch.randint(1, 50, (1,), generator=random))
     params = SamplingParams(
         repetition_penalty=0.5 + penalty,
@@ -329,7 +378,9 @@ def test_agrees_with_transformers(seed):
         logits_process.MinPLogitsWarper(params.min_p),
     ):
         scores = processor(text, scores)
-    torch.testing.assert_close(distribution(logits, params, in_text).double(), scores.softmax(-1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        distribution(logits, params, in_text).double(), scores.softmax(-1), atol=1e-5, rtol=0
+    )
 
 
 def test_presence_and_frequency_penalties():
@@ -338,8 +389,14 @@ def test_presence_and_frequency_penalties():
     frequency = distribution(LOGITS, SamplingParams(frequency_penalty=1.5), counts=counts.float())
     torch.testing.assert_close(presence, (LOGITS - torch.tensor([0, 1.5, 1.5, 0])).softmax(-1))
     torch.testing.assert_close(frequency, (LOGITS - torch.tensor([0, 1.5, 4.5, 0])).softmax(-1))
-    for options in ({"presence_penalty": 1.5}, {"frequency_penalty": 1.5}, {"repetition_penalty": 1.5}):
-        assert torch.equal(distribution(LOGITS, SamplingParams(**options)), distribution(LOGITS, SamplingParams()))
+    for options in (
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 1.5},
+        {"repetition_penalty": 1.5},
+    ):
+        assert torch.equal(
+            distribution(LOGITS, SamplingParams(**options)), distribution(LOGITS, SamplingParams())
+        )
 
 
 EXTREMES = [
@@ -356,7 +413,12 @@ EXTREMES = [
     {"frequency_penalty": -1e100},
     {"logit_bias": {0: 1e100, 1: -1e100, 4: 1e100}},
     {"logit_bias": {3: -INF, 4: -1.0}},
-    {"repetition_penalty": 1e100, "presence_penalty": -1e100, "frequency_penalty": 1e100, "temperature": 1e-300},
+    {
+        "repetition_penalty": 1e100,
+        "presence_penalty": -1e100,
+        "frequency_penalty": 1e100,
+        "temperature": 1e-300,
+    },
 ]
 
 
@@ -382,9 +444,18 @@ def test_tiny_and_huge_temperatures():
 
 
 def test_arguments_are_not_modified():
-    logits, in_text, counts = torch.randn(2, 5).double(), torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 5)
+    logits, in_text, counts = (
+        torch.randn(2, 5).double(),
+        torch.ones(2, 5, dtype=torch.bool),
+        torch.ones(2, 5),
+    )
     before = [tensor.clone() for tensor in (logits, in_text, counts)]
-    everything = {"repetition_penalty": 2.0, "presence_penalty": 1, "frequency_penalty": 1, "logit_bias": {1: -INF}}
+    everything = {
+        "repetition_penalty": 2.0,
+        "presence_penalty": 1,
+        "frequency_penalty": 1,
+        "logit_bias": {1: -INF},
+    }
     for filters in ({}, {"top_k": 2, "top_p": 0.5, "min_p": 0.5}, {"temperature": 0}):
         for penalties in ({}, everything):
             distribution(logits, SamplingParams(**penalties, **filters), in_text, counts)
@@ -402,7 +473,8 @@ def test_sample_from_probs_at_the_boundaries():
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
     last = 1 - 2**-53
     assert [
-        sample_from_probs(probs, torch.tensor([u], dtype=torch.float64)).item() for u in (0.0, 0.49, 0.5, last)
+        sample_from_probs(probs, torch.tensor([u], dtype=torch.float64)).item()
+        for u in (0.0, 0.49, 0.5, last)
     ] == [1, 1, 3, 3]
     thirds = torch.full((1, 3), 1 / 3)
     assert sample_from_probs(thirds, torch.tensor([last], dtype=torch.float64)).item() == 2
@@ -416,7 +488,11 @@ WHOLE = ["max_new_tokens", "top_k", "seed", "logprobs"]
 @pytest.mark.parametrize(
     "invalid",
     [
-        *({name: value} for name in NUMBERS for value in ("a", "1", True, False, [1], math.nan, INF, -INF)),
+        *(
+            {name: value}
+            for name in NUMBERS
+            for value in ("a", "1", True, False, [1], math.nan, INF, -INF)
+        ),
         *({name: None} for name in NUMBERS if name not in ("top_k", "top_p", "min_p")),
         *({name: value} for name in WHOLE for value in (2.5, 2.0, -1)),
         *({name: 0} for name in ("max_new_tokens", "top_k", "top_p", "repetition_penalty")),
@@ -478,7 +554,9 @@ def test_logit_bias_and_stop_become_tuples():
     seed=st.integers(0, 10**6),
     levels=st.sampled_from([3, 50, 10**6]),
     scale=st.sampled_from([0.01, 3.0, 30.0]),
-    settings_of=st.sampled_from([{"top_k": 7}, {"top_p": 0.7}, {"top_p": 0.9999}, {"top_k": 300, "top_p": 0.5}]),
+    settings_of=st.sampled_from(
+        [{"top_k": 7}, {"top_p": 0.7}, {"top_p": 0.9999}, {"top_k": 300, "top_p": 0.5}]
+    ),
 )
 @settings(max_examples=examples(25), deadline=None)
 def test_ranking_of_a_large_vocabulary_equals_a_full_sort(seed, levels, scale, settings_of):
@@ -488,7 +566,9 @@ def test_ranking_of_a_large_vocabulary_equals_a_full_sort(seed, levels, scale, s
     params = SamplingParams(**settings_of)
     probs = distribution(logits, params)
     for row, known in zip(probs, logits.double()):
-        order = sorted(range(5000), key=lambda token: (-known[token].item(), token))[: params.top_k or 5000]
+        order = sorted(range(5000), key=lambda token: (-known[token].item(), token))[
+            : params.top_k or 5000
+        ]
         weights = known[order].softmax(-1)
         if params.top_p is not None:
             weights = weights * (weights.cumsum(-1) - weights < params.top_p * (1 - 1e-12))

@@ -11,13 +11,15 @@ from conftest import examples, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams, Score
-from thinker.generation.sink_cache import SinkCache
+from thinker.generation.caches.sink_cache import SinkCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = make_tokenizer("byte", [])
-TEXT = "The wheel turns; é漢, and the wheel turns again, more slowly than it did before: so it seems. "
+TEXT = (
+    "The wheel turns; é漢, and the wheel turns again, more slowly than it did before: so it seems. "
+)
 
 
 @functools.cache
@@ -36,14 +38,18 @@ def teacher_forced(model, tokens):
 
 
 @settings(max_examples=examples(50), derandomize=True, deadline=None)
-@given(text=st.text("ab é漢\n", max_size=16) | st.text(max_size=12))  # at most 48 bytes: what the context predicts
+@given(
+    text=st.text("ab é漢\n", max_size=16) | st.text(max_size=12)
+)  # at most 48 bytes: what the context predicts
 def test_a_text_within_the_context_equals_one_forward_pass(text):
     model = small_model()
     score = generator_of(model).score(text)
     ids = TOKENIZER.encode(text)
     known = teacher_forced(model, [TOKENIZER.bos_id, *ids])
     assert score.token_ids == ids
-    assert score.logprobs == pytest.approx([known[i, token].item() for i, token in enumerate(ids)], abs=1e-4)
+    assert score.logprobs == pytest.approx(
+        [known[i, token].item() for i, token in enumerate(ids)], abs=1e-4
+    )
     assert score.n_bytes == len(text.encode())
 
 
@@ -51,7 +57,9 @@ def test_a_text_within_the_context_equals_one_forward_pass(text):
 def test_a_longer_text_is_scored_in_overlapping_windows(size):
     model = small_model(size)
     generator, step = Generator(model, TOKENIZER), size - size // 2
-    for length in {1, size - 1, size, size + 1, size + step, size + step + 1, 3 * size + 2, 90} - {0}:
+    for length in {1, size - 1, size, size + 1, size + step, size + step + 1, 3 * size + 2, 90} - {
+        0
+    }:
         text = TEXT.encode()[:length].decode(errors="ignore")
         ids = TOKENIZER.encode(text)
         tokens = [TOKENIZER.bos_id, *ids]
@@ -90,21 +98,31 @@ def test_prefill_chunk_size_does_not_change_the_score(monkeypatch, options):
         monkeypatch.setattr("thinker.generation.prompts.PREFILL_CHUNK", size)
         pieces = generator.score(TEXT, n_top=3)
         assert pieces.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
-        assert [list(top) for top in pieces.top_logprobs] == [list(top) for top in whole.top_logprobs]
+        assert [list(top) for top in pieces.top_logprobs] == [
+            list(top) for top in whole.top_logprobs
+        ]
 
 
-@pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"window": 20, "sinks": 2}, {"use_cache": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"speculate": 3}, {"window": 20, "sinks": 2}, {"use_cache": False}]
+)
 def test_scores_equal_the_logprobs_of_generation(options):
     generator = Generator(small_model(), TOKENIZER, **options)
-    letters = dict.fromkeys(b"abcdefgh ", 30.0)  # bytes that are characters, so that the text has these tokens again
+    letters = dict.fromkeys(
+        b"abcdefgh ", 30.0
+    )  # bytes that are characters, so that the text has these tokens again
     prompts = ["", "Hello, é", "ab" * 10]
-    params = SamplingParams(max_new_tokens=25, logit_bias=letters, presence_penalty=0.5, seed=7, logprobs=2)
+    params = SamplingParams(
+        max_new_tokens=25, logit_bias=letters, presence_penalty=0.5, seed=7, logprobs=2
+    )
     for completion in generator.generate(prompts, params):
         score = generator.score(completion.prompt + completion.text, n_top=2)
         drawn = len(completion.token_ids)
         assert score.token_ids[-drawn:] == completion.token_ids
         assert score.logprobs[-drawn:] == pytest.approx(completion.logprobs, abs=1e-4)
-        assert [list(top) for top in score.top_logprobs[-drawn:]] == [list(top) for top in completion.top_logprobs]
+        assert [list(top) for top in score.top_logprobs[-drawn:]] == [
+            list(top) for top in completion.top_logprobs
+        ]
 
 
 def test_top_logprobs_at_every_position():
@@ -140,8 +158,12 @@ def test_bits_per_byte_of_certain_and_uniform_predictions():
     with torch.no_grad():
         model.lm_head.weight.zero_()
     uniform = Generator(model, TOKENIZER).score(TEXT)
-    assert uniform.bits_per_byte == pytest.approx(math.log2(TOKENIZER.vocab_size), abs=1e-5)  # 257 tokens: 8.006
-    assert uniform.nats == pytest.approx(len(uniform.token_ids) * math.log(TOKENIZER.vocab_size), rel=1e-6)
+    assert uniform.bits_per_byte == pytest.approx(
+        math.log2(TOKENIZER.vocab_size), abs=1e-5
+    )  # 257 tokens: 8.006
+    assert uniform.nats == pytest.approx(
+        len(uniform.token_ids) * math.log(TOKENIZER.vocab_size), rel=1e-6
+    )
 
 
 def test_an_empty_text_has_no_tokens_and_no_nats():

@@ -8,8 +8,8 @@ from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.generation.inference_model import prepare_for_inference
-from thinker.generation.sink_cache import SinkCache
+from thinker.generation.caches.sink_cache import SinkCache
+from thinker.generation.decoders.inference_model import prepare_for_inference
 from thinker.model.attention_dispatch import AttentionMask, attention_weights
 from thinker.model.positions import apply_rotary_emb
 from thinker.runtime.errors import UserError
@@ -39,7 +39,9 @@ def in_a_window(model, tokens, window):
 
     def mix(attention, x):
         q, k, v = attention.project(x, rope)
-        weights = attention_weights(q, k, AttentionMask((at <= at[:, None]) & (at[:, None] - at < window)))
+        weights = attention_weights(
+            q, k, AttentionMask((at <= at[:, None]) & (at[:, None] - at < window))
+        )
         return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
     return full_pass(model, tokens, mix)
@@ -53,12 +55,15 @@ def with_sinks(model, tokens, window, sinks):
     unturned = torch.ones(length, 1), torch.zeros(length, 1)
     turned = model.rope(at, length, torch.float32)
     turned_nearer = model.rope(at.clamp_max(sinks + window - 1), length, torch.float32)
-    seen = [[i <= t and (i < sinks or i > t - window) for i in range(length)] for t in range(length)]
+    seen = [
+        [i <= t and (i < sinks or i > t - window) for i in range(length)] for t in range(length)
+    ]
 
     def mix(attention, x):
         q, k, v = attention.project(x, unturned)
         k, v = (
-            heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (apply_rotary_emb(k, turned), v)
+            heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1)
+            for heads in (apply_rotary_emb(k, turned), v)
         )
         far, near = (
             apply_rotary_emb(q, turn) @ k.transpose(-2, -1) for turn in (turned, turned_nearer)
@@ -155,7 +160,9 @@ def test_a_window_as_long_as_the_text_is_full_attention(random_model):
 @given(
     window=st.integers(1, 5),
     sinks=st.integers(0, 3),
-    groups=st.lists(st.tuples(st.integers(1, 3) | st.integers(1, 20), st.integers(1, 2)), min_size=2, max_size=4),
+    groups=st.lists(
+        st.tuples(st.integers(1, 3) | st.integers(1, 20), st.integers(1, 2)), min_size=2, max_size=4
+    ),
     chunks=st.lists(st.integers(1, 20), min_size=1, max_size=3),
     steps=st.integers(1, 9),
     n_kv_heads=KV_HEADS,
@@ -190,7 +197,9 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(
 
     rows = list(range(len(lengths)))
     decode(rows)
-    rows = data.draw(st.lists(st.sampled_from(rows), min_size=1, max_size=4), label="rows that stay")
+    rows = data.draw(
+        st.lists(st.sampled_from(rows), min_size=1, max_size=4), label="rows that stay"
+    )
     cache.select(rows)
     assert cache.lengths == [lengths[row] + steps for row in rows]
     decode(rows)
@@ -288,7 +297,9 @@ def test_what_it_cannot_do_is_refused_and_changes_nothing(random_model):
     with pytest.raises(UserError, match="append 1 position at a time"):
         model(draw_tokens(2, 2), cache=cache)
     assert cache.lengths == [3, 1]
-    assert all(torch.equal(new.keys, old.keys) for new, old in zip(cache.layers, before, strict=True))
+    assert all(
+        torch.equal(new.keys, old.keys) for new, old in zip(cache.layers, before, strict=True)
+    )
 
 
 @given(

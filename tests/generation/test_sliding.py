@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import random_model
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.conversation import Conversation
+from thinker.generation.chat.conversation import Conversation
 from thinker.generation.sampler import distribution, sample_from_probs
 from thinker.generation.sequence import Completion, Sequence
 from thinker.runtime.errors import UserError
@@ -41,7 +41,12 @@ def from_scratch(model, tokens, view, params):
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"speculate": 3}])
 @pytest.mark.parametrize(
-    "more", [{"temperature": 0}, {"seed": 3}, {"seed": 5, "repetition_penalty": 1.3, "presence_penalty": 1}]
+    "more",
+    [
+        {"temperature": 0},
+        {"seed": 3},
+        {"seed": 5, "repetition_penalty": 1.3, "presence_penalty": 1},
+    ],
 )
 def test_it_equals_reading_the_newest_half_from_scratch(model, options, more):
     generator = Generator(model, TOKENIZER, slide=True, **options)
@@ -49,13 +54,19 @@ def test_it_equals_reading_the_newest_half_from_scratch(model, options, more):
     params = [SamplingParams(max_new_tokens=n, logit_bias=NO_END, **more) for n in (30, 7, 25, 8)]
     for completion, own in zip(generator.generate(prompts, params), params):
         tokens = generator.encode(completion.prompt)
-        assert (completion.token_ids, completion.n_slides) == from_scratch(model, tokens, tokens, own)
+        assert (completion.token_ids, completion.n_slides) == from_scratch(
+            model, tokens, tokens, own
+        )
         assert completion.finish_reason == "length"
 
 
 def test_without_it_a_text_ends_with_the_context(model):
-    (stopped,) = Generator(model, TOKENIZER).generate("hello", SamplingParams(40, logit_bias=NO_END, seed=1))
-    (slid,) = Generator(model, TOKENIZER, slide=True).generate("hello", SamplingParams(40, logit_bias=NO_END, seed=1))
+    (stopped,) = Generator(model, TOKENIZER).generate(
+        "hello", SamplingParams(40, logit_bias=NO_END, seed=1)
+    )
+    (slid,) = Generator(model, TOKENIZER, slide=True).generate(
+        "hello", SamplingParams(40, logit_bias=NO_END, seed=1)
+    )
     assert (len(stopped.token_ids), stopped.n_slides) == (CONTEXT + 1 - 6, 0)
     assert (len(slid.token_ids), slid.n_slides) == (40, 5)
     assert slid.token_ids[: len(stopped.token_ids)] == stopped.token_ids
@@ -66,7 +77,9 @@ def test_stop_strings_and_the_end_of_a_text_are_found_beyond_the_context(model):
     params = SamplingParams(40, logit_bias=NO_END, seed=1)
     (free,) = generator.generate("hello", params)
     stop = free.text[20:23]
-    (stopped,) = generator.generate("hello", SamplingParams(40, logit_bias=NO_END, seed=1, stop=[stop]))
+    (stopped,) = generator.generate(
+        "hello", SamplingParams(40, logit_bias=NO_END, seed=1, stop=[stop])
+    )
     assert stopped.text == free.text[: free.text.index(stop)]
     assert stopped.finish_reason == "stop"
     assert "".join(generator.stream("hello", params)) == free.text
@@ -81,16 +94,27 @@ def test_what_does_not_slide(model):
     with pytest.raises(UserError, match="context is 12"):
         generator.generate("x" * CONTEXT, SamplingParams(5))
     if model.config.positions == "rope":
-        (windowed,) = Generator(model, TOKENIZER, slide=True, window=6).generate("hello", SamplingParams(40))
+        (windowed,) = Generator(model, TOKENIZER, slide=True, window=6).generate(
+            "hello", SamplingParams(40)
+        )
         assert windowed.n_slides == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"bits": 8}, {"bits": 4, "speculate": 4}])
+@pytest.mark.parametrize(
+    "options", [{}, {"speculate": 3}, {"bits": 8}, {"bits": 4, "speculate": 4}]
+)
 def test_turns_slide_as_a_text_in_one_go(model, options):
     """Greedily, turns in which the user adds nothing are one long text, wherever they end."""
     generator = Generator(model, TOKENIZER, slide=True, **options)
     conversation = Conversation(generator)
-    for text, n_new in [("hello", 3), ("", 4), ("", 1), ("", 1), ("", 9), ("", 30)]:  # the second ends at the border
+    for text, n_new in [
+        ("hello", 3),
+        ("", 4),
+        ("", 1),
+        ("", 1),
+        ("", 9),
+        ("", 30),
+    ]:  # the second ends at the border
         list(conversation.reply(text, SamplingParams(n_new, 0, logit_bias=NO_END)))
     (completion,) = generator.generate("hello", SamplingParams(48, 0, logit_bias=NO_END))
     assert conversation.tokens == [*generator.encode("hello"), *completion.token_ids]
@@ -108,7 +132,9 @@ def view(n_tokens):
 
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.5}])
 @pytest.mark.parametrize("speculate", [0, 3])
-def test_every_turn_beyond_the_context_is_a_fresh_reading_of_what_is_in_view(model, more, speculate):
+def test_every_turn_beyond_the_context_is_a_fresh_reading_of_what_is_in_view(
+    model, more, speculate
+):
     """Also after /undo, and after a turn that was interrupted at any token around the border."""
     conversation = Conversation(Generator(model, TOKENIZER, slide=True, speculate=speculate))
     params = SamplingParams(7, seed=3, logit_bias=NO_END, **more)
@@ -140,7 +166,9 @@ def test_every_turn_beyond_the_context_is_a_fresh_reading_of_what_is_in_view(mod
 def test_a_new_text_is_read_whole_or_refused(model):
     conversation = Conversation(Generator(model, TOKENIZER, compile=False, slide=True))
     passes = []
-    hook = conversation.generator.model.register_forward_pre_hook(lambda _, args: passes.append(args[0].tolist()[0]))
+    hook = conversation.generator.model.register_forward_pre_hook(
+        lambda _, args: passes.append(args[0].tolist()[0])
+    )
     list(conversation.reply("hello", SamplingParams(7, logit_bias=NO_END)))
     before, text = list(conversation.tokens), "x" * CONTEXT
     with pytest.raises(UserError, match="the prompt has 13 tokens, but the model's context is 12"):
@@ -153,7 +181,9 @@ def test_a_new_text_is_read_whole_or_refused(model):
 
 
 def test_what_happens_at_the_end_of_the_context_is_said_once(model):
-    slides, ends = (Conversation(Generator(model, TOKENIZER, slide=slide)) for slide in (True, False))
+    slides, ends = (
+        Conversation(Generator(model, TOKENIZER, slide=slide)) for slide in (True, False)
+    )
     params = SamplingParams(5, logit_bias=NO_END)
     said = {}
     for conversation in (slides, ends):
@@ -169,6 +199,9 @@ def test_what_happens_at_the_end_of_the_context_is_said_once(model):
     assert said[ends][1][0].startswith("stopped at the end of the context (12 tokens)")
     assert said[ends][2].startswith("the prompt has 13 tokens, but the model's context is 12")
     slides.reset()
-    for text, lines in [("hello", []), ("world", [line])]:  # the new text alone goes beyond the context
+    for text, lines in [
+        ("hello", []),
+        ("world", [line]),
+    ]:  # the new text alone goes beyond the context
         list(slides.reply(text, SamplingParams(2, logit_bias=NO_END)))
         assert list(slides.news()) == lines

@@ -7,14 +7,16 @@ from conftest import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from thinker.data.tokenizer import BOS_TOKEN, Tokenizer
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer import BOS_TOKEN, Tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation.streaming import TextStreamer
 
 BYTES = make_tokenizer("byte", [])
 # One of each kind that UTF-8 tells apart: ASCII, parts of continuation bytes, never valid, each group of first bytes.
 KINDS = bytes.fromhex("41 80 8f 90 9f a0 bd bf c1 c2 e0 e1 ed ef f0 f1 f4 f5 ff")
-CHARACTERS = "ab\x00\n\r é π 漢字 \u0301\u200d\ufe0f\ufffd\ufeff\ud7ff\ue000\U0010ffff 😀👨👩👧👍🏽🇩🇪"
+CHARACTERS = (
+    "ab\x00\n\r é π 漢字 \u0301\u200d\ufe0f\ufffd\ufeff\ud7ff\ue000\U0010ffff 😀👨👩👧👍🏽🇩🇪"
+)
 PARTS = [
     *CHARACTERS,
     "👨‍👩‍👧‍👦",
@@ -39,7 +41,9 @@ def tokens_for(pieces):
 def certain(data):
     """The characters certain whatever bytes follow: of three ways on, two differ in an unfinished one."""
     ways_on = [(data + more).decode("utf-8", "replace") for more in (b"", b"\x80" * 3, b"\xbf" * 3)]
-    return "".join(same[0] for same in takewhile(lambda characters: len(set(characters)) == 1, zip(*ways_on)))
+    return "".join(
+        same[0] for same in takewhile(lambda characters: len(set(characters)) == 1, zip(*ways_on))
+    )
 
 
 def cut(text, stop):
@@ -58,8 +62,13 @@ def check(pieces, stop=(), tokenizer=None, ids=None):
         if expected is None and any(s in text for s in stop):
             expected = cut(text, stop)
         if expected is None:
-            n_pending = max((n for s in stop for n in range(len(s)) if text.endswith(s[:n])), default=0)
-            assert (streamed, stream.pending) == (text[: len(text) - n_pending], text[len(text) - n_pending :])
+            n_pending = max(
+                (n for s in stop for n in range(len(s)) if text.endswith(s[:n])), default=0
+            )
+            assert (streamed, stream.pending) == (
+                text[: len(text) - n_pending],
+                text[len(text) - n_pending :],
+            )
         else:
             assert (streamed, stream.pending) == (expected, "")
         assert stream.stopped == (expected is not None)
@@ -78,16 +87,22 @@ def cut_bytes(draw, parts=PARTS):
     """Bytes of text and of broken text, in pieces of any length, empty ones too."""
     drawn = draw(
         st.lists(
-            st.sampled_from(parts) | (st.characters(codec="utf-8") if parts is PARTS else st.nothing()), max_size=14
+            st.sampled_from(parts)
+            | (st.characters(codec="utf-8") if parts is PARTS else st.nothing()),
+            max_size=14,
         )
     )
     data = b"".join(part if isinstance(part, bytes) else part.encode() for part in drawn)
-    cuts = draw(st.lists(st.integers(0, len(data)), max_size=len(data)) | st.just(list(range(len(data)))))
+    cuts = draw(
+        st.lists(st.integers(0, len(data)), max_size=len(data)) | st.just(list(range(len(data))))
+    )
     return [data[a:b] for a, b in pairwise([0, *sorted(cuts), len(data)])]
 
 
 @given(pieces=cut_bytes() | st.lists(st.binary(max_size=4), max_size=12))
-@example(pieces=[b"\xed", b"\xa0", b"\xbd"])  # half of a surrogate pair is no character, clear at its second byte
+@example(
+    pieces=[b"\xed", b"\xa0", b"\xbd"]
+)  # half of a surrogate pair is no character, clear at its second byte
 @settings(max_examples=examples(400), deadline=None)
 def test_joined_pieces_equal_the_text_decoded_at_once(pieces):
     check(pieces)
@@ -99,7 +114,9 @@ def test_all_short_byte_sequences():
             check([bytes([b]) for b in data], (), BYTES, data)
 
 
-@pytest.mark.parametrize("data", ["👍🏽a".encode(), "é\x00漢\ufffd".encode(), b"\xf0\x9f\xed\xa0\x80\xe2\x82\xf4\x90b"])
+@pytest.mark.parametrize(
+    "data", ["👍🏽a".encode(), "é\x00漢\ufffd".encode(), b"\xf0\x9f\xed\xa0\x80\xe2\x82\xf4\x90b"]
+)
 @pytest.mark.parametrize("stop", [(), ("🏽",), ("\ufffd", "漢\ufffd")])
 def test_every_split_into_tokens(data, stop):
     spans = list(combinations(range(len(data) + 1), 2))
@@ -116,7 +133,10 @@ FEW = ["a", "b", "😀", "é", b"\xff", b"\xed", b"\xa0"]
 
 @given(
     pieces=cut_bytes(FEW) | cut_bytes(["a", "b"]),
-    stop=st.lists(st.text("ab", min_size=1, max_size=6) | st.text("ab😀é\ufffd", min_size=1, max_size=4), max_size=4),
+    stop=st.lists(
+        st.text("ab", min_size=1, max_size=6) | st.text("ab😀é\ufffd", min_size=1, max_size=4),
+        max_size=4,
+    ),
 )
 @settings(max_examples=examples(600), deadline=None)
 def test_no_part_of_a_stop_string_is_returned(pieces, stop):
@@ -130,7 +150,11 @@ def test_no_part_of_a_stop_string_is_returned(pieces, stop):
         (["a", "b", "a", "b", "a", "c"], ["abac"], "ab"),
         (["xa", "b", "c"], ["abc", "ab"], "x"),  # one a prefix of another
         (["xa", "b", "c"], ["abc", "b"], "xa"),  # one inside another, complete first
-        (["xa", "bc"], ["abc", "b"], "x"),  # complete with the same token: the earliest begins first
+        (
+            ["xa", "bc"],
+            ["abc", "b"],
+            "x",
+        ),  # complete with the same token: the earliest begins first
         (["xab", "c", "d"], ["cd", "abc"], "x"),  # overlapping
         (["ab", "aba", "b"], ["aba", "bab"], ""),
         (["x😀", "\n", "\n"], ["😀\n\n"], "x"),
@@ -157,7 +181,18 @@ def test_finish_may_complete_a_stop_string(stop):
 def test_special_tokens_have_no_text_and_split_nothing():
     stream = TextStreamer(BYTES, ("ab",))
     bos = BYTES.bos_id
-    fed = [bos, *"é".encode()[:1], bos, *"é".encode()[1:], bos, ord("a"), bos, BYTES.eos_id, ord("b"), bos]
+    fed = [
+        bos,
+        *"é".encode()[:1],
+        bos,
+        *"é".encode()[1:],
+        bos,
+        ord("a"),
+        bos,
+        BYTES.eos_id,
+        ord("b"),
+        bos,
+    ]
     assert [stream.feed(token) for token in fed] == ["", "", "", "é", "", "", "", "", "", ""]
     assert stream.stopped
     assert stream.finish() == ""
@@ -167,12 +202,18 @@ def test_special_tokens_have_no_text_and_split_nothing():
 @pytest.mark.parametrize("stop", [("\n\n",), ("b c", "zzz")])
 def test_text_is_held_back_no_longer_than_needed(stop):
     stream = TextStreamer(BYTES, stop)
-    assert [stream.feed(token) for token in b"a b"] == (["a", " ", "b"] if stop[0] == "\n\n" else ["a", " ", ""])
+    assert [stream.feed(token) for token in b"a b"] == (
+        ["a", " ", "b"] if stop[0] == "\n\n" else ["a", " ", ""]
+    )
 
 
 def test_a_long_stop_string_is_held_back():
     length = 500
-    stop = ("a" * length + "z", "b" * length, "ab" * length)  # the second is never begun while the first waits
+    stop = (
+        "a" * length + "z",
+        "b" * length,
+        "ab" * length,
+    )  # the second is never begun while the first waits
     stream, given_out = TextStreamer(BYTES, stop), 0
     for count in range(1, 2 * length + 1):
         given_out += len(stream.feed(ord("a")))

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
-from thinker.data import tokenizer_conversion
-from thinker.data.tokenizer import Tokenizer
-from thinker.data.tokenizer_conversion import GPT2, merges_of
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers import tokenizer_conversion
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer_conversion import GPT2, merges_of
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interop.gguf import LLAMA3, TIKTOKEN_GPT2, write_gguf
 from thinker.interop.gguf_quantization import DTYPES, quantize, rounded_model
 from thinker.interop.verify_gguf import verify_gguf
@@ -24,14 +24,19 @@ gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SAMPLE = (ROOT / "README.md").read_text(encoding="utf-8")
-BPE = make_tokenizer("bpe:500", [SAMPLE, "1000 2026\n" * 200])  # with numbers, which qwen2 splits into digits
+BPE = make_tokenizer(
+    "bpe:500", [SAMPLE, "1000 2026\n" * 200]
+)  # with numbers, which qwen2 splits into digits
 FORMS = {
     "qwen3": {},
     "llama": {"qk_norm": False},
     "llama-tied-mqa": {"qk_norm": False, "tie_embeddings": True, "n_kv_heads": 1},
     "qwen2": {"qk_norm": False, "attention_bias": True},
     "linear": {"rope_scaling": {"type": "linear", "factor": 3.0}},
-    "llama3": {"qk_norm": False, "rope_scaling": {"type": "llama3", "factor": 8.0, "original_max_seq_len": 16}},
+    "llama3": {
+        "qk_norm": False,
+        "rope_scaling": {"type": "llama3", "factor": 8.0, "original_max_seq_len": 16},
+    },
 }
 
 
@@ -40,12 +45,24 @@ def other_split(pattern):
     return Tokenizer("hf", tokens, {"<|bos|>": BPE.bos_id}, pattern=pattern)
 
 
-TOKENIZERS = {"byte": make_tokenizer("byte", []), "bpe": BPE, "gpt2": other_split(GPT2), "llama3": other_split(LLAMA3)}
+TOKENIZERS = {
+    "byte": make_tokenizer("byte", []),
+    "bpe": BPE,
+    "gpt2": other_split(GPT2),
+    "llama3": other_split(LLAMA3),
+}
 TOKENIZERS["tiktoken-gpt2"] = other_split(TIKTOKEN_GPT2)
 TOKENIZERS["qwen2"] = other_split(LLAMA3.replace("{1,3}", ""))
 
 
-@given(st.text(st.one_of(st.sampled_from("aZé1٣½ '\t\r\n\u00a0\u3000.!st"), st.characters(exclude_categories=["Cs"]))))
+@given(
+    st.text(
+        st.one_of(
+            st.sampled_from("aZé1٣½ '\t\r\n\u00a0\u3000.!st"),
+            st.characters(exclude_categories=["Cs"]),
+        )
+    )
+)
 def test_tiktoken_gpt2_splits_as_gpt2(text):
     assert openai_public.r50k_pat_str == TIKTOKEN_GPT2
     assert regex.findall(TIKTOKEN_GPT2, text) == regex.findall(GPT2, text)
@@ -53,9 +70,19 @@ def test_tiktoken_gpt2_splits_as_gpt2(text):
 
 def check_rounded_weights(tensors, rounded):
     """The rounded model has the weights of a file, which are close to those of the original."""
-    found = {name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for name, tensor in tensors.items()}
-    block, is_llama = rounded.blocks[1], not (rounded.config.qk_norm or rounded.config.attention_bias)
-    same = {"ffn_up": block.mlp.up_proj, "attn_v": block.attention.v_proj, "attn_q": block.attention.q_proj}
+    found = {
+        name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        for name, tensor in tensors.items()
+    }
+    block, is_llama = (
+        rounded.blocks[1],
+        not (rounded.config.qk_norm or rounded.config.attention_bias),
+    )
+    same = {
+        "ffn_up": block.mlp.up_proj,
+        "attn_v": block.attention.v_proj,
+        "attn_q": block.attention.q_proj,
+    }
     for name, layer in same.items():
         weight = layer.weight.detach()
         if name == "attn_q" and is_llama:  # llama.cpp rotates neighbors
@@ -74,8 +101,12 @@ def test_what_is_written_is_read(tmp_path, form, dtype):
     reader = gguf.GGUFReader(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     down = tensors["blk.1.ffn_down.weight"].data
-    assert down.dtype == {"f32": np.float32}.get(dtype, np.float16)  # its rows of 80 do not divide into blocks of 32
-    assert np.array_equal(down, model.blocks[1].mlp.down_proj.weight.detach().numpy().astype(down.dtype))
+    assert down.dtype == {"f32": np.float32}.get(
+        dtype, np.float16
+    )  # its rows of 80 do not divide into blocks of 32
+    assert np.array_equal(
+        down, model.blocks[1].mlp.down_proj.weight.detach().numpy().astype(down.dtype)
+    )
     assert tensors["blk.1.ffn_up.weight"].tensor_type.name == dtype.upper()
     check_rounded_weights(tensors, rounded_model(model, dtype))
     assert tensors["output_norm.weight"].data.dtype == np.float32
@@ -83,7 +114,9 @@ def test_what_is_written_is_read(tmp_path, form, dtype):
     assert ("rope_freqs.weight" in tensors) == (form == "llama3")
     fields = {name: field.contents() for name, field in reader.fields.items()}
     family = fields["general.architecture"]
-    assert family == {"llama-tied-mqa": "llama", "linear": "qwen3", "llama3": "llama"}.get(form, form)
+    assert family == {"llama-tied-mqa": "llama", "linear": "qwen3", "llama3": "llama"}.get(
+        form, form
+    )
     assert fields[f"{family}.attention.head_count_kv"] == model.config.n_kv_heads
     file_type = gguf.LlamaFileType(fields["general.file_type"]).name
     assert file_type == {"f32": "ALL_F32"}.get(dtype, f"MOSTLY_{dtype.upper()}")
@@ -99,16 +132,28 @@ def test_llama_cpp_computes_the_same(tmp_path, form):
     model = random_model(vocab_size=BPE.vocab_size + 2, d_model=64, max_seq_len=128, **FORMS[form])
     path = tmp_path / "model.gguf"
     write_gguf(model, BPE, path, "f32")
-    llama = llama_cpp.Llama(str(path), n_ctx=128, logits_all=True, type_k=0, type_v=0, n_threads=1, verbose=False)
+    llama = llama_cpp.Llama(
+        str(path), n_ctx=128, logits_all=True, type_k=0, type_v=0, n_threads=1, verbose=False
+    )
     tokens = torch.randint(BPE.vocab_size - 1, (1, 100))
     llama.eval(tokens[0].tolist())
     with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(llama.scores[:100]), model(tokens)[0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            torch.from_numpy(llama.scores[:100]), model(tokens)[0], rtol=0, atol=1e-4
+        )
     llama.close()
     assert "64 equal greedy tokens" in verify_gguf(model, BPE, path, dtype="f32")
 
 
-STEPS = {"f32": 0, "f16": 2**-11, "q8_0": 1 / 254, "q5_1": 1 / 31, "q5_0": 1 / 16, "q4_1": 1 / 15, "q4_0": 1 / 8}
+STEPS = {
+    "f32": 0,
+    "f16": 2**-11,
+    "q8_0": 1 / 254,
+    "q5_1": 1 / 31,
+    "q5_0": 1 / 16,
+    "q4_1": 1 / 15,
+    "q4_0": 1 / 8,
+}
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(DTYPES), st.floats(-4, 4), st.integers(1, 3))
@@ -116,7 +161,9 @@ def test_rounding_changes_weights_by_at_most_a_step(seed, dtype, exponent, n_blo
     model = random_model(d_model=32 * n_blocks, n_layers=1)
     weight = model.blocks[0].mlp.up_proj.weight
     with torch.no_grad():
-        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) * 10**exponent)
+        weight.copy_(
+            torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) * 10**exponent
+        )
         weight[0] = 0
     rounded = rounded_model(model, dtype).blocks[0].mlp.up_proj.weight
     blocks = weight.detach().view(-1, 32)
@@ -145,7 +192,10 @@ def test_a_dtype_or_weight_that_gguf_does_not_have_is_refused(tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_llama_cpp_has_the_logits_of_the_same_weights_and_only_those(tmp_path, form, dtype):
     pytest.importorskip("llama_cpp")
-    model, path = random_model(vocab_size=BPE.vocab_size + 2, d_model=64, **FORMS[form]), tmp_path / "model.gguf"
+    model, path = (
+        random_model(vocab_size=BPE.vocab_size + 2, d_model=64, **FORMS[form]),
+        tmp_path / "model.gguf",
+    )
     write_gguf(model, BPE, path, dtype)
     assert "of those of the same weights" in verify_gguf(model, BPE, path, dtype, n_texts=10)
     wrong = random_model(vocab_size=BPE.vocab_size + 2, d_model=64, **FORMS[form])
@@ -162,12 +212,19 @@ def test_llama_cpp_tokenizes_alike(tmp_path, kind):
     tokenizer, path = TOKENIZERS[kind], tmp_path / "model.gguf"
     model = random_model(vocab_size=tokenizer.vocab_size, d_model=64)
     write_gguf(model, tokenizer, path, "f16")
-    assert "texts tokenized identically" in verify_gguf(model, tokenizer, path, dtype="f16", n_texts=2000)
+    assert "texts tokenized identically" in verify_gguf(
+        model, tokenizer, path, dtype="f16", n_texts=2000
+    )
     if kind == "bpe":
         with pytest.raises(RunError, match="differently"):
             verify_gguf(model, TOKENIZERS["qwen2"], path, dtype="f16", n_texts=2000)
         with pytest.raises(RunError, match="logits"):
-            verify_gguf(random_model(3, vocab_size=tokenizer.vocab_size, d_model=64), tokenizer, path, dtype="f32")
+            verify_gguf(
+                random_model(3, vocab_size=tokenizer.vocab_size, d_model=64),
+                tokenizer,
+                path,
+                dtype="f32",
+            )
 
 
 @pytest.mark.parametrize("form", [{"attention": "window(8)"}, {"attn_logit_softcap": 3.0},
@@ -182,10 +239,15 @@ def test_models_that_llama_cpp_would_compute_otherwise_are_refused(tmp_path, for
 
 @pytest.mark.parametrize("kind", ["char", "odd", "normalized"])
 def test_tokenizers_that_it_does_not_have_are_refused(tmp_path, kind):
-    tokenizer = {"char": make_tokenizer("char", [SAMPLE]), "odd": other_split(r"\p{N}|[^\p{N}]+")}.get(kind)
+    tokenizer = {
+        "char": make_tokenizer("char", [SAMPLE]),
+        "odd": other_split(r"\p{N}|[^\p{N}]+"),
+    }.get(kind)
     if kind == "normalized":
         tokenizer_conversion.write(BPE, tmp_path, 64)
-        content = json.loads((tmp_path / "tokenizer.json").read_text()) | {"normalizer": {"type": "NFC"}}
+        content = json.loads((tmp_path / "tokenizer.json").read_text()) | {
+            "normalizer": {"type": "NFC"}
+        }
         (tmp_path / "tokenizer.json").write_text(json.dumps(content))
         tokenizer = tokenizer_conversion.read(tmp_path)
         assert tokenizer.normalizer == "NFC"

@@ -13,10 +13,10 @@ from conftest import random_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from thinker.data import tokenizer_conversion
-from thinker.data.tokenizer import Tokenizer
-from thinker.data.tokenizer_conversion import GPT2
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers import tokenizer_conversion
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer_conversion import GPT2
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load, verify_export
 from thinker.interop.hf_config import from_hf_config, hf_model_type, to_hf_config
@@ -35,17 +35,22 @@ SAMPLE = "Once upon a time there was a naïve café in 日本, and don't we'll 1
 def gpt2_like():
     base = make_tokenizer("bpe:400", [SAMPLE])
     tokens = [base.token_bytes(i) or None for i in range(base.vocab_size)]
-    return Tokenizer("tiktoken:like-gpt2", tokens, {"<|endoftext|>": base.bos_id}, "<|endoftext|>", GPT2)
+    return Tokenizer(
+        "tiktoken:like-gpt2", tokens, {"<|endoftext|>": base.bos_id}, "<|endoftext|>", GPT2
+    )
 
 
-TOKENIZERS = {spec: make_tokenizer(spec, [SAMPLE]) for spec in ("byte", "char", "bpe:400")} | {"gpt2-like": gpt2_like()}
+TOKENIZERS = {spec: make_tokenizer(spec, [SAMPLE]) for spec in ("byte", "char", "bpe:400")} | {
+    "gpt2-like": gpt2_like()
+}
 
 
 def spread(n, first, second):
     """All pairs of a value of the first and one of the second; by default one in `n` of them, with all values."""
     pairs = itertools.product(enumerate(first), enumerate(second))
     return [
-        pytest.param(a, b, marks=[pytest.mark.stress] if (i + j) % n else [], id=f"{a}-{b}") for (i, a), (j, b) in pairs
+        pytest.param(a, b, marks=[pytest.mark.stress] if (i + j) % n else [], id=f"{a}-{b}")
+        for (i, a), (j, b) in pairs
     ]
 
 
@@ -83,14 +88,20 @@ def test_there_and_back(tmp_path, shape, kind, monkeypatch, stress):
     assert all(torch.equal(ours[name], back[name]) for name in ours)
     assert (again.lm_head.weight is again.embedding.weight) == model.config.tie_embeddings
     texts = some_texts(kind)
-    assert [its_tokenizer.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
+    assert [its_tokenizer.encode(text) for text in texts] == [
+        tokenizer.encode(text) for text in texts
+    ]
     assert its_tokenizer.bos_prefix == [tokenizer.bos_id]
 
 
 FORMS = {
     "llama": {"qk_norm": False, "rope_theta": 5e5, "norm_eps": 1e-5},
     "mistral": {"qk_norm": False, "attention": "window(7)"},
-    "qwen2": {"qk_norm": False, "attention_bias": True, "attention": ["full", "window(5)", "window(5)"]},
+    "qwen2": {
+        "qk_norm": False,
+        "attention_bias": True,
+        "attention": ["full", "window(5)", "window(5)"],
+    },
     "qwen3": {"attention": ["window(6)", "full", "window(6)"]},
     "smollm3": {"qk_norm": False, "no_rope_layers": [0, 2], "tie_embeddings": True},
 }
@@ -131,7 +142,9 @@ def test_every_form_that_the_format_has(tmp_path, family, rope):
                                   {"attention": ["full", "window(4)"], "qk_norm": False},
                                   {"no_rope_layers": [1]}], ids=str)  # fmt: skip
 def test_what_the_format_cannot_express_is_refused_with_the_reason(tmp_path, form):
-    with pytest.raises(UserError, match="no transformers architecture|smollm3|cannot export") as caught:
+    with pytest.raises(
+        UserError, match="no transformers architecture|smollm3|cannot export"
+    ) as caught:
         save_pretrained(random_model(**form), None, tmp_path)
     assert any(key in str(caught.value) for key in ("model.", "QK-norm"))
     assert list(tmp_path.iterdir()) == []
@@ -185,7 +198,9 @@ def test_their_models_are_computed_alike(tmp_path, family, rope):
     theirs = their_model(family, rope)
     theirs.save_pretrained(tmp_path)
     ours, _ = load(tmp_path)
-    tokens = torch.randint(89, (2, 100), generator=torch.Generator().manual_seed(0))  # three times the original length
+    tokens = torch.randint(
+        89, (2, 100), generator=torch.Generator().manual_seed(0)
+    )  # three times the original length
     with torch.no_grad():
         expected = theirs(tokens).logits
         torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-4)
@@ -210,7 +225,10 @@ def test_older_spellings_of_a_configuration(tmp_path, family):
     expected = load(tmp_path)[0](tokens)
     values = json.loads((tmp_path / "config.json").read_text())
     rope = values.pop("rope_parameters")
-    values |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {"type": rope.pop("rope_type"), **rope}}
+    values |= {
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": {"type": rope.pop("rope_type"), **rope},
+    }
     values["torch_dtype"] = values.pop("dtype")
     if family == "qwen2":
         del values["layer_types"]
@@ -235,7 +253,9 @@ def test_what_is_null_is_not_what_is_left_out(tmp_path):
     del values["sliding_window"]
     for sliding_window in ({}, {"sliding_window": 4096}):
         assert from_hf_config(values | sliding_window).attention == "window(4096)"
-    values = transformers.Qwen2Config(num_key_value_heads=None).to_dict() | {"num_key_value_heads": None}
+    values = transformers.Qwen2Config(num_key_value_heads=None).to_dict() | {
+        "num_key_value_heads": None
+    }
     assert from_hf_config(values).n_kv_heads == transformers.Qwen2Config().num_attention_heads
 
 
@@ -261,12 +281,16 @@ def test_our_shards(tmp_path):
     save_pretrained(model, None, tmp_path, max_shard_bytes=10_000)
     files = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(files) > 2
-    assert set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()) == {file.name for file in files}
+    assert set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()) == {
+        file.name for file in files
+    }
     with safe_open(files[0], framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert verify_hf_export(model, None, tmp_path).endswith("equal greedy tokens")
     again, _ = load(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values())
+    )
 
 
 def test_the_proof_sees_other_weights_and_another_tokenizer(tmp_path):
@@ -276,7 +300,9 @@ def test_the_proof_sees_other_weights_and_another_tokenizer(tmp_path):
     tokenizer_conversion.write(tokenizer, tmp_path, 64)
     verify_hf_export(model, tokenizer, tmp_path, n_texts=50)
     tensors = load_file(tmp_path / "model.safetensors")
-    other = tensors | {"model.layers.0.mlp.up_proj.weight": tensors["model.layers.0.mlp.up_proj.weight"] * 1.001}
+    other = tensors | {
+        "model.layers.0.mlp.up_proj.weight": tensors["model.layers.0.mlp.up_proj.weight"] * 1.001
+    }
     save_file(other, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RunError, match="logits from transformers differ"):
         verify_hf_export(model, tokenizer, tmp_path, n_texts=50)
@@ -296,11 +322,17 @@ def test_the_obvious_three_lines_give_the_generators_text(tmp_path, kind):
     model = random_model(vocab_size=tokenizer.vocab_size)
     save_pretrained(model, tokenizer, tmp_path)
     tokenizer_conversion.write(tokenizer, tmp_path, 64)
-    assert verify_hf_export(model, tokenizer, tmp_path, n_texts=20).endswith("identical text after 'The'")
-    known = Generator(model, tokenizer).generate("A boy", SamplingParams(max_new_tokens=30, temperature=0))[0]
+    assert verify_hf_export(model, tokenizer, tmp_path, n_texts=20).endswith(
+        "identical text after 'The'"
+    )
+    known = Generator(model, tokenizer).generate(
+        "A boy", SamplingParams(max_new_tokens=30, temperature=0)
+    )[0]
     its_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     its_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    output = its_model.generate(**its_tokenizer("A boy", return_tensors="pt"), max_new_tokens=30, do_sample=False)
+    output = its_model.generate(
+        **its_tokenizer("A boy", return_tensors="pt"), max_new_tokens=30, do_sample=False
+    )
     assert its_tokenizer.decode(output[0], skip_special_tokens=True) == "A boy" + known.text
     _, again = load(tmp_path)  # which does not add BOS twice
     assert again.bos_prefix == tokenizer.bos_prefix
@@ -322,8 +354,14 @@ def test_tokens_that_rounding_may_swap_are_equal(tmp_path):
         model.lm_head.weight[twin] = model.lm_head.weight[best]
     logit = model(start)[0, -1, best].item()
     nearly = model.lm_head.weight.detach().clone()
-    nearly[twin if best < twin else best] *= 1 + 1e-6 * math.copysign(1, logit)  # the one that is not taken here
-    save_file(tensors | {"lm_head.weight": nearly}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    nearly[twin if best < twin else best] *= 1 + 1e-6 * math.copysign(
+        1, logit
+    )  # the one that is not taken here
+    save_file(
+        tensors | {"lm_head.weight": nearly},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     compared = verify_hf_export(model, tokenizer, tmp_path, n_texts=20)
     assert "0 identical tokens after 'The', up to a tie between the largest logits" in compared
     assert is_likeliest(torch.tensor([1.0, 1.0 + 5e-6]), 0)
@@ -363,31 +401,55 @@ def theirs(tmp_path_factory):
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type is 'longrope'"),
         (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "rope_type is 'longrope'",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
             "partial_rotary",
         ),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "odd": 1}},
             "rope_scaling has an unsupported key odd",
         ),
-        ({"rope_parameters": {"rope_type": "default", "full_attention": {}}}, "rope_type is 'default'"),
+        (
+            {"rope_parameters": {"rope_type": "default", "full_attention": {}}},
+            "rope_type is 'default'",
+        ),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_size": "big"}, "hidden_size is 'big'; it must be an integer above 0"),
         ({"rope_parameters": [1]}, "rope_parameters is [1]; it must be a mapping"),
         ({"architectures": 5}, "architectures is 5; it must be a list"),
         ({"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "a"}},
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": "a",
+                }
+            },
             "original_max_position_embeddings is 'a'",
         ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "mistral needs sliding"),
         ({"model_type": "qwen3", "layer_types": [["full_attention"]] * 2}, "layer_types"),
         ({"model_type": "qwen2", "max_window_layers": "a"}, "max_window_layers is 'a'"),
-        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers is [1]; it must be a list with a 0 or a 1"),
-        ({"model_type": "smollm3", "no_rope_layers": {"a": 1}}, "no_rope_layers is {'a': 1}; it must be a list"),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [1]},
+            "no_rope_layers is [1]; it must be a list with a 0 or a 1",
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layers": {"a": 1}},
+            "no_rope_layers is {'a': 1}; it must be a list",
+        ),
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
         ({"num_hidden_layers": 10**6}, "fewer tensors"),
         ({"num_hidden_layers": 1}, "has an unknown tensor model.layers.1"),
@@ -413,16 +475,22 @@ def test_what_versions_compute_differently(tmp_path):
     their_model("llama", tie_word_embeddings=False).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))
-    with pytest.raises(UserError, match=r"lm_head.weight differs from the embedding, but config.json ties them"):
+    with pytest.raises(
+        UserError, match=r"lm_head.weight differs from the embedding, but config.json ties them"
+    ):
         load(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "other.safetensors"}}))
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": {"lm_head.weight": "other.safetensors"}})
+    )
     tokens = torch.randint(89, (1, 30))
     with torch.no_grad():
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-        torch.testing.assert_close(load(tmp_path)[0](tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            load(tmp_path)[0](tokens), theirs(tokens).logits, rtol=0, atol=1e-4
+        )
     values = transformers.Qwen3Config(use_sliding_window=True, max_window_layers=0).to_dict()
     known = values["sliding_window"]
     del values["sliding_window"], values["layer_types"]
@@ -431,9 +499,17 @@ def test_what_versions_compute_differently(tmp_path):
 
 def test_keys_of_full_dumps_are_no_reason_to_refuse(theirs):
     values = json.loads((theirs / "config.json").read_text())
-    dumped = {"max_length": 20, "do_sample": False, "top_k": 50, "is_decoder": False, "pruned_heads": {}}
+    dumped = {
+        "max_length": 20,
+        "do_sample": False,
+        "top_k": 50,
+        "is_decoder": False,
+        "pruned_heads": {},
+    }
     rope = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": 32}
-    known = from_hf_config(values | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+    known = from_hf_config(
+        values | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    )
     assert from_hf_config(values | dumped | {"rope_parameters": rope}) == known
 
 
@@ -442,7 +518,9 @@ def test_files_that_are_missing_or_hostile(tmp_path, theirs):
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pytorch_model.bin is a pickle"):
         load(tmp_path)
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "../../x.safetensors"}}))
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": {"lm_head.weight": "../../x.safetensors"}})
+    )
     with pytest.raises(UserError, match="lists no tensor files"):
         load(tmp_path)
     (tmp_path / INDEX).unlink()
@@ -470,10 +548,14 @@ def test_a_model_without_a_boundary_in_front_is_sampled_as_there(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"})
     )
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.bos_id, 65]}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [tokenizer.bos_id, 65]})
+    )
     ours, its = load(tmp_path)
     assert its.bos_prefix == []
-    found = Generator(ours, its).generate(["Once", ""], SamplingParams(max_new_tokens=20, temperature=0))
+    found = Generator(ours, its).generate(
+        ["Once", ""], SamplingParams(max_new_tokens=20, temperature=0)
+    )
     prompt = torch.tensor([its.encode("Once")])
     expected = their_greedy(model, prompt, 20)
     stops = [at for at, token in enumerate(expected) if token in (tokenizer.bos_id, 65)]

@@ -13,7 +13,9 @@ pytest.importorskip("transformers")
 def random_model(**kwargs):
     """Unlike a fresh one, nothing in it is zero or one: every parameter must matter."""
     torch.manual_seed(0)
-    model = Thinker(ThinkerConfig(vocab_size=101, d_model=48, n_layers=3, n_heads=4, max_seq_len=64, **kwargs))
+    model = Thinker(
+        ThinkerConfig(vocab_size=101, d_model=48, n_layers=3, n_heads=4, max_seq_len=64, **kwargs)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.2 if parameter.dim() == 1 else 0, 0.3)
@@ -23,7 +25,9 @@ def random_model(**kwargs):
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("n_kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("shape", [{}, {"head_dim": 20, "rope_theta": 500.0, "norm_eps": 1e-3}], ids=["plain", "odd"])
+@pytest.mark.parametrize(
+    "shape", [{}, {"head_dim": 20, "rope_theta": 500.0, "norm_eps": 1e-3}], ids=["plain", "odd"]
+)
 def test_logits_equal(qk_norm, n_kv_heads, tied, shape):
     model = random_model(qk_norm=qk_norm, n_kv_heads=n_kv_heads, tie_embeddings=tied, **shape)
     tokens = torch.randint(0, 101, (2, 40))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import random_model
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interpretability import html_report, reports
 
 browser = chromium.browser

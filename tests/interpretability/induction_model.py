@@ -24,7 +24,9 @@ def induction_circuit(sharpness=200.0):
         model.positions.weight[torch.arange(T), place] = 1
         first, second = (block.attention for block in model.blocks)
         first.q_proj.weight[torch.arange(T), place] = sharpness
-        first.k_proj.weight[torch.arange(1, T), place[:-1]] = 1  # a key answers the position after its own
+        first.k_proj.weight[torch.arange(1, T), place[:-1]] = (
+            1  # a key answers the position after its own
+        )
         first.v_proj.weight[token, token] = 1
         first.o_proj.weight[before, token] = 1
         second.q_proj.weight[token, token] = sharpness

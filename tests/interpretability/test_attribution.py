@@ -4,7 +4,7 @@ import pytest
 import torch
 from induction_model import V, induction_circuit
 
-from thinker.compression import pruning
+from thinker.features.pruning import pruning
 from thinker.interpretability import attribution
 from thinker.runtime.errors import UserError
 
@@ -21,14 +21,18 @@ def tokens():
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("contrast_token", [None, 7])
 @pytest.mark.parametrize("position", [-1, 4])
-def test_direct_logit_attribution_sums_to_the_difference(random_model, tokens, form, contrast_token, position):
+def test_direct_logit_attribution_sums_to_the_difference(
+    random_model, tokens, form, contrast_token, position
+):
     model = random_model(**form)
     parts = attribution.direct_logit_attribution(model, tokens, 3, contrast_token, position)
     assert (parts.heads.shape, parts.mlps.shape) == ((2, 4), (2,))
     logits = model(tokens[None])[0, position]
     known = logits[3] - (0 if contrast_token is None else logits[contrast_token])
     assert parts.logit == pytest.approx(known.item(), abs=1e-5)
-    assert parts.embedding + (parts.heads.nansum() + parts.mlps.sum()).item() == pytest.approx(known.item(), abs=1e-4)
+    assert parts.embedding + (parts.heads.nansum() + parts.mlps.sum()).item() == pytest.approx(
+        known.item(), abs=1e-4
+    )
 
 
 def test_what_the_circuit_says_comes_from_its_induction_head():
@@ -53,7 +57,10 @@ def test_what_the_circuit_says_comes_from_its_induction_head():
 def test_integrated_gradients_are_complete(random_model, tokens, form, baseline):
     model = random_model(std=0.15, **form)
     table = model.embedding.weight.detach()
-    x, empty = table[tokens], {None: table.mean(dim=0), 5: table[5], "embedding": torch.full((32,), 0.1)}[baseline]
+    x, empty = (
+        table[tokens],
+        {None: table.mean(dim=0), 5: table[5], "embedding": torch.full((32,), 0.1)}[baseline],
+    )
     given, y_of_empty, missed = attribution.integrated_gradients(
         model, tokens, 3, 7, baseline=empty if baseline == "embedding" else baseline, tolerance=1e-4
     )
@@ -70,8 +77,13 @@ def test_integrated_gradients_are_complete(random_model, tokens, form, baseline)
 
 
 def test_as_many_points_as_it_takes(random_model, tokens):
-    model, nearly_nothing = random_model(), torch.full((32,), 1e-3)  # where all directions lie close together
-    coarse = attribution.integrated_gradients(model, tokens, 3, 7, baseline=nearly_nothing, tolerance=torch.inf)[2]
+    model, nearly_nothing = (
+        random_model(),
+        torch.full((32,), 1e-3),
+    )  # where all directions lie close together
+    coarse = attribution.integrated_gradients(
+        model, tokens, 3, 7, baseline=nearly_nothing, tolerance=torch.inf
+    )[2]
     fine = attribution.integrated_gradients(model, tokens, 3, 7, baseline=nearly_nothing)[2]
     assert abs(fine) < abs(coarse) / 100
 
@@ -99,7 +111,9 @@ def test_gradient_times_attention_is_what_a_small_change_does(random_model, toke
 
         with torch.no_grad(), model.patch({f"blocks.{layer}.attention.weights": nudge}):
             logits.append(attribution.logit_difference(model(tokens[None]), 3, 7).item())
-    assert found[layer, head, query, key].item() == pytest.approx((logits[1] - logits[0]) / 0.04, rel=1e-2)
+    assert found[layer, head, query, key].item() == pytest.approx(
+        (logits[1] - logits[0]) / 0.04, rel=1e-2
+    )
     assert (found.triu(1) == 0).all()
 
 
@@ -111,21 +125,39 @@ def test_the_last_layers_lens_is_the_logits(random_model, tokens):
         torch.testing.assert_close(lens[0], model.lm_head(model.norm(model.embedding(tokens))))
     assert lens.shape == (3, 14, 61)
     torch.testing.assert_close(attribution.logit_lens(model, tokens, position=-1), lens[:, -1:])
-    torch.testing.assert_close(attribution.logit_lens(model, tokens, position=slice(2, 5)), lens[:, 2:5])
+    torch.testing.assert_close(
+        attribution.logit_lens(model, tokens, position=slice(2, 5)), lens[:, 2:5]
+    )
 
 
 def test_patching_all_of_the_stream_brings_all_of_it_back(random_model, tokens):
     model, corrupt = random_model(), tokens.clone()
     corrupt[6] = (corrupt[6] + 1) % 61
-    found = attribution.patch(model, tokens, corrupt, 3, 7, names=["embedding", "blocks.*", "blocks.*.attention"])
-    assert found["embedding"].tolist() == pytest.approx([float(i == 6) for i in range(14)], abs=1e-3)
-    assert found["blocks.1"].tolist() == pytest.approx([float(i == 13) for i in range(14)], abs=1e-3)
-    assert found.keys() == {"embedding", "blocks.0", "blocks.1", "blocks.0.attention", "blocks.1.attention"}
+    found = attribution.patch(
+        model, tokens, corrupt, 3, 7, names=["embedding", "blocks.*", "blocks.*.attention"]
+    )
+    assert found["embedding"].tolist() == pytest.approx(
+        [float(i == 6) for i in range(14)], abs=1e-3
+    )
+    assert found["blocks.1"].tolist() == pytest.approx(
+        [float(i == 13) for i in range(14)], abs=1e-3
+    )
+    assert found.keys() == {
+        "embedding",
+        "blocks.0",
+        "blocks.1",
+        "blocks.0.attention",
+        "blocks.1.attention",
+    }
     with pytest.raises(UserError, match="use prompts of equal length"):
         attribution.patch(model, tokens, corrupt[1:], 3)
-    with pytest.raises(UserError, match="^both prompts have the same tokens; change the corrupt prompt"):
+    with pytest.raises(
+        UserError, match="^both prompts have the same tokens; change the corrupt prompt"
+    ):
         attribution.patch(model, tokens, tokens.clone(), 3)
-    with pytest.raises(UserError, match="^the target's logit is 0.0000 in both prompts; use other prompts or"):
+    with pytest.raises(
+        UserError, match="^the target's logit is 0.0000 in both prompts; use other prompts or"
+    ):
         attribution.patch(model, tokens, corrupt, 3, 3)
     with torch.no_grad():  # what is left of the difference is about a rounding error
         model.embedding.weight[corrupt[6]] = model.embedding.weight[tokens[6]] * (1 + 1e-6)

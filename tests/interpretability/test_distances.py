@@ -43,7 +43,11 @@ def test_the_fit_of_a_head_that_knows_only_distances_is_that_head(T, seed, kind)
 def test_the_fit_keeps_sums_of_any_heads():
     """It is the head of maximum likelihood, so its sums by distance and by query are those that it was given."""
     torch.manual_seed(0)
-    weights = (3 * torch.randn(2, 3, 20, 20)).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf).softmax(-1)
+    weights = (
+        (3 * torch.randn(2, 3, 20, 20))
+        .masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf)
+        .softmax(-1)
+    )
     sums = distances.sum_by_distance(weights)
     expected = distances.expected_weights(distances.fit_distances(*sums), sums[1])
     again = distances.sum_by_distance(expected)
@@ -66,11 +70,15 @@ def test_periods_are_found_and_nothing_else_is_one(period, noise, seed):
     torch.manual_seed(seed)
     distance = torch.arange(100)
     spikes = (distance % period == 0) * torch.exp(-distance / 50)
-    strength, found = distances.periodicity(torch.stack([spikes, spikes + noise * 0.1 * torch.rand(100)]))
+    strength, found = distances.periodicity(
+        torch.stack([spikes, spikes + noise * 0.1 * torch.rand(100)])
+    )
     assert strength[0] > 0.9
     assert strength[1] > 0.6
     assert found.tolist() == [period, period]
-    falling = torch.stack([torch.exp(-distance * noise), 1 / (1.0 + distance), torch.ones(100), torch.zeros(100)])
+    falling = torch.stack(
+        [torch.exp(-distance * noise), 1 / (1.0 + distance), torch.ones(100), torch.zeros(100)]
+    )
     single = torch.zeros(100)
     single[period] = 1
     strength, _ = distances.periodicity(torch.cat([falling, single[None]]))
@@ -84,7 +92,9 @@ def test_few_distances_have_no_period_or_a_short_one(D):
 
 
 def test_heads_of_a_strided_pattern_are_periodic(random_model):
-    model = random_model(attention="heads(strided(5), dilated(40, 4), window(6), full)", max_seq_len=64)
+    model = random_model(
+        attention="heads(strided(5), dilated(40, 4), window(6), full)", max_seq_len=64
+    )
     scores = head_reports.score_heads(model, *[head_reports.random_repeats(model)] * 2)
     found = scores["periodic"]  # (2, 4)
     assert found.shape == (2, 4)

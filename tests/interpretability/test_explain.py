@@ -31,13 +31,21 @@ def test_weights_follow_from_the_numbers(random_model, form, head):
     for query in (0, 3, 11):
         found = explain(model, prompt, 1, head, query).data
         weights = model.attention_weights(prompt.tokens[None])[1, 0, head, query]
-        scaled = torch.tensor(found["scores"]) * model.config.head_dim**-0.5 / model.config.attention_temperature
+        scaled = (
+            torch.tensor(found["scores"])
+            * model.config.head_dim**-0.5
+            / model.config.attention_temperature
+        )
         assert found["scaled"] == pytest.approx(scaled.tolist(), abs=1e-4)
         cap = model.config.attn_logit_softcap
         capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
         assert found["capped"] == pytest.approx(capped.tolist(), abs=1e-4)
-        final = torch.where(torch.tensor(found["visible"]), capped + torch.tensor(found["bias"]), -torch.inf)
-        final = torch.cat([final, torch.tensor([-torch.inf if found["sink"] is None else found["sink"]])])
+        final = torch.where(
+            torch.tensor(found["visible"]), capped + torch.tensor(found["bias"]), -torch.inf
+        )
+        final = torch.cat(
+            [final, torch.tensor([-torch.inf if found["sink"] is None else found["sink"]])]
+        )
         assert final.softmax(0)[:-1].tolist() == pytest.approx(weights.tolist(), abs=1e-4)
         made = weights @ torch.tensor(found["values"]).float()
         assert found["head_output"] == pytest.approx(made.tolist(), abs=1e-3)
@@ -52,7 +60,9 @@ def test_what_is_seen_is_the_mask_and_not_what_is_left_of_a_weight(random_model)
     assert [row[4] for row in report.rows] == ["yes"] * 9 + ["no"] * 3
     sizes = [float(row[-2]) for row in report.rows]
     shares = [float(row[-3]) for row in report.rows]
-    assert [float(row[-1]) for row in report.rows] == pytest.approx([a * b for a, b in zip(sizes, shares)], abs=2e-3)
+    assert [float(row[-1]) for row in report.rows] == pytest.approx(
+        [a * b for a, b in zip(sizes, shares)], abs=2e-3
+    )
 
 
 def test_the_picture_begins_with_the_raw_scores_beside_the_scaled_ones(random_model):
@@ -61,10 +71,15 @@ def test_the_picture_begins_with_the_raw_scores_beside_the_scaled_ones(random_mo
     report = explain(model, prompt, 1, 2, 4)
     raw, scaled, masked, weights, _, added = report.panels
     assert report.panels_per_row == 2
-    assert (raw.title, scaled.title) == ("raw scores: QKᵀ", f"scores: QKᵀ ÷ √{model.config.head_dim}")
+    assert (raw.title, scaled.title) == (
+        "raw scores: QKᵀ",
+        f"scores: QKᵀ ÷ √{model.config.head_dim}",
+    )
     with torch.no_grad(), model.record("blocks.1.attention.q", "blocks.1.attention.k") as cache:
         model(prompt.tokens[None])
-    q, k = (cache[f"blocks.1.attention.{name}"][0, head].double() for name, head in (("q", 2), ("k", 1)))
+    q, k = (
+        cache[f"blocks.1.attention.{name}"][0, head].double() for name, head in (("q", 2), ("k", 1))
+    )
     torch.testing.assert_close(raw.values, q @ k.T)
     torch.testing.assert_close(scaled.values, raw.values * model.config.head_dim**-0.5)
     assert masked.values.isnan().equal(torch.ones(9, 9).triu(1).bool())
@@ -72,7 +87,11 @@ def test_the_picture_begins_with_the_raw_scores_beside_the_scaled_ones(random_mo
     torch.testing.assert_close(added.values, weights.values * sizes, equal_nan=True)
 
 
-VECTORS = {"q": [[1, 0], [0, 2], [1, 1]], "k": [[1, 0], [0, 1], [2, 0]], "v": [[1, 0, 0], [0, 1, 0], [0, 0, 1]]}
+VECTORS = {
+    "q": [[1, 0], [0, 2], [1, 1]],
+    "k": [[1, 0], [0, 1], [2, 0]],
+    "v": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+}
 
 
 def test_vectors_in_a_file_need_no_model(tmp_path):
@@ -86,11 +105,17 @@ def test_vectors_in_a_file_need_no_model(tmp_path):
         assert report.data["scores"] == scores.tolist()
         weights = (scores[: position + 1] / 2**0.5).softmax(0).tolist()
         assert report.data["weights"] == pytest.approx([*weights, *[0] * (2 - position)])
-        assert report.data["output"] == pytest.approx(report.data["weights"])  # the values are unit vectors
+        assert report.data["output"] == pytest.approx(
+            report.data["weights"]
+        )  # the values are unit vectors
         assert report.header["query"] == f"{position} {'abc'[position]}"
-    path.write_text(json.dumps(VECTORS | {"q": [[1, 1]], "causal": False}))  # the query of the last position
+    path.write_text(
+        json.dumps(VECTORS | {"q": [[1, 1]], "causal": False})
+    )  # the query of the last position
     report = explain_vectors(path, 0)
-    assert report.data["weights"] == pytest.approx((torch.tensor([1, 1, 2]) / 2**0.5).softmax(0).tolist())
+    assert report.data["weights"] == pytest.approx(
+        (torch.tensor([1, 1, 2]) / 2**0.5).softmax(0).tolist()
+    )
     assert [panel.rows for panel in report.panels] == [["2 "]] * 6
 
 

@@ -10,17 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_heads import causal
 
-from thinker.compression import pruning
+from thinker.features.pruning import pruning
 from thinker.interpretability import flow
 from thinker.runtime.errors import UserError
 
-EXAMPLE = json.loads((Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text())["three_tokens"]
+EXAMPLE = json.loads(
+    (Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text()
+)["three_tokens"]
 
 
 def test_three_tokens():
     weights = causal(torch.tensor(EXAMPLE["scores"]).float()).expand(2, 1, 3, 3)
     known = EXAMPLE["causal_unscaled"]
-    torch.testing.assert_close(flow.rollout(weights)[-1], torch.tensor(known["rollout_two_layers"]), rtol=0, atol=6e-5)
+    torch.testing.assert_close(
+        flow.rollout(weights)[-1], torch.tensor(known["rollout_two_layers"]), rtol=0, atol=6e-5
+    )
     found = flow.max_flow(weights)
     torch.testing.assert_close(found, torch.tensor(known["max_flow_two_layers"]), rtol=0, atol=6e-5)
     torch.testing.assert_close(flow.max_flow(weights, position=-1), found[-1])

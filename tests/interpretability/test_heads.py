@@ -14,7 +14,9 @@ from induction_model import T, V, induction_circuit
 from thinker.interpretability import heads
 from thinker.runtime.errors import UserError
 
-EXAMPLES = json.loads((Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text())
+EXAMPLES = json.loads(
+    (Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text()
+)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -32,9 +34,15 @@ def test_three_tokens():
     known = EXAMPLES["three_tokens"]["causal_unscaled"]
     weights = causal(torch.tensor(EXAMPLES["three_tokens"]["scores"]).float())
     torch.testing.assert_close(weights, torch.tensor(known["weights"]).float(), rtol=0, atol=6e-5)
-    assert heads.entropy(weights).item() == pytest.approx(sum(known["entropy_per_row"]) / 3, abs=6e-5)
-    assert heads.mean_distance(weights).item() == pytest.approx(sum(known["mean_distance_per_row"]) / 3, abs=6e-5)
-    assert heads.previous_token(weights).item() == pytest.approx(known["previous_token_score"], abs=6e-5)
+    assert heads.entropy(weights).item() == pytest.approx(
+        sum(known["entropy_per_row"]) / 3, abs=6e-5
+    )
+    assert heads.mean_distance(weights).item() == pytest.approx(
+        sum(known["mean_distance_per_row"]) / 3, abs=6e-5
+    )
+    assert heads.previous_token(weights).item() == pytest.approx(
+        known["previous_token_score"], abs=6e-5
+    )
 
 
 def test_four_words():
@@ -50,17 +58,23 @@ def test_uniform_attention(length):
     assert heads.entropy(weights).item() == pytest.approx(known, abs=1e-5)
     assert heads.entropy(weights, normalised=True).item() == pytest.approx(1, abs=1e-5)
     assert heads.mean_distance(weights).item() == pytest.approx((length - 1) / 4, abs=1e-4)
-    assert heads.first_token(weights).item() == pytest.approx(sum(1 / i for i in range(2, length + 1)) / (length - 1))
+    assert heads.first_token(weights).item() == pytest.approx(
+        sum(1 / i for i in range(2, length + 1)) / (length - 1)
+    )
 
 
 def test_uniform_attention_with_a_bidirectional_prefix():
     visible = torch.ones(9, 9).tril()
     visible[:4, :4] = 1
-    assert heads.entropy(visible / visible.sum(dim=-1, keepdim=True), normalised=True).item() == pytest.approx(1)
+    assert heads.entropy(
+        visible / visible.sum(dim=-1, keepdim=True), normalised=True
+    ).item() == pytest.approx(1)
 
 
 def test_heads_that_look_at_one_token():
-    before = torch.eye(9).roll(-1, dims=-1).tril() + torch.eye(9)[:, :1] * torch.eye(9)[:1]  # row 0 sees itself
+    before = (
+        torch.eye(9).roll(-1, dims=-1).tril() + torch.eye(9)[:, :1] * torch.eye(9)[:1]
+    )  # row 0 sees itself
     first = torch.zeros(9, 9)
     first[:, 0] = 1
     both = torch.stack([before, first])
@@ -82,7 +96,9 @@ def test_a_circuit_built_by_hand_has_the_scores_of_one():
     assert heads.induction(weights)[1].flatten().tolist() == pytest.approx([1] * 3, abs=1e-5)
     assert heads.induction(weights)[0].max() < 0.01
     assert heads.duplicate_token(weights)[1].max() < 0.01
-    assert (model(tokens)[:, T // 2 : -1].argmax(-1) == tokens[:, T // 2 + 1 :]).all()  # and so it can repeat
+    assert (
+        model(tokens)[:, T // 2 : -1].argmax(-1) == tokens[:, T // 2 + 1 :]
+    ).all()  # and so it can repeat
     same = torch.eye(T).roll(-T // 2, dims=-1)
     assert heads.duplicate_token(same).item() == 1
     with pytest.raises(UserError, match="cannot sample 13 distinct tokens"):
@@ -107,7 +123,9 @@ def test_redundancy(seed):
     assert found.diagonal(dim1=-2, dim2=-1).abs().max() < 1e-6
     p, q = weights[1, 0], weights[1, 2]
     m = (p + q) / 2
-    known = ((torch.xlogy(p, p) - torch.xlogy(p, m) + torch.xlogy(q, q) - torch.xlogy(q, m)).sum(-1) / 2).mean()
+    known = (
+        (torch.xlogy(p, p) - torch.xlogy(p, m) + torch.xlogy(q, q) - torch.xlogy(q, m)).sum(-1) / 2
+    ).mean()
     assert found[1, 0, 2].item() == pytest.approx(known.item(), abs=1e-6)
     assert found.max() <= math.log(2) + 1e-6
     apart = torch.stack([torch.eye(6)[:, [1, 0, 2, 3, 4, 5]], torch.eye(6)[:, [2, 3, 0, 1, 5, 4]]])
@@ -146,7 +164,9 @@ def test_the_mean_takes_from_a_head_only_what_varies(random_model):
     with torch.no_grad():
         for name in ("q_proj", "k_proj"):
             getattr(model.blocks[0].attention, name).weight.zero_()
-    model.embedding.weight.data[:] = model.embedding.weight.data[0]  # all tokens alike: so is every value
+    model.embedding.weight.data[:] = model.embedding.weight.data[
+        0
+    ]  # all tokens alike: so is every value
     tokens = torch.randint(0, 61, (4, 12))
     mean = heads.importance_by_ablation(model, tokens, ablation="mean").value[0]
     zero = heads.importance_by_ablation(model, tokens, ablation="zero").value[0]
@@ -162,11 +182,15 @@ def test_gradients_find_the_circuit_and_agree_with_autograd_by_hand(random_model
     for row in tokens:
         for layer in range(2):
             gate = torch.ones(4, requires_grad=True)  # ∂L/∂gate = Σ z · ∂L/∂z
-            with model.patch({f"blocks.{layer}.attention.heads": lambda z, gate=gate: z * gate[:, None, None]}):
+            with model.patch(
+                {f"blocks.{layer}.attention.heads": lambda z, gate=gate: z * gate[:, None, None]}
+            ):
                 logits = model(row[None, :-1])
             F.cross_entropy(logits[0], row[1:]).backward()
             known[layer] += gate.grad.abs() / len(tokens)
-    torch.testing.assert_close(found.value, known / known.norm(dim=1, keepdim=True), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        found.value, known / known.norm(dim=1, keepdim=True), rtol=0, atol=1e-5
+    )
     model.requires_grad_(False)
     torch.testing.assert_close(heads.importance_by_gradient(model, tokens).value, found.value)
 
@@ -182,12 +206,18 @@ def test_losses_count_what_is_a_target(random_model):
 
 def test_importance_does_not_depend_on_how_many_texts_are_read_at_once(random_model, monkeypatch):
     model, tokens = random_model(), (torch.arange(60).reshape(5, 12) * 7) % 61
-    whole = [heads.importance_by_ablation(model, tokens, "mean"), heads.importance_by_gradient(model, tokens)]
+    whole = [
+        heads.importance_by_ablation(model, tokens, "mean"),
+        heads.importance_by_gradient(model, tokens),
+    ]
     batches = heads._batches
     monkeypatch.setattr(heads, "_batches", lambda *given: [
         (a, b) for x, y in batches(*given) for a, b in zip(x.split(2), y.split(2))
     ])  # fmt: skip
-    again = [heads.importance_by_ablation(model, tokens, "mean"), heads.importance_by_gradient(model, tokens)]
+    again = [
+        heads.importance_by_ablation(model, tokens, "mean"),
+        heads.importance_by_gradient(model, tokens),
+    ]
     for one, other in zip(whole, again):
         torch.testing.assert_close(one.value, other.value, rtol=0, atol=1e-5)
 
@@ -203,7 +233,11 @@ def test_the_gradient_of_a_group_is_that_of_its_heads_together(random_model):
 
                 def scale(z, group=group, gate=gate):
                     return torch.cat(
-                        [z[:, :2] * (gate if group == 0 else 1), z[:, 2:] * (gate if group == 1 else 1)], 1
+                        [
+                            z[:, :2] * (gate if group == 0 else 1),
+                            z[:, 2:] * (gate if group == 1 else 1),
+                        ],
+                        1,
                     )
 
                 with model.patch({f"blocks.{layer}.attention.heads": scale}):

@@ -5,7 +5,18 @@ import re
 import html_report_fixtures
 import pytest
 import torch
-from html_report_fixtures import STYLE, Shown, backgrounds, cell, heat, pixel, share, tokens, view, wait_until_painted
+from html_report_fixtures import (
+    STYLE,
+    Shown,
+    backgrounds,
+    cell,
+    heat,
+    pixel,
+    share,
+    tokens,
+    view,
+    wait_until_painted,
+)
 
 from thinker.interpretability import attribution, html_report, reports
 
@@ -38,7 +49,9 @@ def test_a_click_on_a_head_shows_it(shown, visit):
         assert tab.locator("#head-name").inner_text() == f"Layer {layer}, head {head}"
         assert cell(tab, layer, head).get_attribute("aria-selected") == "true"
         for query, key in ((20, 3), (9, 8), (5, 5), (12, 0)):
-            assert pixel(tab, query, key) == pytest.approx(heat(shown.byte(layer, head, query, key)), abs=2)
+            assert pixel(tab, query, key) == pytest.approx(
+                heat(shown.byte(layer, head, query, key)), abs=2
+            )
     assert tab.locator("[role=gridcell][aria-selected=true]").count() == 1
 
 
@@ -159,7 +172,10 @@ def test_the_keyboard_alone_can_do_all(shown, visit):
             tab.keyboard.press("Tab")
             if tab.evaluate("selector => document.activeElement.matches(selector)", selector):
                 assert (
-                    tab.evaluate("parseFloat(getComputedStyle(document.activeElement).outlineWidth)") >= 2
+                    tab.evaluate(
+                        "parseFloat(getComputedStyle(document.activeElement).outlineWidth)"
+                    )
+                    >= 2
                     or "input" in selector
                 )
                 return
@@ -211,7 +227,9 @@ def test_attribution(shown, visit):
     view(tab, "Attribution")
     target = int(shown.shares[-1].argmax())
     start = shown.tokenizer.bos_prefix[0]
-    given, _, missed = attribution.integrated_gradients(shown.model, shown.tokens, target, baseline=start)
+    given, _, missed = attribution.integrated_gradients(
+        shown.model, shown.tokens, target, baseline=start
+    )
     parts = attribution.direct_logit_attribution(shown.model, shown.tokens, target)
     labels = tokens(tab).evaluate_all("all => all.map(one => one.ariaLabel)")
     found = [float(text.rsplit("contribution ", 1)[1].replace("−", "-")) for text in labels]
@@ -224,10 +242,15 @@ def test_attribution(shown, visit):
     listed = {line.split("\n")[0]: float(line.split("\n")[-1].replace("−", "-")) for line in lines}
     assert listed["head 2.1"] == pytest.approx(parts.heads[2, 1].item(), abs=1e-3)
     assert sum(listed.values()) == pytest.approx(parts.logit, abs=0.02)
-    assert tab.locator("#parts-missed").is_visible() == (abs(missed) >= 0.05 * max(1, abs(given.sum() - missed)))
+    assert tab.locator("#parts-missed").is_visible() == (
+        abs(missed) >= 0.05 * max(1, abs(given.sum() - missed))
+    )
     most = backgrounds(tab)[int(given.abs().argmax())]
     sign = "plus" if given[given.abs().argmax()] > 0 else "minus"
-    assert most == [int(re.search(rf"--{sign}: light-dark\(#(\w+)", STYLE)[1][at : at + 2], 16) for at in (0, 2, 4)]
+    assert most == [
+        int(re.search(rf"--{sign}: light-dark\(#(\w+)", STYLE)[1][at : at + 2], 16)
+        for at in (0, 2, 4)
+    ]
     tab.get_by_role("button", name="head 2.1").click()
     wait_until_painted(tab)
     assert tab.locator("#head-name").inner_text() == "Layer 2, head 1"
@@ -246,7 +269,9 @@ def test_lens(shown, visit):
         cells = (
             rows.nth(depth)
             .locator("td")
-            .evaluate_all("all => all.map(one => [one.firstChild.textContent, one.lastChild.textContent])")
+            .evaluate_all(
+                "all => all.map(one => [one.firstChild.textContent, one.lastChild.textContent])"
+            )
         )
         top = lens[depth, 6].topk(5)
         assert [text for text, _ in cells[:5]] == [
@@ -266,7 +291,9 @@ def test_what_comes_next(shown, visit):
     wait_until_painted(tab)
     top = shown.shares[5].topk(10)
     lines = [line.split("\n") for line in tab.locator("#next li").all_inner_texts()]
-    assert [line[0] for line in lines] == [reports.token_label(shown.tokenizer, t) for t in top.indices.tolist()]
+    assert [line[0] for line in lines] == [
+        reports.token_label(shown.tokenizer, t) for t in top.indices.tolist()
+    ]
     assert [share(line[-1]) for line in lines] == pytest.approx(top.values.tolist(), abs=6e-4)
     follows = shown.shares[5, shown.tokens[6]]
     rank = int((shown.shares[5] > follows).sum()) + 1

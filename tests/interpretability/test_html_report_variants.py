@@ -10,8 +10,8 @@ from html_report_fixtures import TEXT, Shown, cell, heat, pixel, tokens, view, w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.compression import pruning
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.features.pruning import pruning
 from thinker.interpretability import attribution, head_reports, html_report, prompt_reports, reports
 from thinker.runtime.errors import RunError, UserError
 
@@ -50,7 +50,9 @@ def test_text_can_be_read_in_both_themes(shown, visit, scheme):
         assert len(found) > 60
         assert found[0][0] >= 4.5, found[0]
     view(tab, "Attention")
-    assert pixel(tab, 20, 3) == pytest.approx(heat(shown.byte(1, 2, 20, 3), scheme == "dark"), abs=2)
+    assert pixel(tab, 20, 3) == pytest.approx(
+        heat(shown.byte(1, 2, 20, 3), scheme == "dark"), abs=2
+    )
 
 
 def test_the_theme_can_be_chosen_and_is_remembered(shown, visit):
@@ -78,7 +80,11 @@ def test_names_and_roles(shown, visit):
     assert tab.get_by_role("radio").count() == 5
     assert tab.locator("[aria-live=polite]").get_attribute("role") == "status"
     assert "Layer 1, head 2" in tab.get_by_role("img").first.get_attribute("aria-label")
-    assert tab.locator("#grid [tabindex='0']").count() == tab.locator("#tokens [tabindex='0']").count() == 1
+    assert (
+        tab.locator("#grid [tabindex='0']").count()
+        == tab.locator("#tokens [tabindex='0']").count()
+        == 1
+    )
     unnamed = tab.locator("button, input, select").evaluate_all(
         "all => all.filter(one => !(one.ariaLabel || one.textContent || one.labels?.[0]?.textContent).trim())"
     )
@@ -95,7 +101,9 @@ def test_hostile_text_does_nothing(tmp_path, visit):
     shown.explorer.facts["names"] = dict.fromkeys(shown.explorer.facts["names"], HOSTILE)
     shown.explorer.facts["attribution"]["description"] = HOSTILE
     panel = reports.Panel(HOSTILE, torch.eye(2), [HOSTILE, "b"], ["<i>", HOSTILE])
-    report = reports.Report({HOSTILE: HOSTILE}, [HOSTILE, "b"], [[HOSTILE, "2"]], {}, [panel], HOSTILE)
+    report = reports.Report(
+        {HOSTILE: HOSTILE}, [HOSTILE, "b"], [[HOSTILE, "2"]], {}, [panel], HOSTILE
+    )
     html_report.write_html_report(shown.path, HOSTILE + "\udcff", report, shown.explorer)
     tab = visit(shown.path)
     for name in ("Attribution", "Lens", "Attention"):
@@ -118,7 +126,9 @@ def test_more_than_a_page_holds(tmp_path, visit, monkeypatch):
         "29 tokens × 12 heads are too many for one report: 5 heads can be opened; "
         "the others have only thumbnails and scores"
     )
-    missing = next((n, h) for n in range(3) for h in range(4) if (n, h) not in shown.explorer.weights)
+    missing = next(
+        (n, h) for n in range(3) for h in range(4) if (n, h) not in shown.explorer.weights
+    )
     cell(tab, *missing).click()
     wait_until_painted(tab)
     assert tab.locator("#not-stored").is_visible()
@@ -155,7 +165,9 @@ def test_thumbnails_keep_the_largest(tmp_path):
     shown = Shown(tmp_path, "x" * 60)
     small = shown.explorer.thumbnails  # (layers, H, 48, 48) of 61 x 61
     assert small.shape == (3, 4, 48, 48)
-    assert small[1, 2, 47, 47].item() == max(shown.byte(1, 2, query, key) for query in (59, 60) for key in (59, 60))
+    assert small[1, 2, 47, 47].item() == max(
+        shown.byte(1, 2, query, key) for query in (59, 60) for key in (59, 60)
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +206,10 @@ def test_a_vocabulary_smaller_than_what_is_listed(tmp_path, visit):
     tokenizer.bos_prefix = []  # its own begins texts with an id that the model lacks
     prompt = reports.Prompt(torch.tensor([1, 2, 3, 1]), ["a", "b", "c", "a"])
     html_report.write_html_report(
-        tmp_path / "p.html", "small", None, html_report.make_explorer(model, tokenizer, prompt, view="lens")
+        tmp_path / "p.html",
+        "small",
+        None,
+        html_report.make_explorer(model, tokenizer, prompt, view="lens"),
     )
     tab = visit(tmp_path / "p.html")
     assert tab.locator("#next li").count() == 4
@@ -213,13 +228,18 @@ def test_a_pruned_model(tmp_path, visit):
         explorer,
     )
     tab = visit(tmp_path / "p.html")
-    assert [tab.get_by_role("gridcell", name="pruned").count(), tab.get_by_role("gridcell").count()] == [1, 8]
+    assert [
+        tab.get_by_role("gridcell", name="pruned").count(),
+        tab.get_by_role("gridcell").count(),
+    ] == [1, 8]
     tab.get_by_role("gridcell", name="pruned").click()
     tokens(tab).nth(4).click()
 
 
 def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
-    report = head_reports.report_heads(shown.model, None, head_reports.random_repeats(shown.model), "all")
+    report = head_reports.report_heads(
+        shown.model, None, head_reports.random_repeats(shown.model), "all"
+    )
     html_report.write_html_report(tmp_path / "r.html", "scores", report, None)
     tab = visit(tmp_path / "r.html")
     assert tab.locator("#tokens").count() == 0
@@ -261,12 +281,16 @@ def test_no_head_and_no_number_is_cut_off(tmp_path, visit):
 
 def test_a_narrow_screen_does_not_scroll_sideways(tmp_path, shown, visit):
     report = prompt_reports.report_attention_map(shown.model, shown.prompt, 0, 0)
-    html_report.write_html_report(tmp_path / "p.html", "a model with a long name " * 4, report, shown.explorer)
+    html_report.write_html_report(
+        tmp_path / "p.html", "a model with a long name " * 4, report, shown.explorer
+    )
     tab = visit(tmp_path / "p.html", width=360)
     for name in ("Attention", "Attribution", "Lens"):
         view(tab, name)
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360
-    tab.set_viewport_size({"width": 90, "height": 900})  # nothing to be read, but nothing to fail either
+    tab.set_viewport_size(
+        {"width": 90, "height": 900}
+    )  # nothing to be read, but nothing to fail either
     wait_until_painted(tab)
 
 

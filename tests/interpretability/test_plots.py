@@ -15,17 +15,25 @@ NOTHING = "#e9e9ec"
 
 def colors(path):
     """Every color of a picture, and how often it is there."""
-    pixels, counts = np.unique(imread(path)[..., :3].reshape(-1, 3).round(3), axis=0, return_counts=True)
+    pixels, counts = np.unique(
+        imread(path)[..., :3].reshape(-1, 3).round(3), axis=0, return_counts=True
+    )
     return {tuple(pixel): int(n) for pixel, n in zip(pixels.tolist(), counts)}
 
 
 def has(found, color):
-    return sum(n for pixel, n in found.items() if np.abs(np.array(pixel) - to_rgb(color)).max() < 0.01)
+    return sum(
+        n for pixel, n in found.items() if np.abs(np.array(pixel) - to_rgb(color)).max() < 0.01
+    )
 
 
 def test_cells_have_the_colors_of_their_values(tmp_path):
     values = torch.tensor([[0.0, 1.0, torch.nan], [0.5, 0.25, 0.5]])
-    plots.plot_panels([Panel("weights", values, ["a", "b"], ["x", "y", "z"], vmax=1.0)], tmp_path / "p.png", "of it")
+    plots.plot_panels(
+        [Panel("weights", values, ["a", "b"], ["x", "y", "z"], vmax=1.0)],
+        tmp_path / "p.png",
+        "of it",
+    )
     found, blues = colors(tmp_path / "p.png"), colormaps["Blues"]
     assert has(found, NOTHING) > 5000
     assert has(found, blues(1.0)[:3]) > 5000
@@ -35,7 +43,9 @@ def test_cells_have_the_colors_of_their_values(tmp_path):
 def test_below_zero_is_blue_above_it_red(tmp_path):
     values = torch.tensor([[-2.0, 0.0, 1.0]])
     plots.plot_panels(
-        [Panel("$given$", values, [""], ["$a", "b", "c_d"], True, style="text")], tmp_path / "p.png", "of it"
+        [Panel("$given$", values, [""], ["$a", "b", "c_d"], True, style="text")],
+        tmp_path / "p.png",
+        "of it",
     )
     found, palette = colors(tmp_path / "p.png"), colormaps["RdBu_r"]
     assert has(found, palette(0.0)[:3]) > 100
@@ -50,9 +60,29 @@ def test_long_texts_go_on_in_new_lines():
 def test_lines_and_tables_and_many_panels(tmp_path):
     steps = torch.rand(5, 9)
     panels = [
-        Panel("scores", steps, ["0", "10", "20", "30", "40"], [f"0.{i}" for i in range(9)], vmax=1.0, style="lines"),
-        Panel("said", torch.rand(2, 2), ["a", "b"], ["c", "d"], style="table", cells=[["$x", "y"], ["z", "{w}"]]),
-        Panel("wide", torch.rand(3, 300), ["a", "b", "c"], [str(i) for i in range(300)], highlighted_row=1),
+        Panel(
+            "scores",
+            steps,
+            ["0", "10", "20", "30", "40"],
+            [f"0.{i}" for i in range(9)],
+            vmax=1.0,
+            style="lines",
+        ),
+        Panel(
+            "said",
+            torch.rand(2, 2),
+            ["a", "b"],
+            ["c", "d"],
+            style="table",
+            cells=[["$x", "y"], ["z", "{w}"]],
+        ),
+        Panel(
+            "wide",
+            torch.rand(3, 300),
+            ["a", "b", "c"],
+            [str(i) for i in range(300)],
+            highlighted_row=1,
+        ),
         Panel("all the same", torch.zeros(2, 2), ["a", "b"], ["c", "d"]),
     ]
     plots.plot_panels(panels, tmp_path / "p.png", "four", panels_per_row=2)
@@ -71,7 +101,9 @@ def test_a_map_of_all_heads_has_one_tile_for_each(random_model):
     torch.testing.assert_close(tiles[44:64, 22:42], (weights / top).clamp_max(1), rtol=0, atol=1e-4)
     assert tiles[20:22].isnan().all()
     assert (
-        head_reports._tile_attention_maps(random_model(max_seq_len=300), torch.ones(1, 300, dtype=int)).shape[0]
+        head_reports._tile_attention_maps(
+            random_model(max_seq_len=300), torch.ones(1, 300, dtype=int)
+        ).shape[0]
         == 60 + 4 + 60
     )
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interpretability import comparison, flow, head_reports, heads, prompt_reports
 from thinker.interpretability.reports import Prompt, decimal, token_label
 from thinker.runtime.errors import UserError
@@ -18,7 +18,9 @@ def test_the_likeliest_token_of_a_position(random_model):
     model = random_model()
     best = model(PROMPT.tokens[None])[0].argmax(dim=-1).tolist()
     assert [prompt_reports.likeliest_next_token(model, PROMPT, at) for at in range(10)] == best
-    assert prompt_reports.likeliest_next_token(model, PROMPT, 3, contrast_token=best[3] ^ 1) == best[3]
+    assert (
+        prompt_reports.likeliest_next_token(model, PROMPT, 3, contrast_token=best[3] ^ 1) == best[3]
+    )
     with pytest.raises(UserError, match="--contrast-token is the most likely next token"):
         prompt_reports.report_attribution(model, None, PROMPT, None, best[3], 3)
     with pytest.raises(UserError, match="--contrast-token is the most likely next token"):
@@ -35,8 +37,12 @@ def test_scores_of_repeats_are_not_of_the_prompt(random_model):
     model, random = random_model(), heads.repeated_random_tokens(61, 12)
     found = head_reports.report_heads(model, PROMPT, random, "all")
     repeated, own = model.attention_weights(random), model.attention_weights(PROMPT.tokens[None])
-    assert torch.tensor(found.data["induction"]).allclose(heads.induction(repeated).mean(dim=1), atol=1e-5)
-    assert torch.tensor(found.data["duplicate"]).allclose(heads.duplicate_token(repeated).mean(dim=1), atol=1e-5)
+    assert torch.tensor(found.data["induction"]).allclose(
+        heads.induction(repeated).mean(dim=1), atol=1e-5
+    )
+    assert torch.tensor(found.data["duplicate"]).allclose(
+        heads.duplicate_token(repeated).mean(dim=1), atol=1e-5
+    )
     assert torch.tensor(found.data["entropy"]).allclose(heads.entropy(own)[:, 0], atol=1e-5)
     apart = heads.pairwise_js_divergence(own[:, 0])
     for row in found.rows:
@@ -52,12 +58,16 @@ def test_flow_is_from_the_position(random_model):
     weights = model.attention_weights(PROMPT.tokens[None])[:, 0]
     for at in (3, 9):
         found = prompt_reports.report_flow(model, PROMPT, at).data
-        assert found["rollout"][-1] == pytest.approx(flow.rollout(weights)[-1, at].tolist(), abs=1e-5)
+        assert found["rollout"][-1] == pytest.approx(
+            flow.rollout(weights)[-1, at].tolist(), abs=1e-5
+        )
         assert found["max_flow"] == pytest.approx(flow.max_flow(weights)[at].tolist(), abs=1e-5)
 
 
 def test_a_map_names_only_what_is_looked_at(random_model):
-    rows = prompt_reports.report_attention_map(random_model(attention="window(2)"), PROMPT, 0, 1).rows
+    rows = prompt_reports.report_attention_map(
+        random_model(attention="window(2)"), PROMPT, 0, 1
+    ).rows
     assert [sum(bool(cell) for cell in row[2:]) for row in rows] == [1] + [2] * 9
     for at, row in enumerate(rows):
         assert all(f"({key})" in " ".join(row[2:]) for key in range(max(0, at - 1), at + 1))
@@ -90,5 +100,15 @@ def test_what_is_pruned_is_chosen_by_what_was_asked_for(random_model, how):
 
 
 def test_a_zero_in_a_table_has_no_minus():
-    assert [decimal(x, 3) for x in (-0.0004, -0.0006, 0.0, 12.0)] == ["0.000", "-0.001", "0.000", "12.000"]
-    assert [decimal(x, 3, "+") for x in (-0.0004, -0.0006, 1.5, math.nan)] == ["+0.000", "-0.001", "+1.500", "+nan"]
+    assert [decimal(x, 3) for x in (-0.0004, -0.0006, 0.0, 12.0)] == [
+        "0.000",
+        "-0.001",
+        "0.000",
+        "12.000",
+    ]
+    assert [decimal(x, 3, "+") for x in (-0.0004, -0.0006, 1.5, math.nan)] == [
+        "+0.000",
+        "-0.001",
+        "+1.500",
+        "+nan",
+    ]

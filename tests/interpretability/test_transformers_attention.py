@@ -23,8 +23,12 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_those_of_transformers(tmp_path, family):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **SHAPE, **FAMILIES[family], pad_token_id=None)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    config = transformers.AutoConfig.for_model(
+        family, **SHAPE, **FAMILIES[family], pad_token_id=None
+    )
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(0.5 if parameter.dim() == 1 else 0, 0.3)
@@ -41,7 +45,9 @@ def test_bertviz_takes_the_weights(random_model):
     bertviz = pytest.importorskip("bertviz")
     model = random_model(n_layers=3)
     weights = model.attention_weights(torch.arange(9)[None])  # (layers, 1, H, T, T)
-    page = bertviz.head_view(list(weights), [f"token{i}" for i in range(9)], html_action="return").data
+    page = bertviz.head_view(
+        list(weights), [f"token{i}" for i in range(9)], html_action="return"
+    ).data
     assert "token8" in page
     for layer, head in ((0, 0), (2, 3)):
         assert json.dumps(round(weights[layer, 0, head, 5, 2].item(), 4))[:5] in page
@@ -50,7 +56,9 @@ def test_bertviz_takes_the_weights(random_model):
 def test_circuitsvis_takes_the_weights_of_a_layer(random_model):
     circuitsvis = pytest.importorskip("circuitsvis")
     weights = random_model().attention_weights(torch.arange(9)[None])
-    shown = circuitsvis.attention.attention_patterns(tokens=[f"token{i}" for i in range(9)], attention=weights[1, 0])
+    shown = circuitsvis.attention.attention_patterns(
+        tokens=[f"token{i}" for i in range(9)], attention=weights[1, 0]
+    )
     assert "token8" in str(shown)
     assert str(weights[1, 0, 3, 5, 2].item())[:5] in str(shown)
 

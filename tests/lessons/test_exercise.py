@@ -24,7 +24,10 @@ def check_three(answer):
         (lambda: ..., "Not answered yet: replace the dots."),
         (lambda: None, "Not answered yet: replace the dots."),
         (lambda: 1 / 0, "Not yet: your code raised ZeroDivisionError: division by zero"),
-        ([3, 3], "Not yet: your code raised ValueError: the answer has shape (2,), but it needs ()"),
+        (
+            [3, 3],
+            "Not yet: your code raised ValueError: the answer has shape (2,), but it needs ()",
+        ),
         ("three", "Not yet: your code raised"),
     ],
 )
@@ -37,7 +40,12 @@ def test_an_answer_gets_a_sentence(answer, text, capsys):
 
 def test_a_heatmap_in_text_and_html():
     one = Heatmap("weights <b>", [[1.0, -torch.inf], [0.25, 0.75]], ["a", "b"], ["a&", "b"])
-    assert str(one).splitlines() == ["weights <b>", "     a&       b", "a  1.00  hidden", "b  0.25    0.75"]
+    assert str(one).splitlines() == [
+        "weights <b>",
+        "     a&       b",
+        "a  1.00  hidden",
+        "b  0.25    0.75",
+    ]
     html = SideBySide(one, one)._repr_html_()
     assert html.count("<table") == 2
     assert "weights &lt;b&gt;" in html

@@ -8,7 +8,15 @@ import torch
 from thinker.lessons.checks.masks import check_cheat, check_weights, check_window
 
 
-def mask(low=0, more=0, both=False, is_late_hidden=True, is_hidden=False, is_exchanged=False, is_bounded=True):
+def mask(
+    low=0,
+    more=0,
+    both=False,
+    is_late_hidden=True,
+    is_hidden=False,
+    is_exchanged=False,
+    is_bounded=True,
+):
     """An answer to the first exercise, with a mistake."""
 
     def my_mask(T, w):

@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from thinker.lessons.checks.positions import RIGHT, check_encodings, check_rotate, check_score, mystery_scores
+from thinker.lessons.checks.positions import (
+    RIGHT,
+    check_encodings,
+    check_rotate,
+    check_score,
+    mystery_scores,
+)
 
 
 def rotate(pairs=((0, 2), (1, 3)), speeds=(1.0, 0.01), grows=True):
@@ -67,10 +73,17 @@ def test_right_answers_are_right():
 
 def test_the_matrices_are_as_the_hints_say():
     scores = mystery_scores()
-    diagonals = {letter: [matrix.diagonal(-d) for d in range(5)] for letter, matrix in scores.items()}
-    is_constant = {letter: all(float(d.max() - d.min()) < 1e-5 for d in lines) for letter, lines in diagonals.items()}
+    diagonals = {
+        letter: [matrix.diagonal(-d) for d in range(5)] for letter, matrix in scores.items()
+    }
+    is_constant = {
+        letter: all(float(d.max() - d.min()) < 1e-5 for d in lines)
+        for letter, lines in diagonals.items()
+    }
     assert is_constant == {"A": False, "B": True, "C": True, "D": True}
-    by_distance = {letter: torch.stack([d[0] for d in lines]) for letter, lines in diagonals.items()}
+    by_distance = {
+        letter: torch.stack([d[0] for d in lines]) for letter, lines in diagonals.items()
+    }
     assert torch.allclose(by_distance["B"].diff(), torch.tensor(-0.25))
     assert by_distance["C"].std() == 0
     assert by_distance["D"][4] > by_distance["D"][3] < by_distance["D"][2]

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from thinker.lessons.checks.the_cache import check_bytes, check_decoding, check_suspect, mystery_tables
+from thinker.lessons.checks.the_cache import (
+    check_bytes,
+    check_decoding,
+    check_suspect,
+    mystery_tables,
+)
 from thinker.lessons.recall import make_recall
 from thinker.lessons.small_models import GRU, Convolution
 
@@ -12,7 +17,9 @@ def likeliest(logits):
     return [int(logits[0, -1].argmax())]
 
 
-def decoding(reads=lambda tokens: tokens[-1:], is_cached=True, n_extra=0, has_prompt=False, reads_last=False):
+def decoding(
+    reads=lambda tokens: tokens[-1:], is_cached=True, n_extra=0, has_prompt=False, reads_last=False
+):
     """An answer to the first exercise, with a mistake."""
 
     def decode(model, prompt, n_new):
@@ -48,7 +55,11 @@ def prompt_again(model, prompt, n_new):
     """Starts the loop by reading the last token of the prompt a second time."""
     cache = model.new_cache(1, 32)
     model(torch.tensor([prompt]), cache=cache)
-    return [token for _ in range(n_new) for token in likeliest(model(torch.tensor([prompt[-1:]]), cache=cache))]
+    return [
+        token
+        for _ in range(n_new)
+        for token in likeliest(model(torch.tensor([prompt[-1:]]), cache=cache))
+    ]
 
 
 def first_twice(model, prompt, n_new):

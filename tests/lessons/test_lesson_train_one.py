@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from thinker.data.tales import Choice, Story
+from thinker.data.text.tales import Choice, Story
 from thinker.lessons.checks.train_one import check_bits_per_byte, check_diagnoses, check_top_p
 from thinker.lessons.story_costs import story_costs
 
@@ -15,7 +15,9 @@ def top_p(divides=True, keeps_crossing=True, sorts=True, restores=True):
     """An answer to the first exercise, with a mistake."""
 
     def my_top_p(probabilities, p):
-        order = probabilities.argsort(descending=True) if sorts else torch.arange(len(probabilities))
+        order = (
+            probabilities.argsort(descending=True) if sorts else torch.arange(len(probabilities))
+        )
         ordered = probabilities[order]
         reached = ordered.cumsum(0)
         kept = torch.where(reached - ordered < p if keeps_crossing else reached <= p, ordered, 0)
@@ -104,7 +106,9 @@ def test_costs_belong_to_words_and_positions():
         Choice("fact", "town", "Ely", -3.0),
     )
     story = Story("".join(words), choices, -6.0)
-    costs = story_costs(WordGenerator(words), [story, story], ["town", "hero", "food"], width=2, n_groups=5)
+    costs = story_costs(
+        WordGenerator(words), [story, story], ["town", "hero", "food"], width=2, n_groups=5
+    )
     assert costs.by_position[:4] == [1.5, 3.5, 5.5, 7.0]
     assert math.isnan(costs.by_position[4])
     assert costs.by_fact[:2].tolist() == [[3.0, 3.0, 7.0, 7.0], [2.0, 1.0, 5.0, 4.0]]

@@ -22,7 +22,13 @@ def test_a_lesson_runs_and_takes_its_solutions(lesson, tmp_path):
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
 def test_a_lesson_has_the_usual_parts(lesson):
     text = lesson.path.read_text(encoding="utf-8")
-    for part in ("# ## Exercises", "# ## Solutions", "# ## Words of this lesson", 'tags=["check"]', "<details>"):
+    for part in (
+        "# ## Exercises",
+        "# ## Solutions",
+        "# ## Words of this lesson",
+        'tags=["check"]',
+        "<details>",
+    ):
         assert part in text
     assert text.count('tags=["exercise"]') == N_EXERCISES
 
@@ -40,5 +46,9 @@ def test_the_readme_lists_every_lesson():
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
 def test_the_notebook_is_built_from_its_source(lesson):
     notebook = jupytext.read(FOLDER / "notebooks" / f"{lesson.name}.ipynb")
-    assert [cell.source for cell in notebook.cells] == [cell.source for cell in jupytext.read(lesson.path).cells]
-    assert all(cell.outputs or cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
+    assert [cell.source for cell in notebook.cells] == [
+        cell.source for cell in jupytext.read(lesson.path).cells
+    ]
+    assert all(
+        cell.outputs or cell.execution_count for cell in notebook.cells if cell.cell_type == "code"
+    )

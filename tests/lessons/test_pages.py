@@ -16,7 +16,9 @@ def pages(tmp_path_factory, request):
     """The index, and a page of each notebook in the repository; with --stress built anew, in fast form."""
     out = tmp_path_factory.mktemp("pages")
     if request.config.getoption("--stress"):
-        done = run_script("-m", "thinker.lessons.build", "--fast", "--out", out, cwd=ROOT, timeout=1200)
+        done = run_script(
+            "-m", "thinker.lessons.build", "--fast", "--out", out, cwd=ROOT, timeout=1200
+        )
         assert done.returncode == 0, done.stderr
     else:
         for lesson in LESSONS:
@@ -41,7 +43,10 @@ def test_pages_are_quiet_and_fit(pages, browser, scheme):
     said = []
     tab.on("console", lambda message: said.append(message.text))
     tab.on("pageerror", lambda error: said.append(str(error)))
-    tab.on("request", lambda request: request.url.startswith(("file:", "data:")) or said.append(request.url))
+    tab.on(
+        "request",
+        lambda request: request.url.startswith(("file:", "data:")) or said.append(request.url),
+    )
     for page in pages:
         tab.goto(page.as_uri())
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360
@@ -49,7 +54,9 @@ def test_pages_are_quiet_and_fit(pages, browser, scheme):
         assert tab.locator(".exercise").count() == (0 if page.name == "index.html" else 3)
         assert tab.locator("details.code").count() == len(tagged(page, "folded"))
         text = "".join(tab.locator("main").inner_text().split())  # without what is folded
-        assert not [code for code in (*tagged(page, "check"), *tagged(page, "folded")) if code in text]
+        assert not [
+            code for code in (*tagged(page, "check"), *tagged(page, "folded")) if code in text
+        ]
         assert all(code in text for code in tagged(page, "exercise"))
     tab.close()
     assert said == []
@@ -59,6 +66,11 @@ def test_pages_are_quiet_and_fit(pages, browser, scheme):
 def test_the_command_builds_a_lesson_and_refuses_others(tmp_path):
     done = run_script("-m", "thinker.lessons.build", "--only", "nothing", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: no lesson contains 'nothing'; they are: 01-attention-by-hand, ")
+    assert done.stderr.startswith(
+        "error: no lesson contains 'nothing'; they are: 01-attention-by-hand, "
+    )
     done = run_script("-m", "thinker.lessons.build", "--keep", "--fast", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, "error: --keep needs all lessons in full; remove --fast and --only\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: --keep needs all lessons in full; remove --fast and --only\n",
+    )

@@ -34,7 +34,9 @@ def test_the_learning_rate_falls_linearly():
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     take_steps(model, lambda tokens, targets: model.weight.sum(), copy_batch, n_steps=4, lr=0.1)
-    assert model.weight.item() == pytest.approx(-0.1 * (1 + 0.75 + 0.5 + 0.25), rel=1e-5)  # the gradient is always 1
+    assert model.weight.item() == pytest.approx(
+        -0.1 * (1 + 0.75 + 0.5 + 0.25), rel=1e-5
+    )  # the gradient is always 1
 
 
 def test_a_network_of_recall_learns():

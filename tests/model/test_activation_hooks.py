@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from test_attention_variants import ATTENTION, close, forms
 
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.compiled_decode import CompiledThinker
-from thinker.generation.inference_model import prepare_for_inference
+from thinker.generation.decoders.compiled_decoder import CompiledThinker
+from thinker.generation.decoders.inference_model import prepare_for_inference
 from thinker.model import attention, attention_dispatch
 from thinker.runtime.errors import UserError
 
@@ -29,7 +29,9 @@ def widened(x, n_heads):
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
-def test_recorded_weights_make_the_output_of_the_fast_path_and_change_no_bit(random_model, attention):
+def test_recorded_weights_make_the_output_of_the_fast_path_and_change_no_bit(
+    random_model, attention
+):
     @given(form=forms(attention), length=st.integers(8, 70), seed=st.integers(0, 9))
     @settings(max_examples=examples(15), deadline=None)
     def test(form, length, seed):
@@ -37,7 +39,9 @@ def test_recorded_weights_make_the_output_of_the_fast_path_and_change_no_bit(ran
         tokens = torch.randint(0, 97, (2, length), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
             plain = model(tokens)
-            with model.record("*", "blocks.*", "blocks.*.*", "blocks.*.*.*", "blocks.*.attention.heads.*") as seen:
+            with model.record(
+                "*", "blocks.*", "blocks.*.*", "blocks.*.*.*", "blocks.*.attention.heads.*"
+            ) as seen:
                 assert torch.equal(model(tokens), plain)
         assert set(seen) == set(model.activation_names())
         assert torch.equal(seen["logits"], plain)
@@ -45,8 +49,12 @@ def test_recorded_weights_make_the_output_of_the_fast_path_and_change_no_bit(ran
             path = f"blocks.{layer}.attention"
             weights, heads = seen[f"{path}.weights"], seen[f"{path}.heads"]
             known = weights @ widened(seen[f"{path}.v"], 4)
-            torch.testing.assert_close(heads, known, rtol=0, atol=1e-5 * max(1, float(known.abs().max())))
-            assert torch.equal(torch.stack([seen[f"{path}.heads.{h}"] for h in range(4)], dim=1), heads)
+            torch.testing.assert_close(
+                heads, known, rtol=0, atol=1e-5 * max(1, float(known.abs().max()))
+            )
+            assert torch.equal(
+                torch.stack([seen[f"{path}.heads.{h}"] for h in range(4)], dim=1), heads
+            )
         with torch.no_grad():
             assert torch.equal(model(tokens), plain)
 
@@ -55,7 +63,9 @@ def test_recorded_weights_make_the_output_of_the_fast_path_and_change_no_bit(ran
 
 def test_the_parts_add_up_to_the_residual_stream(random_model, tokens):
     model = random_model()
-    with model.record("embedding", "blocks.*", "blocks.*.attention", "blocks.*.mlp", "norm", "logits") as seen:
+    with model.record(
+        "embedding", "blocks.*", "blocks.*.attention", "blocks.*.mlp", "norm", "logits"
+    ) as seen:
         model(tokens)
     x = seen["embedding"]
     for layer in range(2):
@@ -72,7 +82,9 @@ def test_nothing_stays(random_model, tokens):
     def fail(x):
         raise ZeroDivisionError
 
-    seen = model.record("blocks.*.attention.weights", "embedding", "blocks.0", "blocks.1.mlp.hidden")
+    seen = model.record(
+        "blocks.*.attention.weights", "embedding", "blocks.0", "blocks.1.mlp.hidden"
+    )
     with pytest.raises(ZeroDivisionError), seen, model.patch({"blocks.1.mlp": fail}):
         model(tokens)
     assert set(vars(model)) - state[0] == set()
@@ -100,7 +112,7 @@ def test_with_a_cache_every_step_is_kept(random_model, tokens):
 
 
 def test_while_a_generator_writes(random_model):
-    from thinker.data.tokenizer_factory import make_tokenizer
+    from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 
     tokenizer = make_tokenizer("byte", [])
     model = random_model(vocab_size=tokenizer.vocab_size)
@@ -111,7 +123,10 @@ def test_while_a_generator_writes(random_model):
         (recorded,) = generator.generate(["abcd"], params)
     assert recorded.token_ids == plain[0].token_ids
     assert recorded.logprobs == pytest.approx(plain[0].logprobs, abs=1e-5)
-    assert [step.shape[2:] for step in seen.passes["blocks.1.attention.weights"]][:2] == [(5, 5), (1, 6)]
+    assert [step.shape[2:] for step in seen.passes["blocks.1.attention.weights"]][:2] == [
+        (5, 5),
+        (1, 6),
+    ]
 
 
 # Patches
@@ -134,7 +149,9 @@ def test_a_head_made_zero_is_one_whose_columns_are_zero(random_model, tokens):
     assert not torch.equal(edited, model(tokens))
     cache = model.new_cache(2)
     with model.patch({"blocks.1.attention.heads.2": "zero"}):
-        close(torch.cat([model(part, cache=cache) for part in tokens.split(7, dim=1)], dim=1), edited)
+        close(
+            torch.cat([model(part, cache=cache) for part in tokens.split(7, dim=1)], dim=1), edited
+        )
 
 
 def test_mean_number_tensor_and_function(random_model, tokens):
@@ -164,13 +181,19 @@ def test_weights_that_are_changed_are_what_values_are_summed_by(random_model, to
         path = f"blocks.{layer}.attention"
         close(seen[f"{path}.heads"], uniform @ widened(seen[f"{path}.v"], 4))
         assert torch.equal(seen[f"{path}.weights"], uniform.expand(2, 4, T, T))
-    with model.patch({"blocks.*.attention.weights": lambda weights: weights}):  # the same, by another way
+    with model.patch(
+        {"blocks.*.attention.weights": lambda weights: weights}
+    ):  # the same, by another way
         close(model(tokens), random_model()(tokens))
 
 
 def test_those_that_are_opened_later_see_what_earlier_ones_have_changed(random_model, tokens):
     model = random_model()
-    with model.record("blocks.0") as before, model.patch({"blocks.0": 1.0}), model.record("blocks.0") as after:
+    with (
+        model.record("blocks.0") as before,
+        model.patch({"blocks.0": 1.0}),
+        model.record("blocks.0") as after,
+    ):
         model(tokens)
         with model.patch({"blocks.0": 2.0}):
             model(tokens)
@@ -183,7 +206,10 @@ def test_those_that_are_opened_later_see_what_earlier_ones_have_changed(random_m
 
 def test_gradients_flow_through_what_is_kept(random_model, tokens):
     model = random_model()
-    with model.patch({"blocks.0.attention.weights": lambda x: x}), model.record("blocks.0.attention.weights") as seen:
+    with (
+        model.patch({"blocks.0.attention.weights": lambda x: x}),
+        model.record("blocks.0.attention.weights") as seen,
+    ):
         target = model(tokens)[:, -1, 3].sum()
     (gradient,) = torch.autograd.grad(target, seen["blocks.0.attention.weights"])
     assert gradient.shape == (2, 4, T, T)
@@ -201,9 +227,15 @@ def test_gradients_flow_through_what_is_kept(random_model, tokens):
 )
 def test_names_that_are_none(random_model, names, changes, message):
     model = random_model()
-    with pytest.raises(UserError, match=message), model.patch(changes) if changes else model.record(*names):
+    with (
+        pytest.raises(UserError, match=message),
+        model.patch(changes) if changes else model.record(*names),
+    ):
         pass
-    with pytest.raises(UserError, match="the patch for blocks.0 is 'none'"), model.patch({"blocks.0": "none"}):
+    with (
+        pytest.raises(UserError, match="the patch for blocks.0 is 'none'"),
+        model.patch({"blocks.0": "none"}),
+    ):
         model(torch.zeros(1, 4, dtype=int))
 
 
@@ -220,8 +252,12 @@ def test_what_is_kept_of_a_cache_stays(random_model):
     with torch.no_grad(), model.record(f"{path}.v", f"{path}.weights", f"{path}.heads") as seen:
         for token in range(20):
             model(torch.tensor([[token]]), cache=cache)
-    for v, weights, heads in zip(*(seen.passes[f"{path}.{part}"] for part in ("v", "weights", "heads"))):
-        torch.testing.assert_close(weights @ v.repeat_interleave(2, dim=1), heads, rtol=0, atol=1e-5)
+    for v, weights, heads in zip(
+        *(seen.passes[f"{path}.{part}"] for part in ("v", "weights", "heads"))
+    ):
+        torch.testing.assert_close(
+            weights @ v.repeat_interleave(2, dim=1), heads, rtol=0, atol=1e-5
+        )
 
 
 def test_what_cannot_be_recorded_or_patched_says_so(random_model):
@@ -263,16 +299,23 @@ def test_the_mean_is_over_texts_and_positions_and_of_weights_over_texts(random_m
 
 
 def test_patterns_that_ask_for_tokens_have_them_in_a_cache_too(random_model):
-    model, tokens = random_model(attention="token(3) | window(2)"), torch.tensor([[3, 5, 6, 3, 8, 9, 10, 11]])
+    model, tokens = (
+        random_model(attention="token(3) | window(2)"),
+        torch.tensor([[3, 5, 6, 3, 8, 9, 10, 11]]),
+    )
     whole = model.attention_weights(tokens)
     with torch.no_grad(), model.record("blocks.*.attention.weights") as seen:
         model(tokens, cache=model.new_cache(1, 16))
     for layer in range(2):
-        torch.testing.assert_close(seen[f"blocks.{layer}.attention.weights"], whole[layer], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            seen[f"blocks.{layer}.attention.weights"], whole[layer], rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
-    "form", [*ATTENTION, {"attn_logit_softcap": 3.0}, {"attention_sinks": True}, {"positions": "alibi"}], ids=str
+    "form",
+    [*ATTENTION, {"attn_logit_softcap": 3.0}, {"attention_sinks": True}, {"positions": "alibi"}],
+    ids=str,
 )
 def test_how_many_rows_are_weighed_at_a_time_changes_nothing(random_model, monkeypatch, form):
     letters = {"window": 8} if form == "LG" else {}
@@ -296,7 +339,11 @@ def test_how_many_rows_are_weighed_at_a_time_changes_nothing(random_model, monke
         ("blocks.0.mlp", lambda x: x[:1], r"\(1, 6, 32\); return a tensor of the same shape"),
         ("blocks.0.mlp", lambda x: x.mean(), r"\(\); return"),
         ("blocks.0.mlp", lambda x: x.__setitem__(0, 0.0), "None; return"),
-        ("blocks.0.mlp", torch.ones(7), r"\(7,\); use a number, or a tensor that broadcasts to this shape"),
+        (
+            "blocks.0.mlp",
+            torch.ones(7),
+            r"\(7,\); use a number, or a tensor that broadcasts to this shape",
+        ),
         ("blocks.0.mlp", torch.ones(2, 2, 6, 32), r"\(2, 2, 6, 32\); use a number"),
         ("blocks.0.mlp", {}, "{}; use a number"),
         ("norm", lambda x: x[:1], r"\(1, 6, 32\); return"),

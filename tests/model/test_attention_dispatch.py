@@ -14,7 +14,9 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask, attend, attention_weights
 from thinker.model.positions import Rope, apply_rotary_emb
 
-EXAMPLES = json.loads((Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text())
+EXAMPLES = json.loads(
+    (Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text()
+)
 
 
 def heads(rows):
@@ -39,7 +41,9 @@ def test_sat_attends():
     close(attention_weights(q, k[:, :, :3])[0, 0, 0], example["weights_causal_first_three"])
 
 
-@pytest.mark.parametrize(("name", "scale"), [("causal_unscaled", 1.0), ("causal_scaled_sqrt2", None)])
+@pytest.mark.parametrize(
+    ("name", "scale"), [("causal_unscaled", 1.0), ("causal_scaled_sqrt2", None)]
+)
 def test_three_tokens(name, scale):
     example = EXAMPLES["three_tokens"]
     x, v, known = heads(example["X"]), heads(example["V"]), example[name]
@@ -47,7 +51,9 @@ def test_three_tokens(name, scale):
     weights = attention_weights(x, x, triangle(3), scale)
     close(weights[0, 0], known["weights"])
     close((weights @ v)[0, 0], known["output"])
-    stretched = x * math.sqrt(math.sqrt(2) * (scale or 1 / math.sqrt(2)))  # attend() scales by 1/√2 itself
+    stretched = x * math.sqrt(
+        math.sqrt(2) * (scale or 1 / math.sqrt(2))
+    )  # attend() scales by 1/√2 itself
     close(attend(stretched, stretched, v, AttentionMask(is_causal=True))[0, 0], known["output"])
     close(attend(stretched, stretched, v, triangle(3))[0, 0], known["output"])
     if "entropy_per_row" in known:
@@ -84,7 +90,9 @@ def test_rope():
     rope = Rope(2, example["theta"])
     for name, known in example["dot_products"].items():
         turned = [
-            apply_rotary_emb(heads([example["unit_vector"]]), rope(torch.tensor([int(at)]), 9, torch.float32))
+            apply_rotary_emb(
+                heads([example["unit_vector"]]), rope(torch.tensor([int(at)]), 9, torch.float32)
+            )
             for at in name.split("_")[1:]
         ]
         close((turned[0] * turned[1]).sum(), known)
@@ -93,12 +101,16 @@ def test_rope():
 def test_memory():
     example = EXAMPLES["memory"]
     for name, known in example["kv_cache_fp32_bytes_per_token_per_layer_d256_head64"].items():
-        config = ThinkerConfig(vocab_size=8, d_model=256, n_layers=3, n_heads=4, n_kv_heads=int(name.split("_")[1][0]))
+        config = ThinkerConfig(
+            vocab_size=8, d_model=256, n_layers=3, n_heads=4, n_kv_heads=int(name.split("_")[1][0])
+        )
         cache = Thinker(config).new_cache(1, 10)
         assert cache.nbytes // (10 * 3) == known
     for name, known in example["attention_parameters_d256"].items():
         kv_heads = int(name.split("_")[1][0])
-        model = Thinker(ThinkerConfig(vocab_size=8, d_model=256, n_heads=4, n_kv_heads=kv_heads, qk_norm=False))
+        model = Thinker(
+            ThinkerConfig(vocab_size=8, d_model=256, n_heads=4, n_kv_heads=kv_heads, qk_norm=False)
+        )
         assert sum(p.numel() for p in model.blocks[0].attention.parameters()) == known
 
 
@@ -113,17 +125,23 @@ def test_kernel_equals_reference(kv_heads, length, earlier, seed):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(2, 4, length, 8, generator=generator)
     k, v = torch.randn(2, 2, kv_heads, earlier + length, 8, generator=generator)
-    mask = AttentionMask(torch.arange(earlier + length) <= torch.arange(earlier, earlier + length)[:, None])
+    mask = AttentionMask(
+        torch.arange(earlier + length) <= torch.arange(earlier, earlier + length)[:, None]
+    )
     reference = attention_weights(q, k, mask) @ v.repeat_interleave(4 // kv_heads, dim=1)
     torch.testing.assert_close(attend(q, k, v, mask), reference, rtol=0, atol=1e-5)
     if earlier == 0:
-        torch.testing.assert_close(attend(q, k, v, AttentionMask(is_causal=True)), reference, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            attend(q, k, v, AttentionMask(is_causal=True)), reference, rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["mqa", "gqa", "mha"])
 @given(
     columns=st.booleans(),
-    mask_kind=st.sampled_from(["none", "all rows alike", "each row its own", "broadcast over queries"]),
+    mask_kind=st.sampled_from(
+        ["none", "all rows alike", "each row its own", "broadcast over queries"]
+    ),
     scale=st.sampled_from([None, 0.0, 0.3, 1.0]),
     slots=st.integers(1, 40),
     wider=st.sampled_from([0, 8]),
@@ -151,7 +169,9 @@ def test_few_queries_equal_the_reference_and_the_kernel_under_grad(
         allowed = None
         if shape is not None:
             allowed = torch.rand(shape, generator=generator) < 0.5
-            allowed[..., int(torch.randint(slots, (1,), generator=generator))] = True  # each looks somewhere
+            allowed[..., int(torch.randint(slots, (1,), generator=generator))] = (
+                True  # each looks somewhere
+            )
         mask = AttentionMask(allowed)
         known = attention_weights(q, k, mask, scale) @ v.repeat_interleave(4 // kv_heads, dim=1)
         before = [x.clone() for x in (q, k, v)]
@@ -169,7 +189,9 @@ def test_a_scale_of_zero_looks_everywhere_alike():
 
 
 def test_gradients_flow_through_few_queries():
-    q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, k, v = torch.randn(
+        3, 1, 2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     q.requires_grad_()
     (attend(q, k, v, triangle(5)) ** 2).sum().backward()
     ours, q.grad = q.grad, None
@@ -180,7 +202,9 @@ def test_gradients_flow_through_few_queries():
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_it_compiles_where_every_size_is_a_symbol(kv_heads):
-    q = torch.randn(1, 4, 1, 8, dtype=torch.bfloat16)  # as a compiled decode step of a cache that grows
+    q = torch.randn(
+        1, 4, 1, 8, dtype=torch.bfloat16
+    )  # as a compiled decode step of a cache that grows
     compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend="eager")
     for S in (5, 9):
         k, v = torch.randn(2, 1, kv_heads, S, 8, dtype=torch.bfloat16)

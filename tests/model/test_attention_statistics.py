@@ -25,20 +25,28 @@ PATTERNS = {
 
 def expected(model, tokens, document_ids=None):
     """From the weights and queries that the hooks record: a plain computation, key by key."""
-    with model.record("blocks.*.attention.weights", "blocks.*.attention.q", "blocks.*.attention.k") as cache:
+    with model.record(
+        "blocks.*.attention.weights", "blocks.*.attention.q", "blocks.*.attention.k"
+    ) as cache:
         logits = model(tokens, document_ids=document_ids)
     B, T = tokens.shape
     figures = torch.full((len(model.blocks), 3, B, T), torch.nan)
     for layer, pattern in enumerate(model.config.patterns):
         if pattern.n_features:
             continue
-        weights, q, k = (cache[f"blocks.{layer}.attention.{name}"].float() for name in ("weights", "q", "k"))
+        weights, q, k = (
+            cache[f"blocks.{layer}.attention.{name}"].float() for name in ("weights", "q", "k")
+        )
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         for b in range(B):
             for t in range(T):
                 row = weights[b, :, t]  # (H, T)
                 scores = (q[b, :, t, None] * k[b]).sum(-1) / q.shape[-1] ** 0.5
-                start = 0 if document_ids is None else int((document_ids[b] == document_ids[b, t]).nonzero()[0])
+                start = (
+                    0
+                    if document_ids is None
+                    else int((document_ids[b] == document_ids[b, t]).nonzero()[0])
+                )
                 figures[layer, 0, b, t] = -torch.xlogy(row, row).sum(-1).mean()
                 figures[layer, 1, b, t] = scores[row > 0].max()
                 figures[layer, 2, b, t] = row[:, start].mean()
@@ -50,7 +58,9 @@ def expected(model, tokens, document_ids=None):
 def test_figures_by_hand(pattern, documents):
     model = random_model(1, **PATTERNS[pattern])
     tokens = torch.randint(61, (2, 20))
-    document_ids = (torch.rand(2, 20) < 0.2).cumsum(dim=1) if documents and pattern != "prefix" else None
+    document_ids = (
+        (torch.rand(2, 20) < 0.2).cumsum(dim=1) if documents and pattern != "prefix" else None
+    )
     figures, logits = measure_attention(model, tokens, document_ids)
     known, known_logits = expected(model, tokens, document_ids)
     torch.testing.assert_close(figures, known, atol=1e-5, rtol=1e-4, equal_nan=True)
@@ -71,7 +81,9 @@ def test_a_position_with_a_cache_has_the_figures_of_the_whole_text(pattern, dtyp
     n_compared = 0
     for t in range(30, 40):
         figures, last = measure_attention(model, tokens[:, t : t + 1], cache=cache)
-        tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.2, "rtol": 0.1}
+        tolerance = (
+            {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.2, "rtol": 0.1}
+        )
         if pattern == "topk" and dtype == torch.bfloat16:
             continue  # rounding changes which keys are chosen
         torch.testing.assert_close(figures[..., 0], whole[..., t], equal_nan=True, **tolerance)

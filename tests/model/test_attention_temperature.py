@@ -9,15 +9,18 @@ from conftest import random_model
 from pairwise import pairwise
 
 from thinker import checkpoint
-from thinker.compression.sensitivity import head_changes, measure
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.features.quantization_study.sensitivity import head_changes, measure
 from thinker.generation import Generator, SamplingParams
 from thinker.interop.gguf import write_gguf
 from thinker.interop.gguf_quantization import rounded_model
 from thinker.interop.huggingface import load_pretrained, save_pretrained
 from thinker.interop.load import load
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.attention_temperature import fold_attention_temperature, override_attention_temperature
+from thinker.model.attention_temperature import (
+    fold_attention_temperature,
+    override_attention_temperature,
+)
 from thinker.model.layers import FusedKernels
 from thinker.native import training as native
 from thinker.native.compiler import has_compiler
@@ -39,17 +42,24 @@ FORMS = pairwise({
 
 
 def of_form(form, **options):
-    options = {name: value for name, value in form.items() if name != "scores"} | form["scores"] | options
+    options = (
+        {name: value for name, value in form.items() if name != "scores"} | form["scores"] | options
+    )
     return random_model(**options, window=5 if form["attention"] == "LG" else None)
 
 
 def with_divided_queries(model):
     """The same function without the key: the queries are divided where they are made."""
-    temperature, plain = model.config.attention_temperature, Thinker(dataclasses.replace(model.config))
+    temperature, plain = (
+        model.config.attention_temperature,
+        Thinker(dataclasses.replace(model.config)),
+    )
     plain.load_state_dict(model.state_dict())
     for block in plain.blocks:
         attention = block.attention
-        for parameter in attention.q_norm.parameters() if model.config.qk_norm else attention.q_proj.parameters():
+        for parameter in (
+            attention.q_norm.parameters() if model.config.qk_norm else attention.q_proj.parameters()
+        ):
             parameter.data /= temperature
     override_attention_temperature(plain, 1.0)
     return plain.eval()
@@ -58,19 +68,25 @@ def with_divided_queries(model):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @torch.no_grad()
 def test_all_forms_of_attention_divide_the_scores_and_nothing_else(form):
-    temperature = 4.0 if form["n_kv_heads"] == 1 else 0.25  # powers of 4: nothing rounds differently, not even roots
+    temperature = (
+        4.0 if form["n_kv_heads"] == 1 else 0.25
+    )  # powers of 4: nothing rounds differently, not even roots
     model = of_form(form, attention_temperature=temperature, max_seq_len=200)
     plain, tokens = with_divided_queries(model), torch.randint(61, (2, 150))
     for kernel in ("auto", "reference"):  # at this length, "auto" is the local kernel for windows
         model.kernel = plain.kernel = kernel
         logits = plain(tokens)
         assert torch.equal(model(tokens), logits)
-    assert torch.equal(model.attention_weights(tokens[:, :20]), plain.attention_weights(tokens[:, :20]))
+    assert torch.equal(
+        model.attention_weights(tokens[:, :20]), plain.attention_weights(tokens[:, :20])
+    )
     caches = [each.new_cache(2, 150) for each in (model, plain)]
     for part in tokens.split((100, 1, 1, 48), dim=1):
         found, known = (each(part, cache=cache) for each, cache in zip((model, plain), caches))
         assert torch.equal(found, known)
-    if "topk" not in form["attention"]:  # without positions, equal tokens have equal scores up to rounding
+    if (
+        "topk" not in form["attention"]
+    ):  # without positions, equal tokens have equal scores up to rounding
         torch.testing.assert_close(found, logits[:, -48:], rtol=0, atol=2e-4)
     override_attention_temperature(model, 1.0)
     assert not torch.allclose(model(tokens), logits, atol=1e-3)  # it matters
@@ -82,9 +98,15 @@ def test_all_forms_of_attention_divide_the_scores_and_nothing_else(form):
 def test_each_kernel_equals_a_plain_softmax(kernel, qk_norm):
     window = kernel == "local"
     model = random_model(
-        attention_temperature=1.7, qk_norm=qk_norm, max_seq_len=200, attention="window(9)" if window else "full"
+        attention_temperature=1.7,
+        qk_norm=qk_norm,
+        max_seq_len=200,
+        attention="window(9)" if window else "full",
     )
-    tokens, names = torch.randint(61, (1, 140)), [f"blocks.1.attention.{part}" for part in ("q", "k", "v", "heads")]
+    tokens, names = (
+        torch.randint(61, (1, 140)),
+        [f"blocks.1.attention.{part}" for part in ("q", "k", "v", "heads")],
+    )
     model.kernel = kernel
     with model.record(*names) as cache:
         model(tokens)
@@ -103,10 +125,14 @@ def test_each_kernel_equals_a_plain_softmax(kernel, qk_norm):
     "shape": [{"n_kv_heads": 4}, {"n_kv_heads": 2, "qk_norm": False}, {"n_kv_heads": 1, "attention_bias": True}],
 }), ids=str)  # fmt: skip
 def test_generated_texts_equal_those_of_divided_queries(case):
-    model = random_model(attention_temperature=0.25, max_seq_len=16, norm_mean=0.3, **BYTES, **case["shape"])
+    model = random_model(
+        attention_temperature=0.25, max_seq_len=16, norm_mean=0.3, **BYTES, **case["shape"]
+    )
     params = SamplingParams(18, seed=3, logit_bias=NO_BOS)
     ours, plain = (
-        Generator(each, TOKENIZER, **case["how"], **case["memory"]).generate(["abcabc", "x"], params)
+        Generator(each, TOKENIZER, **case["how"], **case["memory"]).generate(
+            ["abcabc", "x"], params
+        )
         for each in (model, with_divided_queries(model))
     )
     for one, same in zip(ours, plain):
@@ -115,7 +141,9 @@ def test_generated_texts_equal_those_of_divided_queries(case):
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("form", [{}, {"attn_logit_softcap": 5.0}, {"positions": "alibi"}, {"attention": "window(5)"}])
+@pytest.mark.parametrize(
+    "form", [{}, {"attn_logit_softcap": 5.0}, {"positions": "alibi"}, {"attention": "window(5)"}]
+)
 @torch.no_grad()
 def test_native_decoding_equals_the_model(form):
     model = random_model(attention_temperature=1.7, norm_mean=0.3, **BYTES, **form)
@@ -133,7 +161,11 @@ def test_native_decoding_equals_the_model(form):
 def test_losses_and_gradients_equal_those_of_divided_queries(form, is_fused):
     model = of_form(form, attention_temperature=4.0)
     plain, tokens = with_divided_queries(model), torch.randint(61, (2, 33))
-    kernels = FusedKernels(native.rms_norm, native.rotate_heads, native.swiglu, native.dropout) if is_fused else None
+    kernels = (
+        FusedKernels(native.rms_norm, native.rotate_heads, native.swiglu, native.dropout)
+        if is_fused
+        else None
+    )
     losses = []
     for each in (model, plain):
         with fused_kernels(each, kernels):
@@ -147,7 +179,10 @@ def test_losses_and_gradients_equal_those_of_divided_queries(form, is_fused):
 
 
 EXPORTED = [{}, {"tie_embeddings": True}]
-EXPORTED += [{"qk_norm": False, **more} for more in ({}, {"attention_bias": True}, {"attention": "window(5)"})]
+EXPORTED += [
+    {"qk_norm": False, **more}
+    for more in ({}, {"attention_bias": True}, {"attention": "window(5)"})
+]
 
 
 @pytest.mark.parametrize("form", EXPORTED, ids=str)

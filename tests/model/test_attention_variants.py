@@ -17,7 +17,13 @@ ATTENTION = ["full", "window(5)", "dilated(9, 2)", "window(4) | global(3)", "tok
              "heads(window(3), full)", "heads(retrieve(3, 1), topk(3)) | global(2)",
              "window(7) & strided(3)", ["window(4)", "linear(8)"], "LG"]  # fmt: skip
 POSITIONS = ["rope", "alibi", "learned", "sinusoidal", "none"]
-MORE = [{}, {"attn_logit_softcap": 2.0}, {"attention_sinks": True}, {"qk_norm": False}, {"attention_bias": True}]
+MORE = [
+    {},
+    {"attn_logit_softcap": 2.0},
+    {"attention_sinks": True},
+    {"qk_norm": False},
+    {"attention_bias": True},
+]
 MORE += [{"no_rope_layers": [1]}, {"token_shift": True}]
 
 
@@ -37,7 +43,14 @@ def forms(draw, attention):
         positions, more = "rope", {}
     more = more | ({"window": 6} if attention == "LG" else {})
     heads = {"n_heads": 4, "n_kv_heads": draw(st.sampled_from([4, 2, 1]))}
-    return {"attention": attention, "positions": positions, "max_seq_len": 80, "vocab_size": 97, **heads, **more}
+    return {
+        "attention": attention,
+        "positions": positions,
+        "max_seq_len": 80,
+        "vocab_size": 97,
+        **heads,
+        **more,
+    }
 
 
 def draw_tokens(rows, length, seed):
@@ -127,7 +140,9 @@ def test_rows_of_unequal_length_go_on_as_if_alone(random_model, attention, one_t
     seed=st.integers(0, 9),
 )
 @settings(max_examples=examples(40), deadline=None)
-def test_a_ring_goes_back_as_far_as_it_has_slack(random_model, one_thread, attention, slack, steps, seed):
+def test_a_ring_goes_back_as_far_as_it_has_slack(
+    random_model, one_thread, attention, slack, steps, seed
+):
     """Chunks are appended and partly taken back, over and over, as drafts are that fail; what comes is always right."""
     more = {"window": 5, "token_shift": True} if attention == "LG" else {}
     model = random_model(seed, attention=attention, max_seq_len=80, **more)
@@ -148,7 +163,9 @@ def test_a_ring_goes_back_as_far_as_it_has_slack(random_model, one_thread, atten
 
 
 def test_what_a_cache_keeps_follows_the_pattern(random_model):
-    model = random_model(n_layers=4, attention=["full", "window(8)", "window(8) | global(2)", "linear(16)"])
+    model = random_model(
+        n_layers=4, attention=["full", "window(8)", "window(8) | global(2)", "linear(16)"]
+    )
     layers = model.new_cache(2, 50, slack=3).layers
     assert [type(layer) for layer in layers] == [LayerCache, RingLayer, RingLayer, LinearLayer]
     assert [layer.size for layer in layers[1:3]] == [8 + 3, 8 + 3 + 2]
@@ -158,7 +175,9 @@ def test_what_a_cache_keeps_follows_the_pattern(random_model):
     assert [type(layer) for layer in short] == [LayerCache, LayerCache, LayerCache, LinearLayer]
 
 
-@pytest.mark.parametrize("attention", ["window(16)", "window(8) | global(4)", "linear(8)", ["window(4)", "linear(8)"]])
+@pytest.mark.parametrize(
+    "attention", ["window(16)", "window(8) | global(4)", "linear(8)", ["window(4)", "linear(8)"]]
+)
 def test_memory_does_not_grow_where_the_distance_is_bounded(random_model, attention, stress):
     model = random_model(attention=attention, positions="none", token_shift=True)
     tokens = torch.randint(0, 61, (1, 1024), generator=torch.Generator().manual_seed(0))
@@ -191,7 +210,9 @@ def test_a_ring_that_has_turned_refuses_to_go_further_back_than_its_slack(random
     cache.truncate([28])
     assert cache.can_truncate([28])
     assert not cache.can_truncate([27])
-    with pytest.raises(UserError, match=r"the window has been overwritten; use a larger new_cache\(slack=...\)"):
+    with pytest.raises(
+        UserError, match=r"the window has been overwritten; use a larger new_cache\(slack=...\)"
+    ):
         cache.truncate([27])
     assert cache.lengths == [28]
     linear = random_model(attention="linear(8)")
@@ -218,7 +239,9 @@ def test_no_loss_is_counted_inside_a_prefix(random_model):
     model = random_model(attention="prefix(6)")
     tokens = torch.randint(0, 61, (2, 13), generator=torch.Generator().manual_seed(0))
     loss, count = model(tokens[:, :-1], targets=tokens[:, 1:])
-    logprobs = model(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # (B, T)
+    logprobs = (
+        model(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    )  # (B, T)
     assert count == 2 * (12 - 5)
     torch.testing.assert_close(loss, -logprobs[:, 5:].sum())
     changed = tokens.clone()
@@ -227,15 +250,24 @@ def test_no_loss_is_counted_inside_a_prefix(random_model):
 
 
 @pytest.mark.parametrize("attention", [a for a in ATTENTION if a != "prefix(6)"], ids=str)
-def test_isolated_documents_have_the_logits_that_they_have_alone(random_model, attention, one_thread):
-    @given(form=forms(attention), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 9))
+def test_isolated_documents_have_the_logits_that_they_have_alone(
+    random_model, attention, one_thread
+):
+    @given(
+        form=forms(attention),
+        lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+        seed=st.integers(0, 9),
+    )
     @settings(max_examples=examples(15), deadline=None)
     def test(form, lengths, seed):
         while sum(lengths) > 80:
             lengths.pop()
         model = random_model(seed, **form)
         tokens = draw_tokens(2, sum(lengths), seed)
-        documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1) + 3
+        documents = (
+            torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1)
+            + 3
+        )
         with torch.no_grad():
             packed = model(tokens, document_ids=documents)
             alone = [model(document) for document in tokens.split(lengths, dim=1)]
@@ -279,7 +311,9 @@ def test_weights_are_those_of_the_forward_pass(random_model, attention):
     hook = first.register_forward_hook(lambda module, args, out: seen.update(args=args, out=out))
     model(tokens)
     hook.remove()
-    v = first.project(seen["args"][0], seen["args"][1])[2].repeat_interleave(2, dim=1)  # (B, H, T, D)
+    v = first.project(seen["args"][0], seen["args"][1])[2].repeat_interleave(
+        2, dim=1
+    )  # (B, H, T, D)
     close((weights[0] @ v).transpose(1, 2).flatten(2) @ first.o_proj.weight.T, seen["out"])
 
 
@@ -339,7 +373,9 @@ def test_documents_may_have_any_numbers(random_model, attention):
     plain = model(tokens, document_ids=torch.tensor([[0] * 3 + [1] * 4 + [2] * 2]))
     odd = model(tokens, document_ids=torch.tensor([[1 << 60] * 3 + [-5] * 4 + [1 << 60] * 2]))
     assert torch.equal(plain, odd)
-    with pytest.raises(UserError, match=r"document_ids is \(1, 8\); it must be a tensor of shape \(1, 9\)"):
+    with pytest.raises(
+        UserError, match=r"document_ids is \(1, 8\); it must be a tensor of shape \(1, 9\)"
+    ):
         model(tokens, document_ids=torch.zeros(1, 8, dtype=int))
 
 
@@ -399,10 +435,19 @@ def test_far_keys_alone_are_told_apart_in_16_bits(random_model):
         ({"attention": "global(4, 5)"}, r"global has 2 arguments; use global\(g\)"),
         ({"attention": "random(4)"}, r"random has 1 arguments; use random\(b, r, seed=0\)"),
         ({"attention": "global(0.5)"}, "0.5 is not an integer"),
-        ({"attention": "(window(8)) and (global(2))"}, r"window\(8\) and global\(2\) is not a pattern"),
+        (
+            {"attention": "(window(8)) and (global(2))"},
+            r"window\(8\) and global\(2\) is not a pattern",
+        ),
         ({"attention": "heads(heads(full, window(2)), window(3))"}, "heads cannot be nested"),
-        ({"attention": "heads(full, heads(full, window(2)) | window(3))"}, "heads cannot be nested"),
-        ({"attention": "window(4) | token(3, 61)"}, r"names token 61, which is not in the vocabulary \(0 to 60\)"),
+        (
+            {"attention": "heads(full, heads(full, window(2)) | window(3))"},
+            "heads cannot be nested",
+        ),
+        (
+            {"attention": "window(4) | token(3, 61)"},
+            r"names token 61, which is not in the vocabulary \(0 to 60\)",
+        ),
         ({"attention": "bigbird(4, 2, 4, 300)"}, r"300 \(maximum: 256\)"),
         ({"attention": "LG"}, "needs model.window"),
         ({"attention": "full", "window": 4}, "model.window has no effect"),
@@ -411,7 +456,10 @@ def test_far_keys_alone_are_told_apart_in_16_bits(random_model):
         ({"attention_temperature": 0.0}, "from 0.001 to 1000"),
         ({"attention": "linear(8)", "positions": "alibi"}, "does not support"),
         ({"positions": "rop"}, "choose from: rope, alibi"),
-        ({"positions": "none", "rope_scaling": {"type": "linear", "factor": 2}}, "only with model.positions=rope"),
+        (
+            {"positions": "none", "rope_scaling": {"type": "linear", "factor": 2}},
+            "only with model.positions=rope",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "model.rope_scaling.factor"),
         ({"attn_logit_softcap": 0.0}, "from 1e-9 to 1e9"),
         ({"attn_logit_softcap": 1e39}, "from 1e-9 to 1e9"),
@@ -424,7 +472,10 @@ def test_what_does_not_go_together_is_refused(wrong, says):
 
 
 def test_a_configuration_comes_back_from_json(random_model):
-    for values in ({"attention": ["full", "linear(4)"]}, {"rope_scaling": {"type": "linear", "factor": 2}}):
+    for values in (
+        {"attention": ["full", "linear(4)"]},
+        {"rope_scaling": {"type": "linear", "factor": 2}},
+    ):
         config = random_model(**values).config
         assert ThinkerConfig.from_dict(config.to_dict()) == config
     with pytest.raises(UserError, match="it must be"):

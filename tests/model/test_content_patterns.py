@@ -8,13 +8,13 @@ from conftest import examples, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.model.attention_dispatch import KERNELS, attend, attention_weights
-from thinker.model.content_patterns import block_scores, complete_blocks
 from thinker.model.masks import MaskBuilder
-from thinker.model.pattern_parser import parse_pattern
-from thinker.model.patterns import TokenInfo
+from thinker.model.patterns.content_patterns import block_scores, complete_blocks
+from thinker.model.patterns.pattern_parser import parse_pattern
+from thinker.model.patterns.patterns import TokenInfo
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,7 +31,9 @@ def plain_mask(q, k, block, n, first=0, documents=None):
         visible[b, h, t, own : index + 1] = True
         products = []
         for start in range(begin, own, block):
-            mean = torch.stack([k[b, h // (H // K), s].double() for s in range(start, start + block)]).mean(0)
+            mean = torch.stack(
+                [k[b, h // (H // K), s].double() for s in range(start, start + block)]
+            ).mean(0)
             products.append((-float(q[b, h, t].double() @ mean), start))
         for _, start in sorted(products)[:n]:
             visible[b, h, t, start : start + block] = True
@@ -55,7 +57,12 @@ def mask_of(q, k, text, first=0, documents=None):
 @st.composite
 def problems(draw):
     """Queries and keys, with equal keys in some, a block size and k, after `first` others, maybe in documents."""
-    B, K, group, S = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 30))
+    B, K, group, S = (
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 30)),
+    )
     first = draw(st.integers(0, S - 1))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     q = torch.randn(B, K * group, S - first, 4, generator=generator)
@@ -77,7 +84,10 @@ def test_the_mask_equals_the_definition(problem, dtype):
     assert torch.equal(found, plain_mask(q, k, block, n, first, documents))
 
 
-@given(problem=problems(), other=st.sampled_from(["global(2)", "window(3)", "topk(2)", "retrieve(3, 1)", "prefix(3)"]))
+@given(
+    problem=problems(),
+    other=st.sampled_from(["global(2)", "window(3)", "topk(2)", "retrieve(3, 1)", "prefix(3)"]),
+)
 @settings(max_examples=examples(50), deadline=None)
 def test_combinations_are_unions_and_intersections(problem, other):
     q, k, block, n, first, documents = problem
@@ -87,7 +97,12 @@ def test_combinations_are_unions_and_intersections(problem, other):
     def weights(text):
         position = torch.arange(k.shape[2])
         query, key = TokenInfo(position[first:]), TokenInfo(position)
-        return attention_weights(q, k, MaskBuilder(H).build(parse_pattern(text), query, key, first == 0)) > 0
+        return (
+            attention_weights(
+                q, k, MaskBuilder(H).build(parse_pattern(text), query, key, first == 0)
+            )
+            > 0
+        )
 
     if documents is None:
         alone = weights(other)
@@ -103,7 +118,10 @@ def test_among_equal_blocks_the_earlier_one_wins():
     assert found[19].nonzero().flatten().tolist() == [*range(8), *range(16, 20)]
     assert torch.equal(mask_of(q[:, :, :1], k, "retrieve(4, 2)", 19)[0, 0, 0], found[19])
     k[:, :, 8:12] *= 1 + 1e-6  # more than fp32's rounding, less than that of bf16
-    assert mask_of(q, k, "retrieve(4, 1)")[0, 0, 19].nonzero().flatten().tolist() == [*range(8, 12), *range(16, 20)]
+    assert mask_of(q, k, "retrieve(4, 1)")[0, 0, 19].nonzero().flatten().tolist() == [
+        *range(8, 12),
+        *range(16, 20),
+    ]
 
 
 @torch.no_grad()
@@ -151,7 +169,9 @@ def test_with_k_for_all_blocks_it_is_full_attention():
     known = random_model()(tokens)
     torch.testing.assert_close(random_model(attention="retrieve(4, 7)")(tokens), known)
     assert not torch.allclose(random_model(attention="retrieve(4, 1)")(tokens), known, atol=1e-2)
-    torch.testing.assert_close(random_model(attention="retrieve(64, 1)")(tokens), known)  # all are in one block
+    torch.testing.assert_close(
+        random_model(attention="retrieve(64, 1)")(tokens), known
+    )  # all are in one block
 
 
 @torch.no_grad()
@@ -173,7 +193,9 @@ def test_the_cache_chooses_as_the_full_pass():
             model(tokens[rows, index], cache=cache)
         for layer, name in enumerate(names):
             weights = found[name]  # (B, H, chunk, S)
-            expected = known[layer].transpose(1, 2)[rows, index].transpose(1, 2)[..., : weights.shape[-1]]
+            expected = (
+                known[layer].transpose(1, 2)[rows, index].transpose(1, 2)[..., : weights.shape[-1]]
+            )
             assert torch.equal(weights > 0, expected)
 
 
@@ -181,9 +203,14 @@ MIXED = "heads(retrieve(4, 1), window(4)) | global(2)"
 OPTIONS = [  # options, dtype of the activations, document masking
     ({"n_kv_heads": 1, "qk_norm": False, "dropout": 0.2}, torch.bfloat16, True),
     pytest.param(
-        {"attention": MIXED, "n_kv_heads": 4, "dropout": 0.2}, torch.bfloat16, False, marks=pytest.mark.stress
+        {"attention": MIXED, "n_kv_heads": 4, "dropout": 0.2},
+        torch.bfloat16,
+        False,
+        marks=pytest.mark.stress,
     ),
-    pytest.param({"attention": MIXED, "positions": "alibi"}, torch.float32, True, marks=pytest.mark.stress),
+    pytest.param(
+        {"attention": MIXED, "positions": "alibi"}, torch.float32, True, marks=pytest.mark.stress
+    ),
 ]
 
 
@@ -195,7 +222,9 @@ def test_compiled_blocks_train_as_plain_ones(options, dtype, has_documents):
     results = []
     torch._dynamo.reset()
     for is_compiled in (False, True):
-        model = random_model(std=0.1, n_layers=1, **{"attention": "retrieve(4, 2)", **options}).train()
+        model = random_model(
+            std=0.1, n_layers=1, **{"attention": "retrieve(4, 2)", **options}
+        ).train()
         if is_compiled:
             for block in model.blocks:
                 block.compile(backend="aot_eager", fullgraph=True)
@@ -203,7 +232,12 @@ def test_compiled_blocks_train_as_plain_ones(options, dtype, has_documents):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             loss, count = model(tokens, targets=tokens, document_ids=documents)
         loss.backward()
-        results.append((loss / count, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))
+        results.append(
+            (
+                loss / count,
+                torch.cat([parameter.grad.flatten() for parameter in model.parameters()]),
+            )
+        )
     (loss, grad), (compiled_loss, compiled_grad) = results
     rtol = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(compiled_loss, loss, rtol=rtol, atol=0)
@@ -241,7 +275,9 @@ def test_mistakes(text, message):
 @pytest.mark.parametrize("options", [{}, {"speculate": 3}], ids=str)
 def test_sampling_with_a_cache_equals_sampling_without(options):
     tokenizer = make_tokenizer("byte", [])
-    model = random_model(attention=["retrieve(4, 2)", "heads(retrieve(8, 1), full)"], vocab_size=264)
+    model = random_model(
+        attention=["retrieve(4, 2)", "heads(retrieve(8, 1), full)"], vocab_size=264
+    )
     assert not model.config.is_unbounded
     params = SamplingParams(max_new_tokens=20, seed=3, logit_bias={tokenizer.eos_id: -100.0})
     prompts = ["abcabcabcabcabcab", "the", "ab" * 10]

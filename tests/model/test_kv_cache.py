@@ -22,7 +22,9 @@ def splits(draw):
 @pytest.mark.parametrize("batch", [1, 3])
 @given(split=splits(), seed=st.integers(0, 5))
 @settings(max_examples=examples(40), deadline=None)
-def test_cached_logits_equal_uncached_at_every_position(random_model, n_kv_heads, batch, split, seed):
+def test_cached_logits_equal_uncached_at_every_position(
+    random_model, n_kv_heads, batch, split, seed
+):
     model = random_model(seed, n_kv_heads=n_kv_heads, max_seq_len=96)
     length, chunks = split
     tokens = torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
@@ -65,7 +67,9 @@ def test_select_keeps_rows(random_model):
     cache.select([2, 0, 0])
     with torch.no_grad():
         full = model(tokens[[2, 0, 0]])
-    torch.testing.assert_close(model(tokens[[2, 0, 0], 6:], cache=cache), full[:, 6:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        model(tokens[[2, 0, 0], 6:], cache=cache), full[:, 6:], rtol=0, atol=1e-5
+    )
 
 
 def test_overflow_is_refused_and_changes_nothing(random_model):
@@ -76,7 +80,9 @@ def test_overflow_is_refused_and_changes_nothing(random_model):
     before = [layer.keys.clone() for layer in cache.layers], list(cache.lengths)
     with pytest.raises(UserError, match="8 positions and 6 are used, so 3 more do not fit"):
         model(tokens[:, 6:9], cache=cache)
-    assert all(torch.equal(layer.keys, old) for layer, old in zip(cache.layers, before[0], strict=True))
+    assert all(
+        torch.equal(layer.keys, old) for layer, old in zip(cache.layers, before[0], strict=True)
+    )
     assert cache.lengths == before[1]
     assert model(tokens[:, 6:8], cache=cache).shape == (1, 2, 61)
 
@@ -93,7 +99,9 @@ def test_wrong_batch_and_wrong_rewind_are_refused(random_model):
 def test_holds_key_heads_only(random_model):
     cache = random_model(n_heads=4, n_kv_heads=1).new_cache(3, 20)
     assert len(cache.layers) == 2
-    assert cache.layers[0].keys.shape == cache.layers[0].values.shape == (3, 1, 20, 8)  # (B, K, max_len, D)
+    assert (
+        cache.layers[0].keys.shape == cache.layers[0].values.shape == (3, 1, 20, 8)
+    )  # (B, K, max_len, D)
 
 
 def test_no_gradient_through_a_cache(random_model):
@@ -169,5 +177,7 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(random_model, length
     rows = torch.arange(len(lengths))[:, None]
     for chunk in chunks:
         at = torch.tensor(cache.lengths)[:, None] + torch.arange(chunk)  # (B, T)
-        torch.testing.assert_close(model(tokens[rows, at], cache=cache), full[rows, at], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            model(tokens[rows, at], cache=cache), full[rows, at], rtol=0, atol=1e-5
+        )
     assert cache.lengths == [length + sum(chunks) for length in lengths]

@@ -10,7 +10,10 @@ from thinker.model.layers import Linear, RMSNorm, project_jointly
 
 
 @given(
-    rows=st.integers(1, 9), width=st.integers(2, 40), scale=st.sampled_from([1e-4, 1.0, 1e4]), seed=st.integers(0, 99)
+    rows=st.integers(1, 9),
+    width=st.integers(2, 40),
+    scale=st.sampled_from([1e-4, 1.0, 1e4]),
+    seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
 def test_equals_the_definition(rows, width, scale, seed):
@@ -53,7 +56,10 @@ def test_matrices_with_the_same_input_in_one_product(bias):
     linears = [Linear(16, n_out, bias) for n_out in (24, 8, 8)]
     parameters = [parameter for linear in linears for parameter in linear.parameters()]
     x = torch.randn(2, 5, 16, requires_grad=True)
-    apart, together = torch.cat([linear(x) for linear in linears], dim=-1), project_jointly(x, *linears)
+    apart, together = (
+        torch.cat([linear(x) for linear in linears], dim=-1),
+        project_jointly(x, *linears),
+    )
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
     grads = (torch.autograd.grad((out**2).sum(), [x, *parameters]) for out in (apart, together))
     for known, ours in zip(*grads, strict=True):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from thinker.model.attention_dispatch import attend
 from thinker.model.kernels import blockwise_attention, local_attention
 from thinker.model.masks import MaskBuilder
-from thinker.model.pattern_parser import parse_pattern
-from thinker.model.patterns import TokenInfo
+from thinker.model.patterns.pattern_parser import parse_pattern
+from thinker.model.patterns.patterns import TokenInfo
 from thinker.model.positions import alibi_slopes
 from thinker.runtime.errors import UserError
 
@@ -61,7 +61,9 @@ def spelled(draw, kind=None, depth=2):
         return f"({left}) & ({right})", lambda *x: a(*x) and b(*x)
     if kind == "heads":
         parts = draw(st.lists(spelled(depth=0), min_size=1, max_size=4))
-        return f"heads({', '.join(text for text, _ in parts)})", lambda h, q, k: parts[h % len(parts)][1](h, q, k)
+        return f"heads({', '.join(text for text, _ in parts)})", lambda h, q, k: parts[
+            h % len(parts)
+        ][1](h, q, k)
     a, b, c, d, s = draw(st.tuples(*[st.integers(1, 9)] * 5))
     numbers = {"full": "", "window": f"({a})", "dilated": f"({a}, {b})", "global": f"({a})", "token": f"({a}, {b})",
                "block": f"({a}, {b})", "strided": f"({a})", "random": f"({a}, {b}, {s})", "prefix": f"({a})",
@@ -132,13 +134,23 @@ def brute_force(sees, q, k, v, query, key, attn_logit_softcap, sinks, alibi):
                     near = [s for s, its in zip(spots, key.document_id[b].tolist()) if its == own]
                 before = [s.index for s in near if s.at <= own_at[t]]
                 keys, places = k[b, kv, [s.index for s in near]], [s.at for s in near]
-                retrieved = cache(partial(best_blocks, q[b, h, t].detach(), keys.detach(), own_at[t], places))
-                mine = Spot(own_at[t], own_tokens[t], t, partial(n_higher, scores.tolist(), before), retrieved)
+                retrieved = cache(
+                    partial(best_blocks, q[b, h, t].detach(), keys.detach(), own_at[t], places)
+                )
+                mine = Spot(
+                    own_at[t],
+                    own_tokens[t],
+                    t,
+                    partial(n_higher, scores.tolist(), before),
+                    retrieved,
+                )
                 seen = [s.index for s in near if sees(h, mine, s)]
                 if not seen:
                     rows.append(out[b, h, t])
                     continue
-                logits = scores[seen] if sinks is None else torch.cat((scores[seen], sinks[h : h + 1]))
+                logits = (
+                    scores[seen] if sinks is None else torch.cat((scores[seen], sinks[h : h + 1]))
+                )
                 rows.append(logits.softmax(-1)[: len(seen)] @ v[b, kv, seen])
     return torch.stack(rows).view(B, H, T, -1)
 
@@ -149,7 +161,15 @@ def situations(draw, kind=None):
     text, sees = draw(spelled(kind))
     kv_heads, group = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 2), (4, 1)]))
     has = {name: draw(st.integers(0, 3)) == 0 for name in FEATURES}
-    return text, sees, kv_heads, kv_heads * group, draw(st.integers(1, 20)), has, draw(st.integers(0, 10**6))
+    return (
+        text,
+        sees,
+        kv_heads,
+        kv_heads * group,
+        draw(st.integers(1, 20)),
+        has,
+        draw(st.integers(0, 10**6)),
+    )
 
 
 def check(situation, kernels, patch):
@@ -167,33 +187,50 @@ def check(situation, kernels, patch):
     if has["documents"] and not has["ragged"]:
         begins = torch.rand(2, S, generator=generator) < 0.15
         document = begins.cumsum(1)
-        position = torch.tensor([[int((document[b, :s] == document[b, s]).sum()) for s in range(S)] for b in range(2)])
+        position = torch.tensor(
+            [[int((document[b, :s] == document[b, s]).sum()) for s in range(S)] for b in range(2)]
+        )
     token = torch.randint(12, (2, S), generator=generator)
     key = TokenInfo(position, document, token)
     query = TokenInfo(*(x if x is None else x[:, S - T :] for x in (position, document, token)))
-    attn_logit_softcap, sinks = 1.5 if has["attn_logit_softcap"] else None, normal(H) if has["sinks"] else None
+    attn_logit_softcap, sinks = (
+        1.5 if has["attn_logit_softcap"] else None,
+        normal(H) if has["sinks"] else None,
+    )
     alibi = alibi_slopes(H).double() if has["alibi"] else None
     known = brute_force(sees, q, k, v, query, key, attn_logit_softcap, sinks, alibi)
     plain = attn_logit_softcap is None and sinks is None
     inputs = [x for x in (q, k, v, sinks) if x is not None]
     grad = torch.randn(known.shape, generator=generator, dtype=torch.float64)
-    known_grads = torch.autograd.grad(known, inputs, grad, allow_unused=True) if known.requires_grad else []
+    known_grads = (
+        torch.autograd.grad(known, inputs, grad, allow_unused=True) if known.requires_grad else []
+    )
     if pattern.max_distance is None and not pattern.tokens and document is None:
-        query, key = (TokenInfo(info.position[0]) for info in (query, key))  # as a batch of equal rows is described
+        query, key = (
+            TokenInfo(info.position[0]) for info in (query, key)
+        )  # as a batch of equal rows is described
     used = []
     for kernel in kernels:
-        patch.setattr(local_attention, "MIN_BLOCK", 1 + seed % 7)  # so that short sequences have several blocks
+        patch.setattr(
+            local_attention, "MIN_BLOCK", 1 + seed % 7
+        )  # so that short sequences have several blocks
         patch.setattr(blockwise_attention, "ROWS", 1 + seed % 5)
         try:
-            mask = MaskBuilder(H, torch.float64, alibi, kernel, plain).build(pattern, query, key, T == S)
+            mask = MaskBuilder(H, torch.float64, alibi, kernel, plain).build(
+                pattern, query, key, T == S
+            )
         except UserError:
             assert kernel not in ("auto", "reference")
             continue
         used.append(kernel)
         ours = attend(q, k, v, mask, None, attn_logit_softcap, sinks)
         torch.testing.assert_close(ours, known, rtol=1e-9, atol=1e-9)
-        for mine, right in zip(torch.autograd.grad(ours, inputs, grad, allow_unused=True), known_grads):
-            torch.testing.assert_close(mine, torch.zeros_like(mine) if right is None else right, rtol=1e-8, atol=1e-8)
+        for mine, right in zip(
+            torch.autograd.grad(ours, inputs, grad, allow_unused=True), known_grads
+        ):
+            torch.testing.assert_close(
+                mine, torch.zeros_like(mine) if right is None else right, rtol=1e-8, atol=1e-8
+            )
     return used
 
 

@@ -19,7 +19,9 @@ def frequent_switches():
     sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("options", [{}, {"rope_scaling": SCALING}, {"attention": "window(4)"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"rope_scaling": SCALING}, {"attention": "window(4)"}], ids=str
+)
 def test_threads_share_a_model(frequent_switches, one_thread, options):
     tokens = torch.randint(61, (1, 64), generator=torch.Generator().manual_seed(1))
     expected = [random_model(1, **options)(tokens[:, :n]) for n in LENGTHS]

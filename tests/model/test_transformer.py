@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.positions import Rope, apply_rotary_emb
@@ -70,7 +70,10 @@ def test_rope_scores_depend_on_distance_alone(distance, start, shift, theta):
         return (turned[0] * turned[1]).sum()
 
     torch.testing.assert_close(
-        score(start + distance, start), score(start + distance + shift, start + shift), rtol=0, atol=1e-4
+        score(start + distance, start),
+        score(start + distance + shift, start + shift),
+        rtol=0,
+        atol=1e-4,
     )
 
 
@@ -126,8 +129,14 @@ def test_wrong_inputs_are_refused(random_model):
     ("arguments", "message"),
     [
         ({"tokens": [[1, 2]]}, "tokens is a list; it must be a tensor$"),
-        ({"tokens": "hello"}, r"tokens is a str; .* encode the text first: torch.tensor\(\[tokenizer"),
-        ({"tokens": torch.tensor([[5, 99_999]])}, "token id 99999 in tokens is out of range; use 0 to 60"),
+        (
+            {"tokens": "hello"},
+            r"tokens is a str; .* encode the text first: torch.tensor\(\[tokenizer",
+        ),
+        (
+            {"tokens": torch.tensor([[5, 99_999]])},
+            "token id 99999 in tokens is out of range; use 0 to 60",
+        ),
         ({"tokens": torch.tensor([[-1]])}, "token id -1 in tokens is out of range"),
         ({"tokens": torch.zeros(1, 3)}, "tokens is torch.float32; it must be torch.int64"),
         (
@@ -158,7 +167,9 @@ def test_what_is_no_input_is_refused_in_one_line(random_model, arguments, messag
 
 def test_more_tokens_than_the_context_are_told(random_model):
     model, tokens = random_model(max_seq_len=8), torch.zeros(1, 9, dtype=int)
-    with pytest.warns(UserWarning, match="9 tokens, but the model was trained with a context of 8") as told:
+    with pytest.warns(
+        UserWarning, match="9 tokens, but the model was trained with a context of 8"
+    ) as told:
         model(tokens)
     assert told[0].filename == __file__
     with pytest.raises(UserError, match="9 tokens, but the model was trained with a context of 8"):
@@ -172,12 +183,19 @@ def test_more_tokens_than_the_context_are_told(random_model):
 def test_attention_weights_of_a_text(random_model):
     model, tokenizer = random_model(vocab_size=264), make_tokenizer("byte", [])
     tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode("A text")]])
-    assert torch.equal(model.attention_weights("A text", tokenizer), model.attention_weights(tokens))
+    assert torch.equal(
+        model.attention_weights("A text", tokenizer), model.attention_weights(tokens)
+    )
     assert model.attention_weights("", tokenizer).shape == (2, 1, 4, 1, 1)
-    for wrong, message in (("A text", r"attention_weights\(text, tokenizer\)"), ([1, 2], "tokens is a list")):
+    for wrong, message in (
+        ("A text", r"attention_weights\(text, tokenizer\)"),
+        ([1, 2], "tokens is a list"),
+    ):
         with pytest.raises(UserError, match=message):
             model.attention_weights(wrong)
-    with pytest.raises(UserError, match="101 tokens, but the model was trained with a context of 64"):
+    with pytest.raises(
+        UserError, match="101 tokens, but the model was trained with a context of 64"
+    ):
         model.attention_weights("x" * 100, tokenizer)
 
 
@@ -202,7 +220,9 @@ def test_every_matrix_can_be_drawn_alike():
 @pytest.mark.parametrize("tied", [False, True])
 def test_initialisation(tied):
     torch.manual_seed(3)
-    model = Thinker(ThinkerConfig(vocab_size=500, d_model=128, n_layers=2, n_heads=4, tie_embeddings=tied))
+    model = Thinker(
+        ThinkerConfig(vocab_size=500, d_model=128, n_layers=2, n_heads=4, tie_embeddings=tied)
+    )
     tokens = torch.randint(0, 500, (2, 30))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
@@ -210,12 +230,19 @@ def test_initialisation(tied):
         elif name.endswith(("o_proj.weight", "down_proj.weight")) or name == "lm_head.weight":
             assert (parameter == 0).all(), name
         else:
-            expected = (0.02 if tied else 1.0) if name == "embedding.weight" else parameter.shape[1] ** -0.5
+            expected = (
+                (0.02 if tied else 1.0)
+                if name == "embedding.weight"
+                else parameter.shape[1] ** -0.5
+            )
             assert parameter.std().item() == pytest.approx(expected, rel=0.03), name
     with torch.no_grad():
         x = model.embedding(tokens)
         for block in model.blocks:  # every block begins as the identity
-            assert torch.equal(block(x, model.rope(torch.arange(30), 30, x.dtype), AttentionMask(is_causal=True)), x)
+            assert torch.equal(
+                block(x, model.rope(torch.arange(30), 30, x.dtype), AttentionMask(is_causal=True)),
+                x,
+            )
         if not tied:
             loss, count = model(tokens, targets=tokens)
             assert (loss / count).item() == pytest.approx(math.log(500), rel=1e-6)
@@ -286,7 +313,13 @@ def test_shapes_that_do_not_fit_are_refused(wrong, says):
 def test_config_survives_json_and_refuses_strangers():
     config = ThinkerConfig(vocab_size=10, n_kv_heads=2)
     assert ThinkerConfig.from_dict(config.to_dict()) == config
-    for wrong in ({"colour": 1}, {"n_heads": "four"}, {"n_heads": True}, {"qk_norm": 1}, {"d_model": 2.5}):
+    for wrong in (
+        {"colour": 1},
+        {"n_heads": "four"},
+        {"n_heads": True},
+        {"qk_norm": 1},
+        {"d_model": 2.5},
+    ):
         with pytest.raises(UserError):
             ThinkerConfig.from_dict({"vocab_size": 10, **wrong})
     with pytest.raises(UserError, match="vocab_size"):
@@ -296,11 +329,13 @@ def test_config_survives_json_and_refuses_strangers():
 @pytest.mark.parametrize("positions", ["rope", "learned", "alibi"])
 def test_building_on_the_meta_device_does_not_import_torchs_compiler(positions):
     """Every command that loads a model does this; the import takes longer than all the rest of it."""
-    config = f"vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=24, positions={positions!r}"
+    config = (
+        f"vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=24, positions={positions!r}"
+    )
     code = f"""
 import sys, torch
-from thinker.generation.inference_model import prepare_for_inference
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.model import Thinker, ThinkerConfig
 with torch.device("meta"):
     Thinker(ThinkerConfig({config}))
@@ -310,7 +345,9 @@ sys.exit("torch._dynamo" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("attention", ["full", "topk(3)", "retrieve(4, 1)", "window(4) | global(2)"])
+@pytest.mark.parametrize(
+    "attention", ["full", "topk(3)", "retrieve(4, 1)", "window(4) | global(2)"]
+)
 def test_a_model_that_has_computed_something_can_be_pickled_and_copied(random_model, attention):
     model, tokens = random_model(attention=attention), torch.arange(12)[None]
     known = model(tokens)

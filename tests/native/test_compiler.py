@@ -23,7 +23,7 @@ except UserError as error:
 GENERATE = """
 import torch
 from thinker import Generator, SamplingParams, Thinker, ThinkerConfig
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 tokenizer = make_tokenizer("byte", [])
 model = Thinker(ThinkerConfig(vocab_size=tokenizer.vocab_size, d_model=32, n_layers=1, n_heads=2)).eval()
 for bits in (None, 8, 4):
@@ -45,7 +45,9 @@ def fast_compiler(tmp_path_factory, monkeypatch):
 
 def run(code, folder, **environment):
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder), **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
@@ -67,16 +69,22 @@ def test_compiled_once_and_again_after_damage(tmp_path):
 def test_processes_that_start_together(tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     processes = [
-        subprocess.Popen([sys.executable, "-c", CODE], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", CODE], env=environment, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(3)
     ]
     assert [process.communicate()[0].strip() for process in processes] == ["loaded"] * 3
-    assert len(list((tmp_path / "thinker" / "kernels").iterdir())) == len(libraries(tmp_path))  # no temporary file
+    assert len(list((tmp_path / "thinker" / "kernels").iterdir())) == len(
+        libraries(tmp_path)
+    )  # no temporary file
 
 
 def test_without_a_compiler_torch_decodes(tmp_path):
     assert run(GENERATE, tmp_path, PATH="", CC="") == "no C compiler found (gcc, clang, cc)"
-    assert run(GENERATE, tmp_path, CC="no-such-compiler") == "no C compiler found (no-such-compiler)"
+    assert (
+        run(GENERATE, tmp_path, CC="no-such-compiler") == "no C compiler found (no-such-compiler)"
+    )
 
 
 def test_a_compiler_that_fails_is_reported_in_one_line(tmp_path):
@@ -87,9 +95,14 @@ def test_a_compiler_that_fails_is_reported_in_one_line(tmp_path):
     assert problem == f"{broken} cannot compile the kernels: x.c:1: fatal error: stop"
     insisting = GENERATE.replace("bits=bits)", "bits=bits, compile=True)")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CC": str(broken)}
-    done = subprocess.run([sys.executable, "-c", insisting], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", insisting], env=environment, capture_output=True, text=True
+    )
     last = done.stderr.splitlines()[-1]
-    assert last == f"thinker.runtime.errors.UserError: compile is not available: {problem}; use compile=False"
+    assert (
+        last
+        == f"thinker.runtime.errors.UserError: compile is not available: {problem}; use compile=False"
+    )
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

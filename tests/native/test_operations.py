@@ -45,7 +45,9 @@ def test_products_in_fp32_and_bf16(rows, n_in, n_out, has_bias, seed):
         assert torch.equal(linear(x[row : row + 1], weight)[0], linear(x, weight)[row])
     x, weight = x.bfloat16(), weight.bfloat16()  # the kernel rounds its input
     y = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert_close(linear(x.float(), weight, bias), y, F.linear(x.float().abs(), weight.float().abs()) + 1)
+    assert_close(
+        linear(x.float(), weight, bias), y, F.linear(x.float().abs(), weight.float().abs()) + 1
+    )
 
 
 @given(rows=st.integers(1, 40), n_in=sizes, n_out=sizes, bits=st.sampled_from([8, 4]), seed=seeds)
@@ -67,7 +69,9 @@ def test_weights_are_rounded_within_half_a_step(bits):
     quantized = quantize(weight, bits)
     step = quantized.scale.double().abs().repeat_interleave(32, dim=1)[:, :80]
     error = (quantized.dequantize().double() - weight.double()).abs()
-    is_clipped = quantized.codes.flatten(1)[:, :80].abs() >= (1 << bits - 1) - 1  # the largest may be cut
+    is_clipped = (
+        quantized.codes.flatten(1)[:, :80].abs() >= (1 << bits - 1) - 1
+    )  # the largest may be cut
     assert (error[~is_clipped] <= 0.5001 * step[~is_clipped]).all()
     assert (error <= (0.51 if bits == 8 else 1.6) * step).all()
     assert not quantize(torch.zeros(3, 40), bits).dequantize().any()
@@ -94,7 +98,9 @@ def test_sampling_draws_the_same_tokens(vocab, scale, temperature, rows, extra, 
     uniforms = [rng.choice([0.0, rng.random(), 1 - 2**-53]) for _ in range(rows)]
     tokens, logprobs = sample(logits, vocab, [temperature] * rows, uniforms)
     params = SamplingParams(temperature=temperature)
-    known = plain_sample(logits[:, :vocab], params, torch.tensor(uniforms, dtype=torch.float64), None, None)
+    known = plain_sample(
+        logits[:, :vocab], params, torch.tensor(uniforms, dtype=torch.float64), None, None
+    )
     assert tokens == known.tolist()
     of_tokens = logits[:, :vocab].double().log_softmax(-1).gather(1, known[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(logprobs).double(), of_tokens, rtol=1e-6, atol=1e-6)
@@ -122,5 +128,7 @@ def test_kernels_for_older_cpus(march, tmp_path):
         f"sys.exit(pytest.main(['-o', 'addopts=', '-q', '-p', 'no:cacheprovider', {__file__!r}, '-k', 'not older']))"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stdout[-2000:]

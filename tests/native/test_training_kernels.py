@@ -36,21 +36,34 @@ def check(fused, plain, tensors, *others):
     """Compare outputs and gradients with those of the plain form in fp64. `tensors`: the first arguments or None."""
     results = []
     for function, dtype in ((fused, None), (plain, torch.float64)):
-        inputs = [x if x is None else x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
+        inputs = [
+            x if x is None else x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors
+        ]
         outputs = function(*inputs, *others)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         generator = torch.Generator().manual_seed(5)
-        grads = [torch.randn(x.shape, generator=generator).to(tensors[0].dtype).to(x.dtype) for x in outputs]
+        grads = [
+            torch.randn(x.shape, generator=generator).to(tensors[0].dtype).to(x.dtype)
+            for x in outputs
+        ]
         inputs = [x for x in inputs if x is not None]
         results.append([*outputs, *torch.autograd.grad(outputs, inputs, grads)])
     for ours, known in zip(*results, strict=True):
         tolerance = 2**-7 if ours.dtype == torch.bfloat16 else 1e-5
         scale = known.abs().max().item()
-        torch.testing.assert_close(ours.double(), known, rtol=tolerance, atol=tolerance * scale + 1e-30)
+        torch.testing.assert_close(
+            ours.double(), known, rtol=tolerance, atol=tolerance * scale + 1e-30
+        )
     return results[0]
 
 
-@given(st.integers(1, 120), st.integers(1, 70), st.sampled_from([1e-3, 1.0, 1e3]), DTYPES, st.integers(0, 99))
+@given(
+    st.integers(1, 120),
+    st.integers(1, 70),
+    st.sampled_from([1e-3, 1.0, 1e3]),
+    DTYPES,
+    st.integers(0, 99),
+)
 @settings(max_examples=examples(60), deadline=None)
 def test_rms_norm(rows, width, size, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -70,26 +83,39 @@ def test_heads(B, T, groups, K, half, has_norm, tables, dtype, seed):
     qkv = torch.randn(B, T, (H + 2 * K) * D, generator=generator).to(dtype)
     weights = [torch.randn(D, generator=generator) if has_norm else None for _ in range(2)]
     angles = torch.rand(*((T,) if tables == "shared" else (B, 1, T)), half, generator=generator)
-    rope = torch.cat((angles.cos(), angles.cos()), -1).to(dtype), torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+    rope = (
+        torch.cat((angles.cos(), angles.cos()), -1).to(dtype),
+        torch.cat((-angles.sin(), angles.sin()), -1).to(dtype),
+    )
     rope = rope if tables else None
 
     def fused(qkv, q_weight, k_weight):
         return training.rotate_heads(qkv, H, K, q_weight, k_weight, 1e-6, rope)
 
     def plain(qkv, q_weight, k_weight):
-        return plain_heads(qkv, H, K, q_weight, k_weight, 1e-6, rope and tuple(table.double() for table in rope))
+        return plain_heads(
+            qkv, H, K, q_weight, k_weight, 1e-6, rope and tuple(table.double() for table in rope)
+        )
 
     check(fused, plain, [qkv, *weights])
 
 
-@given(st.integers(1, 120), st.integers(1, 70), st.sampled_from([1e-3, 1.0, 60.0]), DTYPES, st.integers(0, 99))
+@given(
+    st.integers(1, 120),
+    st.integers(1, 70),
+    st.sampled_from([1e-3, 1.0, 60.0]),
+    DTYPES,
+    st.integers(0, 99),
+)
 @settings(max_examples=examples(60), deadline=None)
 def test_swiglu(rows, width, size, dtype, seed):
     gate_up = torch.randn(2, rows, 2 * width, generator=torch.Generator().manual_seed(seed)) * size
     check(training.swiglu, plain_swiglu, [gate_up.to(dtype)])
 
 
-@given(st.integers(1, 3000), st.sampled_from([0.01, 0.2, 0.9, 1 - 1e-12]), DTYPES, st.integers(0, 99))
+@given(
+    st.integers(1, 3000), st.sampled_from([0.01, 0.2, 0.9, 1 - 1e-12]), DTYPES, st.integers(0, 99)
+)
 @settings(max_examples=examples(60), deadline=None)
 def test_dropout(n, p, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -111,7 +137,9 @@ def test_dropout_has_its_probability_and_no_pattern(p):
     n = 1_000_000
     x = torch.ones(n)
     drawn = [training.dropout(x, p) for _ in range(16)]
-    halves = [training._drop(x, torch.tensor([number << 32]), p) for number in range(4)]  # differ in the upper half
+    halves = [
+        training._drop(x, torch.tensor([number << 32]), p) for number in range(4)
+    ]  # differ in the upper half
     masks = torch.stack(drawn + halves) == 0
     assert abs(masks.float().mean(1) - p).max() < 5 * (p * (1 - p) / n) ** 0.5
     scores = (masks.float() - p) / (p * (1 - p)) ** 0.5
@@ -128,7 +156,10 @@ def test_the_number_of_threads_changes_no_bit(dtype):
     weights = [torch.randn(24, generator=generator) for _ in range(2)]
     width_weight = torch.randn(96, generator=generator)
     angles = torch.rand(37, 12, generator=generator)
-    rope = torch.cat((angles.cos(), angles.cos()), -1).to(dtype), torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+    rope = (
+        torch.cat((angles.cos(), angles.cos()), -1).to(dtype),
+        torch.cat((-angles.sin(), angles.sin()), -1).to(dtype),
+    )
     results = []
     n_threads = torch.get_num_threads()
     try:

@@ -17,7 +17,10 @@ from thinker.runtime.errors import RunError, UserError, run_command
 @pytest.fixture(autouse=True)
 def restore_handler():
     """run_command() handles signals until the process ends, and here it does not end."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    previous = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     yield
     for number, handler in previous.items():
         signal.signal(number, handler)
@@ -76,7 +79,10 @@ def shell(tmp_path):
 def test_a_working_directory_that_is_gone(shell, tmp_path):
     line = f"mkdir gone; cd gone; rmdir ../gone; $RUN {shlex.quote(str(tmp_path))}/main.py"
     status, errors = shell(line, "run_command(lambda: 0)")
-    assert (status, errors) == (2, "error: the working directory was removed; cd to one that exists\n")
+    assert (status, errors) == (
+        2,
+        "error: the working directory was removed; cd to one that exists\n",
+    )
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not bound the size of files")
@@ -142,7 +148,9 @@ BODIES = {
 
 @pytest.mark.parametrize("case", BODIES)
 def test_ctrl_c_ends_a_command_whenever_it_comes(case, tmp_path):
-    (tmp_path / "catching.py").write_text("try:\n    import interrupted\nexcept BaseException:\n    pass\n")
+    (tmp_path / "catching.py").write_text(
+        "try:\n    import interrupted\nexcept BaseException:\n    pass\n"
+    )
     (tmp_path / "interrupted.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     script = tmp_path / "command.py"
     script.write_text(INTERRUPTED.format(body=BODIES[case]))
@@ -154,7 +162,9 @@ def test_ctrl_c_ends_a_command_whenever_it_comes(case, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_runs_finally_clauses_once_and_a_second_one_does_not_wait_for_them(number, tmp_path):
+def test_a_signal_runs_finally_clauses_once_and_a_second_one_does_not_wait_for_them(
+    number, tmp_path
+):
     script = tmp_path / "command.py"
     script.write_text(f"""
 import signal
@@ -182,7 +192,9 @@ run_command(main)
 def test_what_a_terminal_cannot_show_becomes_a_question_mark():
     code = "from thinker.runtime.errors import run_command; run_command(lambda: print('caf\\u00e9 \\udce9') or 0)"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "caf? ?\n", "")
 
 
@@ -249,5 +261,7 @@ run_command(main)
 
 def test_a_signal_that_comes_twice_at_once_does_not_cut_off_the_cleanup():
     """As from timeout(1), which signals the process and then its group."""
-    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=600
+    )
     assert (done.returncode, done.stdout) == (143, "again\ncleaned up\n"), done.stderr

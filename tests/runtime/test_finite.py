@@ -21,7 +21,16 @@ COMMANDS = {  # OUT is a file that must not exist afterwards
     "generate.py --score --json": ["RUN", "--score", "TEXT", "--json"],
     "scripts/eval.py": ["RUN", "--source", "text", "--path", "TEXT"],
     "scripts/eval.py --json": ["RUN", "--source", "text", "--path", "TEXT", "--json"],
-    "scripts/eval.py --long": ["RUN", "--long", "--windows", "4", "--source", "text", "--path", "TEXT"],
+    "scripts/eval.py --long": [
+        "RUN",
+        "--long",
+        "--windows",
+        "4",
+        "--source",
+        "text",
+        "--path",
+        "TEXT",
+    ],
     "scripts/inspect_model.py lens": ["lens", "RUN", "--prompt", "Line", "--html", "OUT"],
     "scripts/inspect_model.py map": ["map", "RUN", "--prompt", "Line", "--html", "OUT"],
     "scripts/export_gguf.py": ["RUN", "OUT"],
@@ -69,7 +78,11 @@ def command(monkeypatch, text_file, tmp_path, capfd):
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         (tmp_path / "text").write_text(text_file.read_text()[:300])
-        places = {"RUN": str(folder), "TEXT": str(tmp_path / "text"), "OUT": str(tmp_path / "out" / "file")}
+        places = {
+            "RUN": str(folder),
+            "TEXT": str(tmp_path / "text"),
+            "OUT": str(tmp_path / "out" / "file"),
+        }
         (tmp_path / "out").mkdir()
         monkeypatch.setattr("sys.argv", [name, *(places.get(word, word) for word in arguments)])
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
@@ -95,7 +108,9 @@ def test_logits_that_are_not_finite_are_an_error_too(command, overflowing_run, n
     if name == "scripts/export_hf.py":
         pytest.importorskip("transformers")
     message = command(name, overflowing_run, COMMANDS[name])
-    assert ("logits from transformers differ" if name == "scripts/export_hf.py" else "non-finite") in message
+    assert (
+        "logits from transformers differ" if name == "scripts/export_hf.py" else "non-finite"
+    ) in message
 
 
 def test_it_is_one_line_and_status_1(run_script, nan_run):
@@ -115,7 +130,9 @@ def test_gguf_in_f16_refuses_what_f16_cannot_hold(command, tiny_run, tmp_path):
     assert "blocks.0.mlp.down_proj.weight as f16 has non-finite weights" in message
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"speculate": 2}, {"window": 8}, {"bits": 8}])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_cache": False}, {"speculate": 2}, {"window": 8}, {"bits": 8}]
+)
 def test_a_generator_ends_where_logits_are_not_finite(overflowing_run, options):
     generator = Generator(*interop.load(overflowing_run), **options)
     for params in (SamplingParams(temperature=0), SamplingParams(top_p=0.9, seed=1)):
@@ -128,7 +145,12 @@ def test_a_generator_ends_where_logits_are_not_finite(overflowing_run, options):
 def test_what_is_finite_passes():
     largest = torch.finfo(torch.float32).max
     check_weights(
-        [("large", torch.full((9,), largest)), ("ids", torch.tensor([1])), ("half", torch.ones(3).half())], "x"
+        [
+            ("large", torch.full((9,), largest)),
+            ("ids", torch.tensor([1])),
+            ("half", torch.ones(3).half()),
+        ],
+        "x",
     )
     check_computed([0.0, -1e300])
     assert finite_json({"ü": 1.5}) == '{"\\u00fc": 1.5}'

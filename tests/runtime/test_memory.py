@@ -11,8 +11,20 @@ CPU, MB = torch.device("cpu"), 10**6
 VERSIONS = {  # as in /proc/self/cgroup, then the files of the group
     "2": ("0::/a/b\n", "a/b", "max", "current", ""),
     "2, whole container": ("0::/\n", "", "max", "current", ""),
-    "1": ("9:name=systemd:/\n4:memory:/a/b\n0::/\n", "memory/a/b", "limit_in_bytes", "usage_in_bytes", "total_"),
-    "1, seen from inside": ("4:memory:/of/the/host\n", "memory", "limit_in_bytes", "usage_in_bytes", "total_"),
+    "1": (
+        "9:name=systemd:/\n4:memory:/a/b\n0::/\n",
+        "memory/a/b",
+        "limit_in_bytes",
+        "usage_in_bytes",
+        "total_",
+    ),
+    "1, seen from inside": (
+        "4:memory:/of/the/host\n",
+        "memory",
+        "limit_in_bytes",
+        "usage_in_bytes",
+        "total_",
+    ),
 }
 
 
@@ -43,7 +55,9 @@ def test_a_limit_of_a_control_group_counts_but_not_what_it_has_cached(cgroup, mo
     assert memory.free_memory(CPU) == 150 * MB
     memory.check_memory({"weights": 150 * MB}, CPU, "lower it")
     swap = memory._host_memory()[1]
-    with pytest.raises(UserError, match=r"at least .* of memory \(weights .*, batch 1 KB\), but .* available"):
+    with pytest.raises(
+        UserError, match=r"at least .* of memory \(weights .*, batch 1 KB\), but .* available"
+    ):
         memory.check_memory({"weights": 150 * MB + swap, "batch": 1000}, CPU, "lower it")
     with pytest.raises(UserError, match="in each of 2 processes"):
         memory.check_memory({"weights": (150 * MB + swap) // 2 + 1}, CPU, "lower it", n_processes=2)
@@ -58,6 +72,8 @@ def test_the_divisors_of_a_large_number_are_counted_at_once():
     assert len(divisors(10**12)) == 13 * 13
 
 
-@pytest.mark.parametrize(("size", "text"), [(5, "0.005 KB"), (2500, "2.5 KB"), (3.6e9, "3.6 GB"), (7e18, "7,000 PB")])
+@pytest.mark.parametrize(
+    ("size", "text"), [(5, "0.005 KB"), (2500, "2.5 KB"), (3.6e9, "3.6 GB"), (7e18, "7,000 PB")]
+)
 def test_format_bytes(size, text):
     assert memory.format_bytes(size) == text

@@ -59,7 +59,13 @@ print("sampled", run(*generate), file=sys.stderr)
 
 def test_a_run_is_stopped_resumed_and_sampled_without_posix(train_args, tmp_path):
     run = tmp_path / "run"
-    train = [*train_args, f"run.dir={run}", "train.max_steps=6", "train.save_every=3", "train.eval_every=null"]
+    train = [
+        *train_args,
+        f"run.dir={run}",
+        "train.max_steps=6",
+        "train.save_every=3",
+        "train.eval_every=null",
+    ]
     generate = [ROOT / "generate.py", run, "--prompt", "a", "--max-new-tokens", "4", "--seed", "1"]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_POSIX, *("\n".join(map(str, part)) for part in (train, generate))],

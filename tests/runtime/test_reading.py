@@ -44,7 +44,9 @@ def test_yaml_aliases_are_refused_before_they_are_expanded(tmp_path):
     levels = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 11)]
     path.write_text("\n".join(["a0: &a0 [1]", *levels]))
     start = time.monotonic()
-    with pytest.raises(UserError, match=r"a.yaml, line 2: invalid YAML: aliases such as \*a0 are not supported"):
+    with pytest.raises(
+        UserError, match=r"a.yaml, line 2: invalid YAML: aliases such as \*a0 are not supported"
+    ):
         reading.read_yaml(path)
     assert time.monotonic() - start < 60  # expanded they would take hours
     path.write_text("base: &base {a: 1}\nother:\n  <<: *base\n")
@@ -71,7 +73,9 @@ def test_random_yaml_is_read_or_refused(tmp_path):
             assert isinstance(reading.read_yaml(path), dict)
 
 
-@pytest.mark.parametrize("pattern", ["((([a-z_.0-9])+)+)+Z", "(a*b?)*c", "(a{2,}){2,}", ".*.*.*.*.*Z", "(x+x+)+y"])
+@pytest.mark.parametrize(
+    "pattern", ["((([a-z_.0-9])+)+)+Z", "(a*b?)*c", "(a{2,}){2,}", ".*.*.*.*.*Z", "(x+x+)+y"]
+)
 def test_a_pattern_that_may_take_forever_is_refused(pattern):
     with pytest.raises(re.error, match="it has nested repetitions, or more than 4"):
         reading.checked_pattern(pattern)

@@ -27,7 +27,11 @@ def at_a_terminal(*arguments, keys=b""):
     pty = pytest.importorskip("pty")
     here, there = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, *map(str, arguments)], stdin=there, stdout=there, stderr=there, start_new_session=True
+        [sys.executable, *map(str, arguments)],
+        stdin=there,
+        stdout=there,
+        stderr=there,
+        start_new_session=True,
     )
     os.close(there)
     os.write(here, keys)
@@ -46,7 +50,16 @@ def at_a_terminal(*arguments, keys=b""):
 
 
 def test_prompts_texts_and_keys_reach_a_terminal_visibly(tiny_run):
-    command = [ROOT / "generate.py", tiny_run, "--prompt", ATTACK[:9], "--max-new-tokens", "6", "--seed", "1"]
+    command = [
+        ROOT / "generate.py",
+        tiny_run,
+        "--prompt",
+        ATTACK[:9],
+        "--max-new-tokens",
+        "6",
+        "--seed",
+        "1",
+    ]
     shown = at_a_terminal(*command)
     assert SHOWN[:12] in shown
     assert "\x1b" not in shown
@@ -59,7 +72,15 @@ def test_prompts_texts_and_keys_reach_a_terminal_visibly(tiny_run):
 
 def test_a_line_that_a_conversation_shows_again(tiny_run):
     """What the model writes in a conversation, and the errors about its commands; the terminal's own echo is ^[."""
-    command = [ROOT / "generate.py", tiny_run, "--interactive", "--prompt", "\x1b[31mx", "--max-new-tokens", "4"]
+    command = [
+        ROOT / "generate.py",
+        tiny_run,
+        "--interactive",
+        "--prompt",
+        "\x1b[31mx",
+        "--max-new-tokens",
+        "4",
+    ]
     shown = at_a_terminal(*command, keys=b"/quit\n")
     assert r"\x1b[31mx" in shown
     assert "\x1b[31m" not in shown

@@ -13,7 +13,11 @@ from test_equality import random_request
 TIMEOUT = 120  # only guards against hanging
 GOOD_BODY = {"model": "served", "prompt": "Line 7", "max_tokens": 40, "seed": 1}
 SCHEMAS = [
-    {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name"]},
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+        "required": ["name"],
+    },
     {"type": "array", "items": {"enum": ["cat", "mat", 7]}, "minItems": 3},
 ]
 
@@ -21,8 +25,14 @@ SCHEMAS = [
 def encode_request(body, path="/v1/completions", method="POST", **headers):
     """The bytes of a request. `body`: bytes, or anything for JSON. Headers with the value None are left out."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    fields = {"Host": "127.0.0.1", "Content_Type": "application/json", "Content_Length": len(body)} | headers
-    lines = [f"{name.replace('_', '-')}: {value}" for name, value in fields.items() if value is not None]
+    fields = {
+        "Host": "127.0.0.1",
+        "Content_Type": "application/json",
+        "Content_Length": len(body),
+    } | headers
+    lines = [
+        f"{name.replace('_', '-')}: {value}" for name, value in fields.items() if value is not None
+    ]
     return "\r\n".join([f"{method} {path} HTTP/1.1", *lines, "", ""]).encode("latin-1") + body
 
 
@@ -70,7 +80,9 @@ class Connection:
         self.file = KeptOpen(socket.SocketIO(self.socket, "r"))
 
     def send(self, data):
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # answered before it read everything
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # answered before it read everything
             self.socket.sendall(data)
         return self
 
@@ -134,7 +146,9 @@ def with_schema(schema, **fields):
 
 def raw(text):
     """The bytes of a request whose JSON has this text in place of a prompt."""
-    return encode_request(b'{"model": "served", "prompt": ' + text.encode("utf-8", "surrogatepass") + b"}")
+    return encode_request(
+        b'{"model": "served", "prompt": ' + text.encode("utf-8", "surrogatepass") + b"}"
+    )
 
 
 def _refused_bodies():
@@ -149,11 +163,24 @@ def _refused_bodies():
     }  # fmt: skip
     for name, right in accepted.items():
         yield from (GOOD_BODY | {name: value} for value in wrong if json.dumps(value) not in right)
-    yield from [GOOD_BODY | {"model": "serve"}, GOOD_BODY | {"bogus": 1}, GOOD_BODY | {"x" * 100_000: 1}]
-    yield from (GOOD_BODY | {"prompt": prompt} for prompt in ([[1], []], [300], [-1], [10**400], "x" * 9000, [1] * 161))
+    yield from [
+        GOOD_BODY | {"model": "serve"},
+        GOOD_BODY | {"bogus": 1},
+        GOOD_BODY | {"x" * 100_000: 1},
+    ]
+    yield from (
+        GOOD_BODY | {"prompt": prompt}
+        for prompt in ([[1], []], [300], [-1], [10**400], "x" * 9000, [1] * 161)
+    )
     yield from (GOOD_BODY | {"stop": stop} for stop in ("", ["a", ""], ["x"] * 17))
-    yield from (GOOD_BODY | {"logit_bias": bias} for bias in ({"x": 1}, {"-1": 1}, {"300": 1}, {"1": 1e101}))
-    yield from [GOOD_BODY | {"n": 129}, GOOD_BODY | {"n": 10**9}, GOOD_BODY | {"stream_options": {}}]
+    yield from (
+        GOOD_BODY | {"logit_bias": bias} for bias in ({"x": 1}, {"-1": 1}, {"300": 1}, {"1": 1e101})
+    )
+    yield from [
+        GOOD_BODY | {"n": 129},
+        GOOD_BODY | {"n": 10**9},
+        GOOD_BODY | {"stream_options": {}},
+    ]
     many = {f"p{i}": {"type": "integer"} for i in range(20_000)}
     pairs = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
     for schema in (
@@ -173,21 +200,50 @@ def refused_requests():
         yield raw(f"[{','.join([item] * (size // (len(item) + 1) - 100))}]")
     fields = ",".join(f'"{i}": 1' for i in range(50_000))
     yield raw(f'"x", {fields}')
-    for text in ("[" * 100_000, '{"a":' * 100_000, "NaN", "1" * 5000, "1e999", r'"\ud800"', '"\ud800"', '"', "[1,]"):
+    for text in (
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "NaN",
+        "1" * 5000,
+        "1e999",
+        r'"\ud800"',
+        '"\ud800"',
+        '"',
+        "[1,]",
+    ):
         yield raw(text)
-    for body in (b"", b"null", b"[]", b"\xff\xfe", b"\x00" * 1000, '{"model": "served"}'.encode("utf-16")):
+    for body in (
+        b"",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b"\x00" * 1000,
+        '{"model": "served"}'.encode("utf-16"),
+    ):
         yield encode_request(body)
-    yield encode_request({"model": "served", "messages": [{"role": "user", "content": "x"}]}, "/v1/chat/completions")
+    yield encode_request(
+        {"model": "served", "messages": [{"role": "user", "content": "x"}]}, "/v1/chat/completions"
+    )
     yield encode_request({"model": "chat", "messages": [{"role": 1}]}, "/v1/chat/completions")
     yield encode_request({"model": "served"}, "/inspect")
     for kind in ("text/plain", "application/x-www-form-urlencoded", "", "\xff", None):
         yield encode_request(GOOD_BODY, Content_Type=kind)
     for method in ("GET", "PUT", "DELETE", "OPTIONS", "BREW"):
         yield encode_request(GOOD_BODY, method=method)
-    for path in ("/nope", "//v1/completions", "/v1/completions/..", "/%zz", "/%00", "*", "/v1/models/x"):
+    for path in (
+        "/nope",
+        "//v1/completions",
+        "/v1/completions/..",
+        "/%zz",
+        "/%00",
+        "*",
+        "/v1/models/x",
+    ):
         yield encode_request(GOOD_BODY, path)
     yield encode_request(GOOD_BODY, Host="evil.example")
-    yield encode_request(b'5\r\n{"a":\r\n2\r\n1}\r\n0\r\n\r\n', Content_Length=None, Transfer_Encoding="chunked")
+    yield encode_request(
+        b'5\r\n{"a":\r\n2\r\n1}\r\n0\r\n\r\n', Content_Length=None, Transfer_Encoding="chunked"
+    )
 
 
 def malformed_requests():
@@ -205,8 +261,21 @@ def heavy_bodies():
     yield GOOD_BODY | {"max_tokens": 10**9, "n": 8, "logprobs": 20, "stream": True}
     yield GOOD_BODY | {"logit_bias": {str(i): -1e100 for i in range(300)}, "max_tokens": 10**9}
     yield GOOD_BODY | {"stop": ["a" * 60_000 + "b"] * 16, "max_tokens": 10**9, "stream": True}
-    for pattern in ("(a{1,1000}){1,1000}", "(.*a){25}", "(x+x+)+y", "(a?){5000}a{5000}", "((((a{99}){99}){99}){99})"):
+    for pattern in (
+        "(a{1,1000}){1,1000}",
+        "(.*a){25}",
+        "(x+x+)+y",
+        "(a?){5000}a{5000}",
+        "((((a{99}){99}){99}){99})",
+    ):
         yield with_schema({"type": "string", "pattern": pattern}, max_tokens=10**9)
     yield with_schema({"enum": [f"word number {i}" for i in range(5_000)]}, stream=True)
-    yield with_schema({"type": "array", "minItems": 10**6, "items": {"$ref": "#"}}, max_tokens=10**9, stream=True)
-    yield GOOD_BODY | {"prompt": [[1] * 160] * 8, "max_tokens": 10**9, "repetition_penalty": 1e100, "temperature": 0}
+    yield with_schema(
+        {"type": "array", "minItems": 10**6, "items": {"$ref": "#"}}, max_tokens=10**9, stream=True
+    )
+    yield GOOD_BODY | {
+        "prompt": [[1] * 160] * 8,
+        "max_tokens": 10**9,
+        "repetition_penalty": 1e100,
+        "temperature": 0,
+    }

@@ -10,9 +10,26 @@ import pytest
 
 browser = chromium.browser
 FLOORS = (0.9, 0.6, 0.3, 0.1, 0.03, 0.01, 0.0)  # the least probability of each color
-DEFAULTS = {"temperature": 0.8, "top_p": 1, "min_p": 0, "top_k": None, "repetition_penalty": 1, "presence_penalty": 0}
-DEFAULTS |= {"frequency_penalty": 0, "seed": None, "stream": True, "stream_options": {"include_usage": True}}
-WRITTEN = DEFAULTS | {"max_tokens": 200, "logprobs": 5, "return_token_ids": True, "return_tokens_as_token_ids": True}
+DEFAULTS = {
+    "temperature": 0.8,
+    "top_p": 1,
+    "min_p": 0,
+    "top_k": None,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+}
+DEFAULTS |= {
+    "frequency_penalty": 0,
+    "seed": None,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+WRITTEN = DEFAULTS | {
+    "max_tokens": 200,
+    "logprobs": 5,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+}
 
 
 class Api:
@@ -24,19 +41,31 @@ class Api:
         self.ids = [model["id"] for model in models]
         self.plain = next(model["id"] for model in models if not model["chat"])
         self.chat = next(model["id"] for model in models if model["chat"])
-        eos = {token for model in self.ids for token in self.get(f"/vocabulary?model={model}")["eos_ids"]}
+        eos = {
+            token
+            for model in self.ids
+            for token in self.get(f"/vocabulary?model={model}")["eos_ids"]
+        }
         self.endless = {"logit_bias": {str(token): -100 for token in eos}}
 
     def get(self, path, body=None):
-        data, headers = None if body is None else json.dumps(body).encode(), {"Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers)) as response:
+        data, headers = (
+            None if body is None else json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(
+            urllib.request.Request(self.url + path, data, headers)
+        ) as response:
             return json.load(response)
 
     def vocabulary(self, model):
         """The bytes of each id, b"" for special tokens."""
         found = self.get(f"/vocabulary?model={model}")
         raw = {int(token): bytes(values) for token, values in found["bytes"].items()}
-        return [raw.get(token, b"") if text is None else text.encode() for token, text in enumerate(found["tokens"])]
+        return [
+            raw.get(token, b"") if text is None else text.encode()
+            for token, text in enumerate(found["tokens"])
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +143,10 @@ class Tab:
 
     def reply(self, *chunks, status=200, headers=None):
         """Answer the next completion with these chunks, as a server that breaks off or fails would."""
-        body = "".join(f"data: {chunk if isinstance(chunk, str) else json.dumps(chunk)}\n\n" for chunk in chunks)
+        body = "".join(
+            f"data: {chunk if isinstance(chunk, str) else json.dumps(chunk)}\n\n"
+            for chunk in chunks
+        )
         if status != 200:
             body = json.dumps(chunks[0])
         self.replies.append({"status": status, "headers": headers or {}, "body": body})
@@ -131,9 +163,15 @@ class Tab:
 
 def chunk(ids, logprob=-0.1, **choice):
     """A chunk of /v1/completions with these tokens."""
-    logprobs = {"token_logprobs": [logprob] * len(ids), "top_logprobs": [{f"token_id:{i}": logprob} for i in ids]}
+    logprobs = {
+        "token_logprobs": [logprob] * len(ids),
+        "top_logprobs": [{f"token_id:{i}": logprob} for i in ids],
+    }
     return {
-        "choices": [{"index": 0, "text": "", "token_ids": ids, "logprobs": logprobs, "finish_reason": None} | choice]
+        "choices": [
+            {"index": 0, "text": "", "token_ids": ids, "logprobs": logprobs, "finish_reason": None}
+            | choice
+        ]
     }
 
 
@@ -168,4 +206,6 @@ def tab(browser, api):
         assert len(failures) == tab.failures
         complaints = sorted(set(tab.faults) - set(failures))
         assert complaints == [], complaints
-        assert all(url.startswith((f"{tab.url}/", "data:", f"blob:{tab.url}/")) for url in tab.asked)
+        assert all(
+            url.startswith((f"{tab.url}/", "data:", f"blob:{tab.url}/")) for url in tab.asked
+        )

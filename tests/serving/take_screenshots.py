@@ -11,7 +11,11 @@ from urllib.parse import urlencode
 from playwright.sync_api import Browser, sync_playwright
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-SCREENS = {"light": (1200, 800, "light", 4), "dark": (1200, 800, "dark", 24), "narrow": (360, 740, "light", 4)}
+SCREENS = {
+    "light": (1200, 800, "light", 4),
+    "dark": (1200, 800, "dark", 24),
+    "narrow": (360, 740, "light", 4),
+}
 
 
 def take(browser: Browser, url: str, name: str, parameters: dict[str, str]) -> None:
@@ -33,6 +37,8 @@ if __name__ == "__main__":
     if models:
         parameters["model"] = models[0]
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         for name in SCREENS:
             take(browser, url.rstrip("/"), name, parameters)

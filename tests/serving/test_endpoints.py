@@ -42,9 +42,10 @@ def guarded(served_run, start_server):
 def refused(response, status, message):
     """Whether a response is an error in OpenAI's form with this message."""
     error = response.json()["error"]
-    return (response.status_code, set(error)) == (status, {"message", "type", "param", "code"}) and (
-        message in error["message"]
-    )
+    return (response.status_code, set(error)) == (
+        status,
+        {"message", "type", "param", "code"},
+    ) and (message in error["message"])
 
 
 def test_health(http):
@@ -63,7 +64,10 @@ def test_bits_by_matrix(served_run, start_server, tmp_path):
     server = start_server(f"mixed={served_run}", "--bits", f"mixed:{path}")
     assert "mixed: 4-bit weights, 1 of 9 matrices 8-bit, " in server.log
     body = {"model": "mixed", "prompt": "Line", "max_tokens": 4, "logit_bias": {"299": -1e9}}
-    assert httpx.post(f"{server.url}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
+    assert (
+        httpx.post(f"{server.url}/v1/completions", json=body).json()["usage"]["completion_tokens"]
+        == 4
+    )
     server.stop()
 
 
@@ -98,14 +102,25 @@ def test_metrics_add_up(server, http):
     before = read()
     usages = []
     for prompts, n in ([["metrics"], 1], [["metrics", "add up"], 3], ["a" * 20, 1]):
-        body = {"model": "served", "prompt": prompts, "n": n, "max_tokens": 5, "logit_bias": {"299": -1e9}}
+        body = {
+            "model": "served",
+            "prompt": prompts,
+            "n": n,
+            "max_tokens": 5,
+            "logit_bias": {"299": -1e9},
+        }
         usages.append(http.post("/v1/completions", json=body).json()["usage"])
-    http.post("/v1/completions", json={"model": "served"})  # a mistake, which counts as a request only
+    http.post(
+        "/v1/completions", json={"model": "served"}
+    )  # a mistake, which counts as a request only
     prompt, cached, new, *counts, n_requests = (after - old for after, old in zip(read(), before))
     n_texts = 1 + 2 * 3 + 1
     assert counts == [n_texts] * 3
     assert new == sum(usage["completion_tokens"] for usage in usages) == 5 * n_texts
-    assert prompt == usages[0]["prompt_tokens"] + 3 * usages[1]["prompt_tokens"] + usages[2]["prompt_tokens"]
+    assert (
+        prompt
+        == usages[0]["prompt_tokens"] + 3 * usages[1]["prompt_tokens"] + usages[2]["prompt_tokens"]
+    )
     assert 0 < cached < prompt
     assert n_requests == 4
     assert server.metric("thinker_running_texts") == server.metric("thinker_waiting_texts") == 0
@@ -122,7 +137,9 @@ def test_the_vocabulary_gives_the_bytes_of_every_id(http, served_run):
     for token, text in enumerate(words["tokens"]):
         data = bytes(words["bytes"].get(str(token), [])) if text is None else text.encode()
         assert data == tokenizer.token_bytes(token)
-    assert refused(http.get("/vocabulary", params={"model": "other"}), 404, "there is no model 'other'")
+    assert refused(
+        http.get("/vocabulary", params={"model": "other"}), 404, "there is no model 'other'"
+    )
     assert refused(http.get("/vocabulary"), 404, "available: served, chat")
 
 
@@ -131,7 +148,10 @@ def test_inspect(http):
     assert page.headers["Content-Type"] == "text/html; charset=utf-8"
     assert page.text.startswith("<!doctype html>")
     assert page.text.rstrip().endswith("</html>")
-    assert http.post("/inspect", json={"model": "served", "token_ids": [299, 97, 98]}).status_code == 200
+    assert (
+        http.post("/inspect", json={"model": "served", "token_ids": [299, 97, 98]}).status_code
+        == 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,11 +175,18 @@ def test_pages_of_other_sites_have_no_access(http):
     preflight = {**SITE, "Access-Control-Request-Method": "POST"}
     assert http.options("/v1/completions", headers=preflight).status_code == 405
     assert "Access-Control-Allow-Origin" not in http.get("/v1/models", headers=SITE).headers
-    simple = {"content": '{"model": "served", "prompt": "a"}', "headers": {"Content-Type": "text/plain"}}
-    assert refused(http.post("/v1/completions", **simple), 415, "send Content-Type: application/json")
+    simple = {
+        "content": '{"model": "served", "prompt": "a"}',
+        "headers": {"Content-Type": "text/plain"},
+    }
+    assert refused(
+        http.post("/v1/completions", **simple), 415, "send Content-Type: application/json"
+    )
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1/?", "[::1"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1/?", "[::1"]
+)
 def test_a_name_that_resolves_to_this_machine_gives_no_access(http, host):
     for path in ("/", "/health", "/v1/models"):
         response = http.get(path, headers={"Host": host})
@@ -176,19 +203,35 @@ def test_a_key_and_a_web_site(guarded):
         "/health/",
     ]
     for path in paths:
-        for headers in ({}, {"Authorization": "Bearer key"}, {"Authorization": "KEY"}, {"Host": "127.0.0.1/health?"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer key"},
+            {"Authorization": "KEY"},
+            {"Host": "127.0.0.1/health?"},
+        ):
             response = guarded.get(path, headers=headers)
             assert response.status_code == (403 if "Host" in headers else 401), path
     assert app.OPEN_PATHS == ("/", "/health")
     assert [guarded.get(path).status_code for path in app.OPEN_PATHS] == [200, 200]
-    assert [guarded.get(path, headers=KEY).status_code for path in ("/v1/models", "/metrics")] == [200, 200]
+    assert [guarded.get(path, headers=KEY).status_code for path in ("/v1/models", "/metrics")] == [
+        200,
+        200,
+    ]
 
     names = "authorization,content-type,x-stainless-os"  # of OpenAI's client for browsers
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": names}
     allowed = guarded.options("/v1/completions", headers=SITE | asked)
-    assert (allowed.status_code, allowed.headers["Access-Control-Allow-Origin"]) == (200, SITE["Origin"])
+    assert (allowed.status_code, allowed.headers["Access-Control-Allow-Origin"]) == (
+        200,
+        SITE["Origin"],
+    )
     assert names == allowed.headers["Access-Control-Allow-Headers"]
-    assert guarded.options("/v1/completions", headers={"Origin": "https://evil.example"} | asked).status_code == 400
+    assert (
+        guarded.options(
+            "/v1/completions", headers={"Origin": "https://evil.example"} | asked
+        ).status_code
+        == 400
+    )
     for headers in (SITE, SITE | KEY):  # also errors can be read
         response = guarded.get("/v1/models", headers=headers)
         assert response.headers["Access-Control-Allow-Origin"] == SITE["Origin"]
@@ -233,7 +276,13 @@ async def call(service, path, messages, method="POST"):
         sent.append(message)
 
     headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "headers": headers,
+        "query_string": b"",
+    }
     await app.create_app(service, [])(scope, receive, send)
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
@@ -254,7 +303,10 @@ def test_health_after_an_engine_has_failed():
 def test_nothing_is_inspected_for_a_client_that_has_left():
     request = {"type": "http.request", "body": b'{"model": "a", "text": "b"}', "more_body": False}
     service = app.Service({"a": None}, Metrics(), "")
-    assert asyncio.run(call(service, "/inspect", [request, {"type": "http.disconnect"}])) == (499, b"")
+    assert asyncio.run(call(service, "/inspect", [request, {"type": "http.disconnect"}])) == (
+        499,
+        b"",
+    )
 
 
 def run(*arguments):
@@ -272,7 +324,10 @@ def run(*arguments):
         (["a", "--max-queue", "-1"], "--max-queue is -1; use at least 0"),
         (["a", "--port", "65536"], "--port is 65536; use at most 65535, or 0 for a free one"),
         (["a", "--host", "300.1.1.1"], "cannot listen on 300.1.1.1, port 8000: "),
-        (["a", "--cors", "example.org"], "--cors is 'example.org'; use the scheme and host of a web site"),
+        (
+            ["a", "--cors", "example.org"],
+            "--cors is 'example.org'; use the scheme and host of a web site",
+        ),
         (["a", "--api-key", ""], "--api-key is empty"),
         (["--port", "0", "no/such/run"], "no/such/run does not exist; use a run directory"),
         ([], "the following arguments are required: PATH"),
@@ -291,7 +346,8 @@ def test_a_port_in_use():
         done = run("a", "--port", port)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(
-        rf"error: cannot listen on 127.0.0.1, port {port}: .*; choose another --port or --host\n", done.stderr
+        rf"error: cannot listen on 127.0.0.1, port {port}: .*; choose another --port or --host\n",
+        done.stderr,
     )
 
 
@@ -305,7 +361,10 @@ def test_help(monkeypatch):
 
 def test_ctrl_c_ends_with_status_0(served_run, chat_run, start_server):
     server = start_server(f"one={served_run}", f"two={chat_run}")
-    assert [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]] == ["one", "two"]
+    assert [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]] == [
+        "one",
+        "two",
+    ]
     with httpx.stream("GET", f"{server.url}/v1/models"):  # an idle connection
         server.signal(signal.SIGINT)
         assert server.wait() == 0
@@ -315,10 +374,18 @@ def test_ctrl_c_ends_with_status_0(served_run, chat_run, start_server):
 
 def test_a_second_ctrl_c_ends_at_once(served_run, start_server):
     server = start_server(served_run, "--host", "0.0.0.0")
-    wait_until(lambda: "anyone who can reach this machine can use the models; set --api-key" in server.log)
+    wait_until(
+        lambda: "anyone who can reach this machine can use the models; set --api-key" in server.log
+    )
     url = server.url.replace("0.0.0.0", "127.0.0.1")
     assert httpx.get(f"{url}/health", headers={"Host": "a.example"}).status_code == 200
-    body = {"model": "served", "prompt": "a", "max_tokens": 10**9, "logit_bias": {"299": -1e9}, "stream": True}
+    body = {
+        "model": "served",
+        "prompt": "a",
+        "max_tokens": 10**9,
+        "logit_bias": {"299": -1e9},
+        "stream": True,
+    }
     with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
         lines = response.iter_lines()  # which would close the connection if it were dropped
         next(lines)

@@ -12,7 +12,15 @@ from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
 
 N_REQUESTS = 64
-PROMPTS = ["", "L", "Line 7: the cat", "Line 7: the cat sat on", "the " * 30, "mat number 3.\n" * 5, "é漢"]
+PROMPTS = [
+    "",
+    "L",
+    "Line 7: the cat",
+    "Line 7: the cat sat on",
+    "the " * 30,
+    "mat number 3.\n" * 5,
+    "é漢",
+]
 
 
 def random_request(numbers):
@@ -25,7 +33,13 @@ def random_request(numbers):
     names = settings if numbers.random() < 0.6 else ["temperature"]
     chosen = {name: numbers.choice(settings[name]) for name in names}
     length, seed = numbers.choice([1, 5, 40, 200]), numbers.randrange(1000)
-    return {"model": "served", "prompt": numbers.choice(PROMPTS), "max_tokens": length, "seed": seed, **chosen}
+    return {
+        "model": "served",
+        "prompt": numbers.choice(PROMPTS),
+        "max_tokens": length,
+        "seed": seed,
+        **chosen,
+    }
 
 
 async def ask(client, body, numbers, pauses):
@@ -49,7 +63,9 @@ async def ask_all(url, bodies, seed, pauses):
     numbers.shuffle(order)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-        answers = await asyncio.gather(*(ask(client, bodies[index], numbers, pauses) for index in order))
+        answers = await asyncio.gather(
+            *(ask(client, bodies[index], numbers, pauses) for index in order)
+        )
     return dict(zip(order, answers))
 
 
@@ -65,10 +81,19 @@ def known(served_run, requests):
     model, tokenizer = load(served_run)
     generator, answers = Generator(model, tokenizer, slide=True), []
     for body in requests:
-        options = {name: value for name, value in body.items() if name not in ("model", "prompt", "max_tokens")}
-        options["stop"], options["logit_bias"] = options.get("stop") or (), options.get("logit_bias") or {}
+        options = {
+            name: value
+            for name, value in body.items()
+            if name not in ("model", "prompt", "max_tokens")
+        }
+        options["stop"], options["logit_bias"] = (
+            options.get("stop") or (),
+            options.get("logit_bias") or {},
+        )
         options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
-        (completion,) = generator.generate(body["prompt"], SamplingParams(body["max_tokens"], **options))
+        (completion,) = generator.generate(
+            body["prompt"], SamplingParams(body["max_tokens"], **options)
+        )
         answers.append((completion.text, completion.finish_reason))
     return answers
 
@@ -83,9 +108,29 @@ def test_64_requests_get_the_texts_of_generate(server, requests, known, stream, 
 
 
 def test_a_text_is_what_generate_py_prints(server, served_run):
-    body = {"model": "served", "prompt": "Line 3", "max_tokens": 200, "seed": 5, "temperature": 0.9, "top_p": 0.95}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=None).json()["choices"][0]
+    body = {
+        "model": "served",
+        "prompt": "Line 3",
+        "max_tokens": 200,
+        "seed": 5,
+        "temperature": 0.9,
+        "top_p": 0.95,
+    }
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=None).json()["choices"][
+        0
+    ]
     assert answer["seed"] == 5
-    flags = ["--prompt", "Line 3", "--max-new-tokens", 200, "--seed", 5, "--temperature", 0.9, "--top-p", 0.95]
+    flags = [
+        "--prompt",
+        "Line 3",
+        "--max-new-tokens",
+        200,
+        "--seed",
+        5,
+        "--temperature",
+        0.9,
+        "--top-p",
+        0.95,
+    ]
     printed = json.loads(run_script(ROOT / "generate.py", served_run, *flags, "--json").stdout)
     assert (printed["text"], printed["finish_reason"]) == (answer["text"], answer["finish_reason"])

@@ -24,13 +24,17 @@ from hostile import (
     refused_requests,
 )
 
-from thinker.data import tokenizer_conversion
+from thinker.data.tokenizers import tokenizer_conversion
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
 from thinker.interop.huggingface import save_pretrained
 from thinker.serving.engine_thread import MAX_UNREAD
 
-ENDLESS = GOOD_BODY | {"max_tokens": 10**9, "stream": True, "logit_bias": {"299": -1e10}}  # 299: the end of text
+ENDLESS = GOOD_BODY | {
+    "max_tokens": 10**9,
+    "stream": True,
+    "logit_bias": {"299": -1e10},
+}  # 299: the end of text
 
 
 def wait_for(condition):
@@ -75,12 +79,18 @@ def reference(path):
     generator = Generator(model, tokenizer, slide=True)
 
     def answer(body):
-        options = {name: value for name, value in body.items() if name not in ("model", "prompt", "stream")}
+        options = {
+            name: value for name, value in body.items() if name not in ("model", "prompt", "stream")
+        }
         length, response_format = options.pop("max_tokens"), options.pop("response_format", None)
         options["stop"] = options.get("stop") or ()
-        options["logit_bias"] = {int(token): bias for token, bias in (options.get("logit_bias") or {}).items()}
+        options["logit_bias"] = {
+            int(token): bias for token, bias in (options.get("logit_bias") or {}).items()
+        }
         schema = response_format and response_format["json_schema"]["schema"]
-        (completion,) = generator.generate(body["prompt"], SamplingParams(length, json_schema=schema, **options))
+        (completion,) = generator.generate(
+            body["prompt"], SamplingParams(length, json_schema=schema, **options)
+        )
         return completion.text, completion.finish_reason
 
     return answer
@@ -90,9 +100,10 @@ def abandon(url, body, numbers):
     """Send a request and leave at a random moment."""
     data = encode_request(body)
     moment = numbers.choice(["headers", "half of the body", "before the answer", "in the answer"])
-    end = {"headers": data.index(b"\r\n\r\n") + 4, "half of the body": len(data) - len(data) // 4}.get(
-        moment, len(data)
-    )
+    end = {
+        "headers": data.index(b"\r\n\r\n") + 4,
+        "half of the body": len(data) - len(data) // 4,
+    }.get(moment, len(data))
     connection = Connection(url).send(data[:end])
     if moment == "in the answer" and body.get("stream") and connection.begin().status == 200:
         for _ in range(numbers.randrange(30)):
@@ -106,7 +117,10 @@ def jobs_of_round(url, n, seed, known):
     """A round of functions without arguments, each of which plays a client; two thirds are good ones."""
     numbers = random.Random(0)
     refused, malformed = list(refused_requests()), list(malformed_requests())
-    bad = [*((check_refused, data) for data in refused), *((check_malformed, data) for data in malformed)]
+    bad = [
+        *((check_refused, data) for data in refused),
+        *((check_malformed, data) for data in malformed),
+    ]
     bad += [(abandon, body) for body in (*heavy_bodies(), *(body for body, _ in known[:20]))] * 2
     numbers.shuffle(bad)
     bad = list(itertools.islice(itertools.cycle(bad), n // 3))
@@ -163,8 +177,13 @@ def test_hostile_requests_change_no_text_and_leak_nothing(
 ):  # fmt: skip
     n_requests = 500 if stress else 60
     numbers = random.Random(3)
-    known = [(body, generate(body)) for body in (good_request(numbers) for _ in range(n_requests * 2 // 3))]
-    server = start_server(served_run, chat_run, "--max-queue", 1000, forked=False)  # its memory is its own
+    known = [
+        (body, generate(body))
+        for body in (good_request(numbers) for _ in range(n_requests * 2 // 3))
+    ]
+    server = start_server(
+        served_run, chat_run, "--max-queue", 1000, forked=False
+    )  # its memory is its own
     process = Path("/proc") / str(server.process.pid)
     assert ask(server.url, GOOD_BODY).text == generate(GOOD_BODY)
     n_open, memory = count_files(process), []
@@ -187,7 +206,9 @@ def start_all(pool, server, bodies):
 
 def long_requests(n, length=800):
     """Requests whose texts do not end early."""
-    return [ENDLESS | {"seed": seed, "max_tokens": length, "stream": seed % 2 == 0} for seed in range(n)]
+    return [
+        ENDLESS | {"seed": seed, "max_tokens": length, "stream": seed % 2 == 0} for seed in range(n)
+    ]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
@@ -198,9 +219,15 @@ def test_a_signal_loses_no_accepted_request(start_server, served_run, generate, 
         answers = start_all(pool, server, bodies)
         slow = encode_request(GOOD_BODY)
         connection = Connection(server.url).send(slow[:-5])
-        wait_for(lambda: ask(server.url, b"", path="/health", method="GET").status == 200)  # read after the above
+        wait_for(
+            lambda: ask(server.url, b"", path="/health", method="GET").status == 200
+        )  # read after the above
         server.signal(number)
-        wait_for(lambda: ask(server.url, b"", path="/health", method="GET").json == {"status": "draining"})
+        wait_for(
+            lambda: (
+                ask(server.url, b"", path="/health", method="GET").json == {"status": "draining"}
+            )
+        )
         refusal = ask(server.url, GOOD_BODY)
         assert (refusal.status, refusal.json["error"]["type"]) == (503, "server_error")
         assert connection.send(slow[-5:]).answer().text == generate(GOOD_BODY)
@@ -308,8 +335,13 @@ def test_a_slow_reader_gets_its_text(start_server, served_run, generate):
         data = b""
         while not data.endswith(b"0\r\n\r\n"):
             data += connection.socket.recv(1)
-    chunks = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
-    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == generate(body)[0]
+    chunks = [
+        json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")
+    ]
+    assert (
+        "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+        == generate(body)[0]
+    )
     server.stop()
 
 
@@ -325,13 +357,17 @@ def test_a_client_that_leaves_frees_its_row(start_server, served_run, generate):
             assert not second.done()
             first.leave(abruptly)
             assert second.result().text == generate(GOOD_BODY)
-    assert gauges(server, "thinker_generated_tokens_total") < (MAX_UNREAD,)  # which would end it, too
+    assert gauges(server, "thinker_generated_tokens_total") < (
+        MAX_UNREAD,
+    )  # which would end it, too
     wait_for(lambda: texts(server) == (0, 0))
     server.stop()
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_of_two_equal_requests_that_wait_the_right_one_is_cancelled(start_server, served_run, generate, leaver):
+def test_of_two_equal_requests_that_wait_the_right_one_is_cancelled(
+    start_server, served_run, generate, leaver
+):
     server = start_server(served_run, "--max-batch", 1)
     with Connection(server.url) as first:
         first.send(encode_request(ENDLESS)).begin()

@@ -5,7 +5,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
-from thinker.data import chat
+from thinker.data.text import chat
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
 
@@ -38,7 +38,9 @@ def answer(chat_run):
     generator = Generator(*load(chat_run), slide=True)
 
     def answer(*messages):
-        tokens = chat.encode_prompt(generator.tokenizer, [{"role": role, "content": text} for role, text in messages])
+        tokens = chat.encode_prompt(
+            generator.tokenizer, [{"role": role, "content": text} for role, text in messages]
+        )
         return generator.generate([""], SamplingParams(12, 0.8, seed=1), [tokens])[0].text
 
     return answer
@@ -87,7 +89,9 @@ def test_structured_output(options):
 def test_json_mode(options):
     model = ChatOpenAI(model="chat", max_tokens=150, **options)
     got = model.with_structured_output(method="json_mode", include_raw=True).invoke("Hi 3")
-    assert isinstance(got["parsed"], dict) or got["raw"].response_metadata["finish_reason"] == "length"
+    assert (
+        isinstance(got["parsed"], dict) or got["raw"].response_metadata["finish_reason"] == "length"
+    )
 
 
 def test_completions(text_model, served_run):
@@ -98,6 +102,9 @@ def test_completions(text_model, served_run):
 
     assert text_model.invoke("Line 3") == known("Line 3")
     assert "".join(text_model.stream("Line 3")) == known("Line 3")
-    assert text_model.batch(["Line 3", "cat"]) == [known("Line 3"), known("cat", seed=2)]  # one request
+    assert text_model.batch(["Line 3", "cat"]) == [
+        known("Line 3"),
+        known("cat", seed=2),
+    ]  # one request
     usage = text_model.generate(["Line 3"]).llm_output["token_usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, run_script
 from server_process import wait_until
 
-from thinker.generation.monitor import FILE_NAME
+from thinker.features.monitoring.monitor import FILE_NAME
 
 LONG = ("--max-new-tokens", 140, "--seed", 1, "--logit-bias", "299=-inf")
 
@@ -39,7 +39,12 @@ def drifting_run(watched_run, tmp_path):
 def decode_until(server, condition):
     """Ask for texts until something is true: how many it takes depends on the machine."""
     body = {"model": "m", "prompt": "Line", "max_tokens": 150, "logit_bias": {"299": -1e9}}
-    wait_until(lambda: httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).is_success and condition())
+    wait_until(
+        lambda: (
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).is_success
+            and condition()
+        )
+    )
 
 
 def test_metrics_per_layer(drifting_run, start_server):
@@ -47,7 +52,12 @@ def test_metrics_per_layer(drifting_run, start_server):
     assert server.metric("thinker_measured_positions_total", model="m") == 0
     decode_until(server, lambda: server.metric("thinker_measured_positions_total", model="m") > 2)
     for layer in "01":
-        for name in ("attention_entropy", "attention_max_logit", "attention_first_token", "layer_cache_used"):
+        for name in (
+            "attention_entropy",
+            "attention_max_logit",
+            "attention_first_token",
+            "layer_cache_used",
+        ):
             names = {"model": "m", "layer": layer}
             text = httpx.get(f"{server.url}/metrics").text
             assert f'thinker_{name}{{layer="{layer}",model="m"}}' in text, (name, names)
@@ -55,7 +65,11 @@ def test_metrics_per_layer(drifting_run, start_server):
         assert 0 < server.metric("thinker_layer_cache_used", model="m", layer=layer) <= 1
     assert 0 < server.metric("thinker_token_entropy", model="m") < 6
     assert server.metric("thinker_drifting_figures", model="m") >= 1
-    (line,) = [line for line in server.log.splitlines() if line.startswith("warning: m: layer 0: attention entropy")]
+    (line,) = [
+        line
+        for line in server.log.splitlines()
+        if line.startswith("warning: m: layer 0: attention entropy")
+    ]
     assert "is above the 0." in line
     server.stop()
 
@@ -76,7 +90,9 @@ def test_generate_shows_what_it_measured(watched_run, drifting_run):
     watched = run_script(*command, "--monitor", "--json")
     plain = run_script(*command, "--json")
     assert watched.returncode == 0, watched.stderr
-    ours, theirs = ([json.loads(line) for line in done.stdout.splitlines()] for done in (watched, plain))
+    ours, theirs = (
+        [json.loads(line) for line in done.stdout.splitlines()] for done in (watched, plain)
+    )
     summaries = [completion.pop("monitor") for completion in ours]
     assert ours == theirs
     assert all(summary == summaries[0] for summary in summaries)

@@ -9,12 +9,16 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from thinker.data import chat
+from thinker.data.text import chat
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
 
 MESSAGES = [{"role": "user", "content": "Hi 3"}]
-CHARACTERS = {"prompt": "é漢", "max_tokens": 40, "seed": 3}  # a text with bytes that are no characters
+CHARACTERS = {
+    "prompt": "é漢",
+    "max_tokens": 40,
+    "seed": 3,
+}  # a text with bytes that are no characters
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +35,9 @@ def complete(client):
 @pytest.fixture(scope="module")
 def answer(client):
     def ask(**fields):
-        return client.chat.completions.create(**{"model": "chat", "messages": MESSAGES, "max_tokens": 12} | fields)
+        return client.chat.completions.create(
+            **{"model": "chat", "messages": MESSAGES, "max_tokens": 12} | fields
+        )
 
     return ask
 
@@ -62,7 +68,9 @@ def generate(generator):
 def chat_generate(chat_generator):
     def generate(messages, max_tokens=12, **options):
         tokens = chat.encode_prompt(chat_generator.tokenizer, messages)
-        (completion,) = chat_generator.generate([""], SamplingParams(max_tokens, **options), [tokens])
+        (completion,) = chat_generator.generate(
+            [""], SamplingParams(max_tokens, **options), [tokens]
+        )
         return completion
 
     return generate
@@ -70,8 +78,18 @@ def chat_generate(chat_generator):
 
 def test_models(client):
     served, tuned = client.models.list()
-    assert (served.id, served.object, served.owned_by, served.chat) == ("served", "model", "thinker", False)
-    assert (tuned.id, tuned.chat, tuned.context_length, tuned.vocab_size) == ("chat", True, 160, 300)
+    assert (served.id, served.object, served.owned_by, served.chat) == (
+        "served",
+        "model",
+        "thinker",
+        False,
+    )
+    assert (tuned.id, tuned.chat, tuned.context_length, tuned.vocab_size) == (
+        "chat",
+        True,
+        160,
+        300,
+    )
     assert client.models.retrieve("chat") == tuned
 
 
@@ -80,11 +98,21 @@ def test_a_completion_is_that_of_generate(complete, generate):
     (choice,) = got.choices
     known = generate("Line 7", seed=5)
     assert (got.object, got.model, choice.index, choice.seed) == ("text_completion", "served", 0, 5)
-    assert (choice.text, choice.finish_reason, choice.logprobs) == (known.text, known.finish_reason, None)
+    assert (choice.text, choice.finish_reason, choice.logprobs) == (
+        known.text,
+        known.finish_reason,
+        None,
+    )
     usage = got.usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (known.prompt_tokens, len(known.token_ids))
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        known.prompt_tokens,
+        len(known.token_ids),
+    )
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    assert complete(prompt="Line 7", seed=5).usage.prompt_tokens_details.cached_tokens == known.prompt_tokens - 1
+    assert (
+        complete(prompt="Line 7", seed=5).usage.prompt_tokens_details.cached_tokens
+        == known.prompt_tokens - 1
+    )
 
 
 def test_an_answer_is_that_of_generate(answer, chat_generate):
@@ -96,7 +124,10 @@ def test_an_answer_is_that_of_generate(answer, chat_generate):
     assert (choice.message.content, choice.finish_reason) == (known.text, known.finish_reason)
     assert got.usage.prompt_tokens == known.prompt_tokens
     parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": " 3"}]
-    assert answer(messages=[messages[0], {"role": "user", "content": parts}], seed=5).choices == got.choices
+    assert (
+        answer(messages=[messages[0], {"role": "user", "content": parts}], seed=5).choices
+        == got.choices
+    )
 
 
 def test_an_answer_without_limit_may_fill_the_context(answer):
@@ -118,10 +149,25 @@ def test_an_answer_can_be_sent_back(answer):
 
 
 def test_null_means_the_default(client, answer, complete):
-    names = ["temperature", "top_p", "n", "stop", "logit_bias", "presence_penalty", "frequency_penalty", "logprobs"]
+    names = [
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "logit_bias",
+        "presence_penalty",
+        "frequency_penalty",
+        "logprobs",
+    ]
     nulls = dict.fromkeys([*names, "stream", "stream_options", "user"])
-    assert answer(seed=3, **nulls, top_logprobs=None, response_format=None).choices == answer(seed=3).choices
-    assert complete(prompt="L", seed=3, max_tokens=None, **nulls).choices == complete(prompt="L", seed=3).choices
+    assert (
+        answer(seed=3, **nulls, top_logprobs=None, response_format=None).choices
+        == answer(seed=3).choices
+    )
+    assert (
+        complete(prompt="L", seed=3, max_tokens=None, **nulls).choices
+        == complete(prompt="L", seed=3).choices
+    )
     first, second = (complete(prompt="L", seed=None).choices[0] for _ in range(2))
     assert first.seed != second.seed
     assert complete(prompt="L", seed=first.seed).choices[0].text == first.text
@@ -133,7 +179,9 @@ def test_n_and_several_prompts(complete, answer, generate, generator, chat_gener
         known = generate(["Line 3", "the cat"][index // 2], 9, seed=7 + index)
         assert (choice.index, choice.seed, choice.text) == (index, 7 + index, known.text)
     n_prompt = sum(len(generator.encode(prompt)) for prompt in ("Line 3", "the cat"))
-    n_new = sum(len(generate(["Line 3", "the cat"][i // 2], 9, seed=7 + i).token_ids) for i in range(4))
+    n_new = sum(
+        len(generate(["Line 3", "the cat"][i // 2], 9, seed=7 + i).token_ids) for i in range(4)
+    )
     assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (n_prompt, n_new)
     ids = [generator.encode(prompt) for prompt in ("Line 3", "the cat")]
     assert complete(prompt=ids, n=2, seed=7, max_tokens=9).choices == got.choices
@@ -154,12 +202,24 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_sampling_options_reach_the_sampler(complete, answer, generate, chat_generate, options):
-    ours = {name: value for name, value in options.items() if name in ("top_k", "min_p", "repetition_penalty")}
+    ours = {
+        name: value
+        for name, value in options.items()
+        if name in ("top_k", "min_p", "repetition_penalty")
+    }
     others = {name: value for name, value in options.items() if name not in ours}
     given = {**others, "extra_body": ours, "seed": 2, "max_tokens": 30}
-    known = options | {"logit_bias": {int(token): bias for token, bias in options.get("logit_bias", {}).items()}}
-    assert complete(prompt="Line", **given).choices[0].text == generate("Line", 30, seed=2, **known).text
-    assert answer(**given).choices[0].message.content == chat_generate(MESSAGES, 30, seed=2, **known).text
+    known = options | {
+        "logit_bias": {int(token): bias for token, bias in options.get("logit_bias", {}).items()}
+    }
+    assert (
+        complete(prompt="Line", **given).choices[0].text
+        == generate("Line", 30, seed=2, **known).text
+    )
+    assert (
+        answer(**given).choices[0].message.content
+        == chat_generate(MESSAGES, 30, seed=2, **known).text
+    )
 
 
 def test_stop(complete, answer):
@@ -167,9 +227,13 @@ def test_stop(complete, answer):
     stop = whole[5:8]
     (choice,) = complete(prompt="Line", seed=1, max_tokens=40, stop=stop).choices
     assert (choice.text, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
-    assert complete(prompt="Line", seed=1, max_tokens=40, stop=["never there", stop]).choices == [choice]
+    assert complete(prompt="Line", seed=1, max_tokens=40, stop=["never there", stop]).choices == [
+        choice
+    ]
     whole = answer(seed=1).choices[0].message.content
-    assert answer(seed=1, stop=whole[1]).choices[0].message.content == whole[: whole.index(whole[1])]
+    assert (
+        answer(seed=1, stop=whole[1]).choices[0].message.content == whole[: whole.index(whole[1])]
+    )
 
 
 def test_logprobs_are_those_of_generate(complete, generate, generator):
@@ -179,14 +243,19 @@ def test_logprobs_are_those_of_generate(complete, generate, generator):
     assert choice.token_ids == known.token_ids
     assert choice.prompt_token_ids == generator.encode(CHARACTERS["prompt"])
     assert logprobs.token_logprobs == known.logprobs
-    assert [list(top.values()) for top in logprobs.top_logprobs] == [list(t.values()) for t in known.top_logprobs]
+    assert [list(top.values()) for top in logprobs.top_logprobs] == [
+        list(t.values()) for t in known.top_logprobs
+    ]
     assert any(token.startswith("bytes:\\x") for token in logprobs.tokens)
     data = [tokenizer.token_bytes(token) for token in known.token_ids]
     for token, octets in zip(logprobs.tokens, data):
         assert bytes_of(token) == octets or (not octets and token in tokenizer.special_tokens)
     starts = [len(b"".join(data[:index]).decode(errors="ignore")) for index in range(len(data))]
     assert logprobs.text_offset == sorted(logprobs.text_offset)
-    assert all(abs(mine - start) <= choice.text.count("\ufffd") for mine, start in zip(logprobs.text_offset, starts))
+    assert all(
+        abs(mine - start) <= choice.text.count("\ufffd")
+        for mine, start in zip(logprobs.text_offset, starts)
+    )
 
 
 def bytes_of(token):
@@ -200,7 +269,9 @@ def test_offsets_index_the_text(complete):
     ends = [*choice.logprobs.text_offset[1:], len(choice.text)]
     pieces = [choice.text[start:end] for start, end in zip(choice.logprobs.text_offset, ends)]
     assert len(pieces) > 5
-    assert [token for token in choice.logprobs.tokens if token != "<|bos|>"] == [piece for piece in pieces if piece]
+    assert [token for token in choice.logprobs.tokens if token != "<|bos|>"] == [
+        piece for piece in pieces if piece
+    ]
     assert choice.logprobs.top_logprobs == [{}] * len(pieces)
 
 
@@ -212,21 +283,33 @@ def test_logprobs_of_an_answer(answer, chat_generate, chat_generator):
     assert [bytes(entry.bytes or []) for entry in content] == list(
         map(chat_generator.tokenizer.token_bytes, known.token_ids)
     )
-    tops = [[(bytes(top.bytes or []), top.logprob) for top in entry.top_logprobs] for entry in content]
+    tops = [
+        [(bytes(top.bytes or []), top.logprob) for top in entry.top_logprobs] for entry in content
+    ]
     token_bytes = chat_generator.tokenizer.token_bytes
-    assert tops == [[(token_bytes(token), value) for token, value in top.items()] for top in known.top_logprobs]
+    assert tops == [
+        [(token_bytes(token), value) for token, value in top.items()] for top in known.top_logprobs
+    ]
     assert all(math.exp(entry.logprob) <= 1 and len(entry.top_logprobs) == 2 for entry in content)
     (bare,) = answer(seed=3, logprobs=True, max_tokens=30).choices
-    assert [(entry.token, entry.top_logprobs) for entry in bare.logprobs.content] == [(e.token, []) for e in content]
+    assert [(entry.token, entry.top_logprobs) for entry in bare.logprobs.content] == [
+        (e.token, []) for e in content
+    ]
 
 
 def test_tokens_as_token_ids(complete, answer, generate):
     flags = {"return_tokens_as_token_ids": True}
     (choice,) = complete(prompt="Line", seed=3, logprobs=1, extra_body=flags).choices
-    assert choice.logprobs.tokens == [f"token_id:{token}" for token in generate("Line", seed=3).token_ids]
-    assert all(token.startswith("token_id:") for top in choice.logprobs.top_logprobs for token in top)
+    assert choice.logprobs.tokens == [
+        f"token_id:{token}" for token in generate("Line", seed=3).token_ids
+    ]
+    assert all(
+        token.startswith("token_id:") for top in choice.logprobs.top_logprobs for token in top
+    )
     (choice,) = answer(seed=3, logprobs=True, extra_body=flags | {"return_token_ids": True}).choices
-    assert [entry.token for entry in choice.logprobs.content] == [f"token_id:{token}" for token in choice.token_ids]
+    assert [entry.token for entry in choice.logprobs.content] == [
+        f"token_id:{token}" for token in choice.token_ids
+    ]
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -242,10 +325,14 @@ def test_a_streamed_completion_is_the_same(complete, n):
         assert "".join(piece.text for piece in pieces) == known.text
         assert [token for piece in pieces for token in piece.token_ids] == known.token_ids
         *_, end = pieces
-        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [known.finish_reason]
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [
+            known.finish_reason
+        ]
         assert (pieces[0].seed, pieces[0].prompt_token_ids) == (known.seed, known.prompt_token_ids)
         for name, value in known.logprobs.model_dump().items():
-            assert [one for piece in pieces if piece.logprobs for one in getattr(piece.logprobs, name)] == value
+            assert [
+                one for piece in pieces if piece.logprobs for one in getattr(piece.logprobs, name)
+            ] == value
         assert not hasattr(end, "seed") or end is pieces[0]
 
 
@@ -267,16 +354,26 @@ def test_a_streamed_answer_is_the_same(answer, n):
 
 def test_the_asynchronous_client(server, complete, answer):
     async def ask():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as client:
             create, chat_create = client.completions.create, client.chat.completions.create
             fields = {"model": "chat", "messages": MESSAGES, "max_tokens": 12}
             requests = [create(model="served", prompt="Line", seed=seed) for seed in range(8)]
             texts = [got.choices[0].text for got in await asyncio.gather(*requests)]
-            answers = [got.choices[0] for got in await asyncio.gather(*(chat_create(**fields, seed=s) for s in (1, 2)))]
+            answers = [
+                got.choices[0]
+                for got in await asyncio.gather(*(chat_create(**fields, seed=s) for s in (1, 2)))
+            ]
             stream = await create(model="served", prompt="Line", seed=0, stream=True)
             text = "".join([chunk.choices[0].text async for chunk in stream])
             stream = await chat_create(**fields, seed=1, stream=True)
-            return texts, answers, text, "".join([chunk.choices[0].delta.content async for chunk in stream])
+            return (
+                texts,
+                answers,
+                text,
+                "".join([chunk.choices[0].delta.content async for chunk in stream]),
+            )
 
     texts, answers, text, said = asyncio.run(ask())
     assert texts == [complete(prompt="Line", seed=seed).choices[0].text for seed in range(8)]
@@ -293,25 +390,35 @@ class Cat(BaseModel):
 
 
 def test_json(client, answer, complete):
-    schema = {"type": "json_schema", "json_schema": {"name": "cat", "schema": Cat.model_json_schema()}}
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "cat", "schema": Cat.model_json_schema()},
+    }
     ended = 0
     for seed in range(4):
         fields = {"seed": seed, "max_tokens": 120}
-        contents = [(choice.message.content, choice) for choice in answer(**fields, response_format=schema).choices]
+        contents = [
+            (choice.message.content, choice)
+            for choice in answer(**fields, response_format=schema).choices
+        ]
         got = complete(prompt="L", **fields, extra_body={"response_format": schema}).choices
         for content, choice in [*contents, *((choice.text, choice) for choice in got)]:
             if choice.finish_reason == "stop":
                 jsonschema.validate(json.loads(content), Cat.model_json_schema())
                 ended += 1
         (choice,) = answer(**fields, response_format={"type": "json_object"}).choices
-        assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
+        assert choice.finish_reason == "length" or isinstance(
+            json.loads(choice.message.content), dict
+        )
     assert ended
     assert answer(seed=1, response_format={"type": "text"}).choices == answer(seed=1).choices
 
 
 def test_json_of_a_pydantic_class(client):
     ask = {"model": "chat", "messages": MESSAGES, "response_format": Cat, "seed": 1}
-    assert isinstance(client.chat.completions.parse(**ask, max_tokens=150).choices[0].message.parsed, Cat)
+    assert isinstance(
+        client.chat.completions.parse(**ask, max_tokens=150).choices[0].message.parsed, Cat
+    )
     with client.chat.completions.stream(**ask, max_tokens=150) as stream:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Cat)
     with pytest.raises(openai.LengthFinishReasonError):

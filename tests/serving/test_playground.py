@@ -9,33 +9,60 @@ from playwright.sync_api import expect
 
 from thinker.serving.playground import playground_page
 
-browser, api, tab = playground_fixtures.browser, playground_fixtures.api, playground_fixtures.tab  # fixtures
+browser, api, tab = (
+    playground_fixtures.browser,
+    playground_fixtures.api,
+    playground_fixtures.tab,
+)  # fixtures
 PROMPT = "Once upon a time"
 
 
 def test_the_page_is_self_contained():
     page = playground_page()
-    assert re.findall(r"https?://|<link(?! rel=\"icon\" href=\"data:,\")|<script src|@import|url\(", page) == []
+    assert (
+        re.findall(
+            r"https?://|<link(?! rel=\"icon\" href=\"data:,\")|<script src|@import|url\(", page
+        )
+        == []
+    )
     assert "default-src 'none'" in page
     assert "connect-src 'self'" in page
-    assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|srcdoc", page) == []
+    assert (
+        re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|srcdoc", page)
+        == []
+    )
 
 
 def test_continuing_shows_what_the_server_computes(tab, api):
     page = tab(prompt=PROMPT, seed=7, max_tokens=24, logprobs=3).proceed()
-    body = WRITTEN | {"model": api.plain, "prompt": PROMPT, "seed": 7, "max_tokens": 24, "logprobs": 3}
+    body = WRITTEN | {
+        "model": api.plain,
+        "prompt": PROMPT,
+        "seed": 7,
+        "max_tokens": 24,
+        "logprobs": 3,
+    }
     assert page.sent == [body]
-    alone = {key: value for key, value in body.items() if key != "stream_options"} | {"stream": False} | api.endless
+    alone = (
+        {key: value for key, value in body.items() if key != "stream_options"}
+        | {"stream": False}
+        | api.endless
+    )
     [choice] = api.get("/v1/completions", alone)["choices"]
     shown = page.state()
     assert [token for token, _, _ in shown] == choice["token_ids"]
-    assert [logprob for _, logprob, _ in shown] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+    assert [logprob for _, logprob, _ in shown] == pytest.approx(
+        choice["logprobs"]["token_logprobs"], abs=1e-4
+    )
     assert [where for _, _, where in shown] == [color(logprob) for _, logprob, _ in shown]
     vocabulary = api.vocabulary(api.plain)
     text = b"".join(vocabulary[token] for token in choice["token_ids"]).decode(errors="replace")
     assert page.text().removesuffix("\ufffd") == (PROMPT + text).removesuffix("\ufffd")
     assert page.paper.evaluate("box => box.textContent") == page.text()
-    assert re.search(r"tokens/s · first after \d+ ms · context \d+ of", page.page.locator(".stats").first.inner_text())
+    assert re.search(
+        r"tokens/s · first after \d+ ms · context \d+ of",
+        page.page.locator(".stats").first.inner_text(),
+    )
 
 
 def test_every_setting_is_sent(tab):
@@ -59,8 +86,21 @@ def test_every_setting_is_sent(tab):
     page.reply(chunk([1], prompt_token_ids=[0]), "[DONE]")
     page.proceed()
     [body] = page.sent
-    sent = {"temperature": 0.55, "max_tokens": 9, "top_p": 0.9, "seed": 12, "logprobs": 2, "top_k": 40, "min_p": 0.02}
-    sent |= {"repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": -0.2, "stop": ["###", "\n\n"]}
+    sent = {
+        "temperature": 0.55,
+        "max_tokens": 9,
+        "top_p": 0.9,
+        "seed": 12,
+        "logprobs": 2,
+        "top_k": 40,
+        "min_p": 0.02,
+    }
+    sent |= {
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.3,
+        "frequency_penalty": -0.2,
+        "stop": ["###", "\n\n"],
+    }
     assert {name: body[name] for name in sent} == sent
     assert body["response_format"]["type"] == "json_schema"
     assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
@@ -196,7 +236,12 @@ def test_alternatives_come_in_order_and_without_doubles(tab):
     logprobs = {"token_logprobs": [-6], "top_logprobs": [top]}
     page.reply(chunk([4], prompt_token_ids=[0], logprobs=logprobs), "[DONE]")
     page.proceed()
-    assert page.page.evaluate("write.drafts[0].view.tokens[0].alternatives.map(({id}) => id)") == [9, 7, 5, 4]
+    assert page.page.evaluate("write.drafts[0].view.tokens[0].alternatives.map(({id}) => id)") == [
+        9,
+        7,
+        5,
+        4,
+    ]
     page.tokens.first.click()
     assert "rank 4 or lower" in page.page.locator("#popover").inner_text()
     assert page.page.locator("#popover [aria-current]").count() == 1
@@ -228,7 +273,9 @@ def test_edited_text_is_plain_and_is_sent_as_text(tab):
     page.button("Clear").click()
     expect(page.field("Text")).to_have_value("")
     page.button("Undo").click()
-    assert page.text() == page.page.evaluate("write.drafts[0].view.text")  # the tokens are back, not the text area
+    assert page.text() == page.page.evaluate(
+        "write.drafts[0].view.text"
+    )  # the tokens are back, not the text area
     for _ in range(3):
         page.button("Undo").click()
     expect(page.field("Text")).to_have_value(PROMPT)
@@ -246,7 +293,12 @@ def test_a_character_of_several_tokens_comes_with_the_last(tab, api):
     vocabulary = api.vocabulary(api.plain)
     ids = [vocabulary.index(bytes([byte])) for byte in "é🙂".encode()]
     page = tab(prompt="A ")
-    page.reply(chunk(ids[:3], prompt_token_ids=[0]), chunk(ids[3:5]), chunk(ids[5:], finish_reason="length"), "[DONE]")
+    page.reply(
+        chunk(ids[:3], prompt_token_ids=[0]),
+        chunk(ids[3:5]),
+        chunk(ids[5:], finish_reason="length"),
+        "[DONE]",
+    )
     page.proceed()
     assert page.text() == "A é🙂"
     assert page.tokens.all_inner_texts() == ["", "é", "", "", "", "🙂"]
@@ -293,9 +345,17 @@ def test_text_is_never_markup(tab, api):
 
 def test_a_long_text_stays_whole_when_the_window_changes(tab, api):
     vocabulary = api.vocabulary(api.plain)
-    word = next(token for token, text in enumerate(vocabulary) if len(text) > 3 and text.isascii() and text[:1] == b" ")
+    word = next(
+        token
+        for token, text in enumerate(vocabulary)
+        if len(text) > 3 and text.isascii() and text[:1] == b" "
+    )
     page = tab(prompt="A")
-    page.reply(chunk([word] * 3000, prompt_token_ids=[0]), *[chunk([word] * 100) for _ in range(10)], "[DONE]")
+    page.reply(
+        chunk([word] * 3000, prompt_token_ids=[0]),
+        *[chunk([word] * 100) for _ in range(10)],
+        "[DONE]",
+    )
     page.page.evaluate("window.drawn = new Set(), 0")
     page.proceed()
     text = "A" + 4000 * vocabulary[word].decode()
@@ -307,5 +367,7 @@ def test_a_long_text_stays_whole_when_the_window_changes(tab, api):
     page.proceed()
     page.page.set_viewport_size({"width": 900, "height": 800})
     page.page.evaluate("new Promise(requestAnimationFrame)")
-    assert page.paper.locator("> div").count() == 1  # the window is narrower: all rows are one paragraph again
+    assert (
+        page.paper.locator("> div").count() == 1
+    )  # the window is narrower: all rows are one paragraph again
     assert page.paper.evaluate("box => box.textContent") == text + 500 * vocabulary[word].decode()

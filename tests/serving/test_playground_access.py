@@ -6,7 +6,11 @@ from axe_playwright_python.sync_playwright import Axe
 from playground_fixtures import chunk
 from playwright.sync_api import expect
 
-browser, api, tab = playground_fixtures.browser, playground_fixtures.api, playground_fixtures.tab  # fixtures
+browser, api, tab = (
+    playground_fixtures.browser,
+    playground_fixtures.api,
+    playground_fixtures.tab,
+)  # fixtures
 SCREENS = [(1320, "light"), (1320, "dark"), (360, "light"), (360, "dark")]
 
 
@@ -14,7 +18,9 @@ def check(page):
     """axe finds nothing, and nothing is wider than the window."""
     found = Axe().run(page.page)
     assert found.violations_count == 0, found.generate_report()
-    assert page.page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.page.evaluate(
+        "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    )
 
 
 @pytest.mark.parametrize(("width", "scheme"), SCREENS)

@@ -7,11 +7,17 @@ import pytest
 from playground_fixtures import DEFAULTS, chunk
 from playwright.sync_api import expect
 
-browser, api, tab = playground_fixtures.browser, playground_fixtures.api, playground_fixtures.tab  # fixtures
+browser, api, tab = (
+    playground_fixtures.browser,
+    playground_fixtures.api,
+    playground_fixtures.tab,
+)  # fixtures
 
 
 def contents(page, at=0):
-    return page.page.evaluate("at => chat.conversations[at].messages.map(({role, content}) => [role, content])", at)
+    return page.page.evaluate(
+        "at => chat.conversations[at].messages.map(({role, content}) => [role, content])", at
+    )
 
 
 def say(page, text):
@@ -23,7 +29,12 @@ def say(page, text):
 def test_a_conversation(tab, api):
     page = tab(model=api.chat, tab="chat", max_tokens=8, system="Be kind.")
     say(page, "Hello")
-    body = DEFAULTS | {"model": api.chat, "max_completion_tokens": 8, "logprobs": True, "top_logprobs": 5}
+    body = DEFAULTS | {
+        "model": api.chat,
+        "max_completion_tokens": 8,
+        "logprobs": True,
+        "top_logprobs": 5,
+    }
     system, first = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}
     assert page.sent == [body | {"messages": [system, first]}]
     [_, [role, answer]] = contents(page)
@@ -33,7 +44,9 @@ def test_a_conversation(tab, api):
     assert 1 <= page.page.locator(".assistant .token").count() <= 8
     page.page.locator(".assistant .token").first.click()
     expect(page.page.locator("#popover li")).not_to_have_count(0)
-    assert page.page.locator("#popover button").count() == 0  # an answer cannot be continued from its middle
+    assert (
+        page.page.locator("#popover button").count() == 0
+    )  # an answer cannot be continued from its middle
     say(page, "And then?")
     second = [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]
     assert page.sent[1]["messages"] == [system, first, *second]
@@ -80,11 +93,16 @@ def test_stopping_an_answer(tab, api):
 
 def test_an_answer_ends_before_its_stop_string(tab, api):
     entries = [
-        {"token": text, "bytes": list(text.encode()), "logprob": -1, "top_logprobs": []} for text in ("Hi", "#", "#")
+        {"token": text, "bytes": list(text.encode()), "logprob": -1, "top_logprobs": []}
+        for text in ("Hi", "#", "#")
     ]
     page = tab(model=api.chat, tab="chat")
     page.reply(
-        {"choices": [{"delta": {"role": "assistant", "content": "Hi"}, "logprobs": {"content": entries}}]},
+        {
+            "choices": [
+                {"delta": {"role": "assistant", "content": "Hi"}, "logprobs": {"content": entries}}
+            ]
+        },
         {"choices": [{"delta": {}, "logprobs": None, "finish_reason": "stop"}]},
         "[DONE]",
     )
@@ -169,7 +187,9 @@ def test_a_link_holds_model_text_and_settings(tab, api):
     other = tab()
     other.page.goto(link)
     expect(other.field("Text")).to_have_value("Two\nlines & <b>")
-    assert other.page.evaluate("String(linkParameters())") == page.page.evaluate("String(linkParameters())")
+    assert other.page.evaluate("String(linkParameters())") == page.page.evaluate(
+        "String(linkParameters())"
+    )
     values = {
         "Model": api.chat,
         "with": api.plain,
@@ -221,7 +241,9 @@ def test_errors_are_shown_in_words(tab, api):
     page.replies.append(None)
     page.proceed()
     assert "connection to the server was lost" in page.error.inner_text()
-    page.reply(chunk([1, 2], prompt_token_ids=[0]), {"error": {"message": "the logits are not finite"}})
+    page.reply(
+        chunk([1, 2], prompt_token_ids=[0]), {"error": {"message": "the logits are not finite"}}
+    )
     page.proceed()
     assert page.error.inner_text() == "the logits are not finite"
     assert page.tokens.count() == 2
@@ -237,7 +259,11 @@ def test_errors_are_shown_in_words(tab, api):
 def test_a_busy_server_is_asked_once_more(tab, times):
     page = tab(prompt="Once", max_tokens=4, failures=times)
     page.page.clock.install()
-    busy = {"status": 429, "headers": {"Retry-After": "7"}, "body": '{"error": {"message": "the queue is full"}}'}
+    busy = {
+        "status": 429,
+        "headers": {"Retry-After": "7"},
+        "body": '{"error": {"message": "the queue is full"}}',
+    }
     page.replies += [busy] * times
     page.button("Continue").click()
     expect(page.error).to_have_text(re.compile("in 7 s"))
@@ -269,7 +295,9 @@ def test_a_key_that_is_asked_for_later_costs_no_text(tab):
 def test_a_server_with_a_key(tab, served_run, start_server):
     guarded = start_server(served_run, "--api-key", "sesame")
     page = tab(failures=2, url=guarded.url)
-    expect(page.page.locator("#page-error")).to_have_text(re.compile("the API key is missing or wrong"))
+    expect(page.page.locator("#page-error")).to_have_text(
+        re.compile("the API key is missing or wrong")
+    )
     for key in ("wrong", "sesame"):
         page.page.get_by_label("API key").fill(key)
         page.button("Use key").click()

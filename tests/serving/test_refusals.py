@@ -9,7 +9,11 @@ import pytest
 from server_process import wait_until
 
 MESSAGES = [{"role": "user", "content": "Hi 3"}]
-ENDLESS = {"prompt": "L", "max_tokens": 10**9, "logit_bias": {"299": -1e9}}  # without the BOS token, which ends texts
+ENDLESS = {
+    "prompt": "L",
+    "max_tokens": 10**9,
+    "logit_bias": {"299": -1e9},
+}  # without the BOS token, which ends texts
 
 
 @pytest.fixture(scope="module")
@@ -56,37 +60,70 @@ MISTAKES = [  # fields, the field at fault, part of the message
     ({"n": 100}, "n", "this server decodes and queues at most 80"),
     ({"prompt": ["a"] * 81}, "n", "this server decodes and queues at most 80"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "has no effect without stream"),
-    ({"response_format": SCHEMA}, "response_format", "json_schema cannot be used: Invalid type: nothing"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema goes with the type json_schema"),
+    (
+        {"response_format": SCHEMA},
+        "response_format",
+        "json_schema cannot be used: Invalid type: nothing",
+    ),
+    (
+        {"response_format": {"type": "json_schema"}},
+        "response_format",
+        "json_schema goes with the type json_schema",
+    ),
     ({"response_format": {"type": "xml"}}, "response_format", 'use {"type": "text"}'),
     ({"echo": True}, "echo", "echo is not supported here; remove it"),
     ({"max_token": 3}, "max_token", "did you mean max_tokens?"),
     ({"model": None}, "model", "model is missing; pass the id of a model"),
-    ({"model": "served", "prompt": "L", "top_logprobs": 3}, "top_logprobs", "did you mean logprobs?"),
+    (
+        {"model": "served", "prompt": "L", "top_logprobs": 3},
+        "top_logprobs",
+        "did you mean logprobs?",
+    ),
 ]
 CHAT_MISTAKES = [
     ({"messages": []}, "messages", 'use a list of {"role": "user"'),
     ({"messages": "Hi"}, "messages", 'messages is "Hi"'),
     ({"messages": [{"role": "user"}]}, "messages", "with text only"),
     ({"messages": [{"role": "user", "content": None}]}, "messages", "with text only"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "text only"),
-    ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages.0.name", "is not supported here"),
-    ({"messages": [{"role": "user", "content": "word " * 300}]}, "messages", "the model chat reads at most 160"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages",
+        "text only",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "a", "name": "b"}]},
+        "messages.0.name",
+        "is not supported here",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "word " * 300}]},
+        "messages",
+        "the model chat reads at most 160",
+    ),
     ({"top_logprobs": 3}, "top_logprobs", "set logprobs to true"),
     ({"logprobs": 3}, "logprobs", "use true or false"),
     ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens", "mean the same; use one"),
     ({"tools": []}, "tools", "tools is not supported here"),
-    ({"model": "served"}, "model", "has no chat template: it was not trained on chats; use /v1/completions"),
+    (
+        {"model": "served"},
+        "model",
+        "has no chat template: it was not trained on chats; use /v1/completions",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "param", "message"),
-    [*(("completions", *mistake) for mistake in MISTAKES), *(("chat/completions", *one) for one in CHAT_MISTAKES)],
+    [
+        *(("completions", *mistake) for mistake in MISTAKES),
+        *(("chat/completions", *one) for one in CHAT_MISTAKES),
+    ],
 )
 def test_mistakes_name_the_field(client, path, fields, param, message):
     with pytest.raises(openai.BadRequestError) as caught:
-        client.post(f"/{path}", body=(GOOD if path == "completions" else GOOD_CHAT) | fields, cast_to=object)
+        client.post(
+            f"/{path}", body=(GOOD if path == "completions" else GOOD_CHAT) | fields, cast_to=object
+        )
     error = caught.value
     assert (error.type, error.param) == ("invalid_request_error", param)
     assert message in error.body["message"]
@@ -95,7 +132,9 @@ def test_mistakes_name_the_field(client, path, fields, param, message):
     assert error.code == ("context_length_exceeded" if too_long else error.code)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 9999, b'{"seed": ' + b"1" * 9999 + b"}"])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 9999, b'{"seed": ' + b"1" * 9999 + b"}"]
+)
 def test_a_body_that_is_no_json_object(client, body):
     with pytest.raises(openai.BadRequestError, match="not a valid JSON object") as caught:
         client.post("/completions", content=body, cast_to=object, options={"headers": JSON})
@@ -103,8 +142,13 @@ def test_a_body_that_is_no_json_object(client, body):
 
 
 def test_unknown_models_and_paths(client):
-    for ask in (lambda: client.models.retrieve("chatt"), lambda: client.completions.create(model="chatt", prompt="a")):
-        with pytest.raises(openai.NotFoundError, match="there is no model 'chatt'; did you mean chat?") as caught:
+    for ask in (
+        lambda: client.models.retrieve("chatt"),
+        lambda: client.completions.create(model="chatt", prompt="a"),
+    ):
+        with pytest.raises(
+            openai.NotFoundError, match="there is no model 'chatt'; did you mean chat?"
+        ) as caught:
             ask()
         assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
     with pytest.raises(openai.NotFoundError, match="there is no /v1/embeddings here"):
@@ -115,24 +159,37 @@ def test_wrong_methods_types_and_sizes(client):
     with pytest.raises(openai.APIStatusError, match="GET is not allowed here; use POST") as caught:
         client.get("/completions", cast_to=object)
     assert (caught.value.status_code, caught.value.response.headers["Allow"]) == (405, "POST")
-    with pytest.raises(openai.APIStatusError, match="send Content-Type: application/json") as caught:
-        client.post("/completions", body=GOOD, cast_to=object, options={"headers": {"Content-Type": "text/plain"}})
+    with pytest.raises(
+        openai.APIStatusError, match="send Content-Type: application/json"
+    ) as caught:
+        client.post(
+            "/completions",
+            body=GOOD,
+            cast_to=object,
+            options={"headers": {"Content-Type": "text/plain"}},
+        )
     assert caught.value.status_code == 415
     for n_bytes in (1 << 20, 1 << 25):
-        with pytest.raises(openai.APIStatusError, match="more than 1048576 bytes; see --max-body") as caught:
+        with pytest.raises(
+            openai.APIStatusError, match="more than 1048576 bytes; see --max-body"
+        ) as caught:
             client.completions.create(model="served", prompt="a" * n_bytes)
         assert caught.value.status_code == 413
 
 
 def test_the_api_key(served_run, start_server):
     url = f"{start_server(served_run, '--api-key', 'sésame').url}/v1"
-    with pytest.raises(openai.AuthenticationError, match="send the header Authorization: Bearer KEY") as caught:
+    with pytest.raises(
+        openai.AuthenticationError, match="send the header Authorization: Bearer KEY"
+    ) as caught:
         openai.OpenAI(base_url=url, api_key="wrong").models.list()
     assert caught.value.code == "invalid_api_key"
     assert caught.value.response.headers["WWW-Authenticate"] == "Bearer"
     headers = {"Authorization": "bearer sésame".encode()}
     assert httpx.get(f"{url}/models", headers=headers).status_code == 200
-    assert httpx.get(f"{url}/models", headers={"Authorization": "sésame".encode()}).status_code == 401
+    assert (
+        httpx.get(f"{url}/models", headers={"Authorization": "sésame".encode()}).status_code == 401
+    )
 
 
 def test_a_full_server_and_one_that_shuts_down(served_run, start_server):
@@ -140,9 +197,14 @@ def test_a_full_server_and_one_that_shuts_down(served_run, start_server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         running = client.completions.create(model="served", **ENDLESS, stream=True)
         next(running)
-        with pytest.raises(openai.RateLimitError, match="served is busy; try again in 1 s") as caught:
+        with pytest.raises(
+            openai.RateLimitError, match="served is busy; try again in 1 s"
+        ) as caught:
             client.completions.create(**GOOD)
-        assert (caught.value.code, caught.value.response.headers["Retry-After"]) == ("queue_full", "1")
+        assert (caught.value.code, caught.value.response.headers["Retry-After"]) == (
+            "queue_full",
+            "1",
+        )
         retried = []
         ask = client.with_options(max_retries=9).completions.with_raw_response.create
         patient = threading.Thread(target=lambda: retried.append(ask(**GOOD, seed=1)))
@@ -157,10 +219,17 @@ def test_a_full_server_and_one_that_shuts_down(served_run, start_server):
         server.signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
         assert httpx.get(f"{server.url}/health").json() == {"status": "draining"}
-        with pytest.raises(openai.InternalServerError, match="the server is shutting down") as caught:
+        with pytest.raises(
+            openai.InternalServerError, match="the server is shutting down"
+        ) as caught:
             client.completions.create(**GOOD)
-        assert (caught.value.status_code, caught.value.response.headers["Retry-After"]) == (503, "5")
-        assert sum(len(chunk.choices) for chunk, _ in zip(running, range(500))) == 500  # what runs goes on
+        assert (caught.value.status_code, caught.value.response.headers["Retry-After"]) == (
+            503,
+            "5",
+        )
+        assert (
+            sum(len(chunk.choices) for chunk, _ in zip(running, range(500))) == 500
+        )  # what runs goes on
         running.close()
     assert server.wait() == 0
     assert "finishing 1 request(s)" in server.log

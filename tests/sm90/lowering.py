@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER"] = os.environ["TORCHINDUCTOR_USE_STATIC_TRITON_LAUNCHER"] = "0"
+os.environ["TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER"] = os.environ[
+    "TORCHINDUCTOR_USE_STATIC_TRITON_LAUNCHER"
+] = "0"
 sys.path.insert(0, str(Path(__file__).parents[1] / "fake_cuda"))
 
 import fake_cuda
@@ -37,7 +39,9 @@ class Driver(DriverBase):
     def __init__(self):
         self.utils = SimpleNamespace(
             load_binary=lambda name, binary, shared, device: (0, 0, 32, 0, 1024),
-            get_device_properties=lambda device: {"max_shared_mem": fake_cuda.GPU.shared_memory_per_block_optin},
+            get_device_properties=lambda device: {
+                "max_shared_mem": fake_cuda.GPU.shared_memory_per_block_optin
+            },
         )
 
     @classmethod
@@ -48,7 +52,9 @@ class Driver(DriverBase):
         return name
 
     def get_current_target(self):
-        return GPUTarget("cuda", fake_cuda.GPU.major * 10 + fake_cuda.GPU.minor, fake_cuda.GPU.warp_size)
+        return GPUTarget(
+            "cuda", fake_cuda.GPU.major * 10 + fake_cuda.GPU.minor, fake_cuda.GPU.warp_size
+        )
 
     def get_active_torch_device(self):
         return torch.device("cuda", 0)
@@ -71,7 +77,9 @@ CudaInterface.Worker.get_device_properties = staticmethod(lambda device=None: fa
 CudaInterface.Worker.current_device = staticmethod(lambda: 0)
 torch._inductor.config.compile_threads = 1
 torch._inductor.config.fx_graph_cache = False
-torch._inductor.config.joint_graph_constant_folding = False  # it would compute constants on the device
+torch._inductor.config.joint_graph_constant_folding = (
+    False  # it would compute constants on the device
+)
 
 
 class Lowering:
@@ -109,7 +117,9 @@ class Lowering:
                 "n_bytes": n_bytes,
                 "n_products": text.count("extern_kernels."),
             }
-            self.programs.append(SimpleNamespace(**program, kernels=re.findall(r"def (triton_\w+)", text), text=text))
+            self.programs.append(
+                SimpleNamespace(**program, kernels=re.findall(r"def (triton_\w+)", text), text=text)
+            )
             return out
 
         GraphLowering.codegen = record

@@ -10,4 +10,6 @@ import lowering  # noqa: E402, F401 - before torch
 import pytest  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(pytest.main(["-p", "no:cacheprovider", "--show-capture=no", *sys.argv[1:], str(FOLDER)]))
+    sys.exit(
+        pytest.main(["-p", "no:cacheprovider", "--show-capture=no", *sys.argv[1:], str(FOLDER)])
+    )

@@ -28,7 +28,9 @@ class Outcome:
         """Success, or one line that names an error; never a stack trace, nor a signal."""
         errors = [line for line in self.stderr.splitlines() if line.startswith("error: ")]
         expected = [0] if self.status == 0 else [1]
-        return self.status in (0, 1, 2) and len(errors) in expected and "Traceback" not in self.stderr
+        return (
+            self.status in (0, 1, 2) and len(errors) in expected and "Traceback" not in self.stderr
+        )
 
 
 @dataclass
@@ -40,11 +42,21 @@ class Faults:
 
     def __post_init__(self):
         library = self.build / "faults.so"
-        subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
+        subprocess.run(
+            ["gcc", "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl", "-lpthread"],
+            check=True,
+        )
         paths = [str(SOURCE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": os.pathsep.join(paths)}
+        environment = os.environ | {
+            "LD_PRELOAD": str(library),
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
         self.process = subprocess.Popen(
-            [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def run(self, command, folder, number=0, error=0, min_bytes=0, log=""):
@@ -53,7 +65,12 @@ class Faults:
         Those that count: operations on files below `folder`, or with `min_bytes` allocations of at least this size.
         log: a file in which all writes below `folder` are recorded.
         """
-        job = {"command": [str(part) for part in command], "folder": str(folder), "number": number, "error": error}
+        job = {
+            "command": [str(part) for part in command],
+            "folder": str(folder),
+            "number": number,
+            "error": error,
+        }
         self.process.stdin.write(json.dumps(job | {"min_bytes": min_bytes, "log": str(log)}) + "\n")
         self.process.stdin.flush()
         return Outcome(**json.loads(self.process.stdout.readline()))
@@ -75,18 +92,31 @@ def serve():
         job = json.loads(line)
         folder = Path(job["folder"])
         folder.mkdir(parents=True, exist_ok=True)
-        stderr, counted = (folder.with_name(f"{folder.name}.{name}") for name in ("stderr", "calls"))
+        stderr, counted = (
+            folder.with_name(f"{folder.name}.{name}") for name in ("stderr", "calls")
+        )
         counted.write_text("0")
         pid = os.fork()
         if pid == 0:
             atexit._clear()
             atexit.register(lambda path=counted: path.write_text(str(library.fault_disarm())))
             log = job["log"].encode()
-            library.fault_arm(str(folder).encode(), job["number"], job["error"], ctypes.c_size_t(job["min_bytes"]), log)
-            fork_server._run_script(job["command"], os.getcwd(), dict(os.environ), os.devnull, os.devnull, stderr, ())
+            library.fault_arm(
+                str(folder).encode(),
+                job["number"],
+                job["error"],
+                ctypes.c_size_t(job["min_bytes"]),
+                log,
+            )
+            fork_server._run_script(
+                job["command"], os.getcwd(), dict(os.environ), os.devnull, os.devnull, stderr, ()
+            )
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         said = stderr.read_text(errors="replace")
-        print(json.dumps({"status": status, "stderr": said, "n_calls": int(counted.read_text())}), flush=True)
+        print(
+            json.dumps({"status": status, "stderr": said, "n_calls": int(counted.read_text())}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -13,18 +13,21 @@ from pathlib import Path
 import atheris
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-with atheris.instrument_imports(include=["thinker.data", "thinker.runtime", "thinker.interop", "thinker.training"]):
+with atheris.instrument_imports(
+    include=["thinker.data", "thinker.runtime", "thinker.interop", "thinker.training"]
+):
     from test_malicious_files import distort
 
-    from thinker.data import chat, chat_template, tokenizer_conversion
-    from thinker.data.corpus_cache import read_index
-    from thinker.data.jsonl import read_rows
-    from thinker.data.shards import Shard
-    from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
+    from thinker.data.corpus.corpus_cache import read_index
+    from thinker.data.corpus.shards import Shard
+    from thinker.data.text import chat, chat_template
+    from thinker.data.text.jsonl import read_rows
+    from thinker.data.tokenizers import tokenizer_conversion
+    from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
     from thinker.interop.hf_config import from_hf_config
     from thinker.runtime.errors import RunError, UserError
     from thinker.runtime.reading import read_json, read_yaml
-    from thinker.training.config_file import load_config, validate_config
+    from thinker.training.config.load import load_config, validate_config
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 chat_template.CPU_SECONDS = 1
@@ -59,7 +62,9 @@ TARGETS = {
 def mutate(data, max_size, seed):
     rng = random.Random(seed)
     try:
-        changed = json.dumps(distort(json.loads(data), rng)).encode() if rng.random() < 0.5 else None
+        changed = (
+            json.dumps(distort(json.loads(data), rng)).encode() if rng.random() < 0.5 else None
+        )
     except (ValueError, RecursionError):
         changed = None
     return atheris.Mutate(data, max_size) if changed is None or len(changed) > max_size else changed
@@ -71,7 +76,9 @@ def main():
 
     def test_one(data):
         path.write_bytes(data)
-        with contextlib.suppress(UserError, RunError, ValueError if name == "rows.jsonl" else UserError):
+        with contextlib.suppress(
+            UserError, RunError, ValueError if name == "rows.jsonl" else UserError
+        ):
             read(path)
 
     atheris.Setup([sys.argv[0], *sys.argv[3:]], test_one, custom_mutator=mutate)

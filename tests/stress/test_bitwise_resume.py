@@ -36,7 +36,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("precision", "compiled", "optimizer", "log_every", "background"), CASES)
-def test_seven_steps_a_kill_and_the_rest(train_args, tmp_path, precision, compiled, optimizer, log_every, background):
+def test_seven_steps_a_kill_and_the_rest(
+    train_args, tmp_path, precision, compiled, optimizer, log_every, background
+):
     options = [*HARD, f"train.precision={precision}", f"train.compile={str(compiled).lower()}",
                f"optimizer.name={optimizer}", f"train.log_every={log_every}",
                f"train.async_save={str(background).lower()}"]  # fmt: skip
@@ -44,7 +46,9 @@ def test_seven_steps_a_kill_and_the_rest(train_args, tmp_path, precision, compil
     done = run_script(*train_args, f"run.dir={whole}", *options)
     assert done.returncode == 0, done.stderr
     command = [*train_args, f"run.dir={parts}", *options]
-    process = start_script(*kill_inside_checkpoints(tmp_path, "saving", 8, 0), *command)  # the second checkpoint
+    process = start_script(
+        *kill_inside_checkpoints(tmp_path, "saving", 8, 0), *command
+    )  # the second checkpoint
     assert process.wait() == -signal.SIGKILL
     assert checkpoint_steps(parts) == [7]
     assert last_step(parts) < 20

@@ -21,10 +21,20 @@ pytestmark = pytest.mark.skipif(
 
 ERRNOS = [errno.EIO, errno.ENOSPC, errno.EACCES, errno.ESTALE, errno.EBUSY]
 STEPS = 4
-OPTIONS = ["data.tokenizer=byte", "data.source=text", "data.max_documents=null", "train.keep_last=1"]
+OPTIONS = [
+    "data.tokenizer=byte",
+    "data.source=text",
+    "data.max_documents=null",
+    "train.keep_last=1",
+]
 OPTIONS += [f"train.max_steps={STEPS}", "train.save_every=2", "train.eval_every=2"]
 SMALL = ["model.d_model=16", "model.n_layers=1"]
-LARGE = ["model.d_model=128", "model.n_layers=1", "train.batch_size=32", "data.seq_len=128"]  # allocates megabytes
+LARGE = [
+    "model.d_model=128",
+    "model.n_layers=1",
+    "train.batch_size=32",
+    "data.seq_len=128",
+]  # allocates megabytes
 MEGABYTE = 1 << 20
 
 
@@ -41,9 +51,20 @@ class Case:
     def __init__(self, faults, base, text_file, options, min_bytes=0):
         self.faults, self.place, self.min_bytes = faults, base / "place", min_bytes
         self.log, self.whole, self.stopped = base / "log", base / "whole", base / "stopped"
-        options = [*TINY_OVERRIDES, *OPTIONS, *options, f"data.path={text_file}", f"run.dir={self.place / 'run'}"]
+        options = [
+            *TINY_OVERRIDES,
+            *OPTIONS,
+            *options,
+            f"data.path={text_file}",
+            f"run.dir={self.place / 'run'}",
+        ]
         config = ROOT / "tests/fixtures/base.yaml"
-        self.command = [ROOT / "train.py", config, *options, f"data.cache_dir={self.place / 'cache'}"]
+        self.command = [
+            ROOT / "train.py",
+            config,
+            *options,
+            f"data.cache_dir={self.place / 'cache'}",
+        ]
         done = self.run(log=self.log)
         assert done.status == 0, done.stderr
         self.n_calls = done.n_calls
@@ -51,8 +72,12 @@ class Case:
         if min_bytes:
             return
         self.operations = read_record(self.log)
-        last = next(i for i, (_, path, *_) in enumerate(self.operations) if ".step-00000004" in path)
-        crash(self.operations, self.place, last, shares=[1.0])  # as it was before the last checkpoint was begun
+        last = next(
+            i for i, (_, path, *_) in enumerate(self.operations) if ".step-00000004" in path
+        )
+        crash(
+            self.operations, self.place, last, shares=[1.0]
+        )  # as it was before the last checkpoint was begun
         self.place.rename(self.stopped)
         shutil.copytree(self.stopped, self.place)
         self.n_resumed = self.run().n_calls
@@ -73,7 +98,11 @@ class Case:
         assert done.status == 0, done.stderr
         assert_same_run(self.whole / "run", self.place / "run", STEPS)
         assert temporary_files(self.place / "run") == []
-        assert [path.name for path in (self.place / "cache/tokens").iterdir() if "building" not in path.name]
+        assert [
+            path.name
+            for path in (self.place / "cache/tokens").iterdir()
+            if "building" not in path.name
+        ]
 
     def fail(self, number, error, start=None):
         self.clear(start)
@@ -123,9 +152,13 @@ def test_the_power_fails(case, stress):
 
 def test_a_byte_changes(case, stress):
     """Of every file of a run that is stopped, and of the token cache."""
-    files = sorted(path.relative_to(case.stopped) for path in case.stopped.rglob("*") if path.is_file())
+    files = sorted(
+        path.relative_to(case.stopped) for path in case.stopped.rglob("*") if path.is_file()
+    )
     files = [file for file in files if (case.stopped / file).stat().st_size]
-    assert {"model.safetensors", "state.json", "corpus.json", "config.yaml"} <= {file.name for file in files}
+    assert {"model.safetensors", "state.json", "corpus.json", "config.yaml"} <= {
+        file.name for file in files
+    }
     rng = random.Random(0)
     for file in files:
         for _ in range(20 if stress else 1):
@@ -135,10 +168,14 @@ def test_a_byte_changes(case, stress):
             (case.place / file).write_bytes(content)
             outcome = case.run()
             assert outcome.is_clean, (file, outcome.stderr)
-            if outcome.status == 0 and file.name == "metrics.jsonl":  # a log, of which only whole lines are read
+            if (
+                outcome.status == 0 and file.name == "metrics.jsonl"
+            ):  # a log, of which only whole lines are read
                 assert_same_tensors(case.whole / "run", case.place / "run", STEPS)
             elif outcome.status == 0:
                 case.check()
             else:  # there is no older checkpoint to resume from, or it seems to be of another version
-                assert "all checkpoints in" in outcome.stderr or "checkpoint format" in outcome.stderr, outcome.stderr
+                assert (
+                    "all checkpoints in" in outcome.stderr or "checkpoint format" in outcome.stderr
+                ), outcome.stderr
                 assert file.parts[1] == "checkpoints", file

@@ -60,7 +60,10 @@ def test_the_old_checkpoints_stay_and_the_run_goes_on(train_args, tmp_path, stre
     """At several sizes, so that the end comes in different files; with saves in the background too."""
     alone = [] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user"]
     private = [*alone, "unshare", "--mount"]
-    if shutil.which("unshare") is None or subprocess.run([*private, "true"], capture_output=True).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*private, "true"], capture_output=True).returncode
+    ):
         pytest.skip("needs a mount namespace")
     options = ["train.keep_last=100", "train.max_steps=20", "train.eval_every=7"]
     whole = tmp_path / "whole"
@@ -71,7 +74,12 @@ def test_the_old_checkpoints_stay_and_the_run_goes_on(train_args, tmp_path, stre
         for background in ("false", "true")[: 2 if stress else 1]:
             place = tmp_path / f"{size}-{background}"
             (place / "small").mkdir(parents=True)
-            command = [*train_args, f"run.dir={place / 'small' / 'run'}", *options, f"train.async_save={background}"]
+            command = [
+                *train_args,
+                f"run.dir={place / 'small' / 'run'}",
+                *options,
+                f"train.async_save={background}",
+            ]
             done = subprocess.run(
                 [*private, sys.executable, "-c", INSIDE, place / "small", str(size), whole / "checkpoints",
                  *command],

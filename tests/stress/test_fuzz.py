@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from thinker.data import tokenizer_conversion
-from thinker.data.corpus import prepare_corpus
+from thinker.data.corpus.corpus import prepare_corpus
+from thinker.data.tokenizers import tokenizer_conversion
 
 pytestmark = [
     pytest.mark.stress,
-    pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs atheris (pip install atheris)"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("atheris") is None, reason="needs atheris (pip install atheris)"
+    ),
 ]
 
 RUNS = 10_000
@@ -24,16 +26,23 @@ LLAMA += '"tie_word_embeddings": false, "rope_scaling": {"rope_type": "linear", 
 
 
 @pytest.mark.parametrize(
-    "target", ["config.json", "tokenizer.json", "config.yaml", "template", "shard", "corpus.json", "rows"]
+    "target",
+    ["config.json", "tokenizer.json", "config.yaml", "template", "shard", "corpus.json", "rows"],
 )
 def test_strangers_files(tmp_path, text_file, target):
     corpus = prepare_corpus(
-        source="text", path=str(text_file), tokenizer="bpe:300", cache_dir=tmp_path / "cache", progress=False
+        source="text",
+        path=str(text_file),
+        tokenizer="bpe:300",
+        cache_dir=tmp_path / "cache",
+        progress=False,
     )
     folder, seeds, found = corpus.folder, tmp_path / "seeds", tmp_path / "found"
     for made in (seeds, found):
         made.mkdir()
-    (folder / "rows.jsonl").write_text('{"text": "a"}\n[{"text": "b", "messages": [{"role": "x"}]}]\n')
+    (folder / "rows.jsonl").write_text(
+        '{"text": "a"}\n[{"text": "b", "messages": [{"role": "x"}]}]\n'
+    )
     (folder / "config.json").write_text(LLAMA)
     (folder / "config.yaml").write_bytes((ROOT / "configs/quickstart.yaml").read_bytes())
     (folder / "chat_template.jinja").write_bytes((ROOT / "configs/chat.jinja").read_bytes())
@@ -54,7 +63,10 @@ def test_strangers_files(tmp_path, text_file, target):
         f"-artifact_prefix={found}/",
     ]
     done = subprocess.run(
-        [sys.executable, script, target, folder, found, seeds, *options], capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, script, target, folder, found, seeds, *options],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     assert f"Done {RUNS} runs" in done.stderr or f"#{RUNS}" in done.stderr, done.stderr[-2000:]

@@ -8,12 +8,23 @@ import time
 
 import pytest
 from conftest import run_script, start_script
-from training_runs import checkpoint_steps, kill_inside_checkpoints, last_step, temporary_files, wait_for
+from training_runs import (
+    checkpoint_steps,
+    kill_inside_checkpoints,
+    last_step,
+    temporary_files,
+    wait_for,
+)
 
 from thinker import checkpoint
 
 STEPS, EVERY = 30, 2
-OPTIONS = [f"train.max_steps={STEPS}", f"train.save_every={EVERY}", "train.eval_every=5", "model.dropout=0.1"]
+OPTIONS = [
+    f"train.max_steps={STEPS}",
+    f"train.save_every={EVERY}",
+    "train.eval_every=5",
+    "model.dropout=0.1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +43,9 @@ def bits(run):
 def start_and_kill(command, run, kind, at, rng):
     """Start a training and kill it from step `at` on: while it saves or removes a checkpoint, or anywhere."""
     if kind != "anywhere":
-        at, n_events = (at, rng.randrange(6)) if kind == "saving" else (max(0, at - 6), rng.randrange(3))
+        at, n_events = (
+            (at, rng.randrange(6)) if kind == "saving" else (max(0, at - 6), rng.randrange(3))
+        )
         process = start_script(*kill_inside_checkpoints(run.parent, kind, at, n_events), *command)
     else:
         process = start_script(*command)
@@ -46,7 +59,9 @@ def start_and_kill(command, run, kind, at, rng):
 KINDS = ["saving", "saving", "removing", "saving", "anywhere", "anywhere"]
 
 
-def test_every_restart_resumes_from_a_complete_checkpoint_and_ends_alike(train_args, tmp_path, whole, stress):
+def test_every_restart_resumes_from_a_complete_checkpoint_and_ends_alike(
+    train_args, tmp_path, whole, stress
+):
     """60 kills with make prove: 30 while a checkpoint is being written, 10 while one is removed, 20 anywhere."""
     rng = random.Random(5)
     count = 60 if stress else 3

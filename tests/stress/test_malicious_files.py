@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from thinker import checkpoint
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.corpus import prepare_corpus
-from thinker.data.shards import DamagedShard, Shard
-from thinker.data.tokenizer import FILE_NAME, Tokenizer
-from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.corpus.corpus import prepare_corpus
+from thinker.data.corpus.shards import DamagedShard, Shard
+from thinker.data.tokenizers.tokenizer import FILE_NAME, Tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interop import load
 from thinker.runtime.errors import UserError
-from thinker.training.config_file import load_config, validate_config
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.config.load import load_config, validate_config
 from thinker.training.resume import restore
 from thinker.training.run_state import RunState, read_state
+from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 NASTY = [None, True, -1, 0, 1, 2**31, 2**63, 10**30, -(10**18), 1e308, -0.0, float("nan"), float("inf"), "",
@@ -38,7 +38,11 @@ BYTES = [b"", b"\x00", b"\xff" * 8, b"{", b"}" * 9, b"[" * 5000, b'{"a":' * 3000
 def mutate(data, rng):
     """A few cuts, flips and insertions anywhere, more often near the beginning, where headers are."""
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        at = rng.randrange(len(data) + 1) if rng.random() < 0.5 else rng.randrange(min(len(data), 120) + 1)
+        at = (
+            rng.randrange(len(data) + 1)
+            if rng.random() < 0.5
+            else rng.randrange(min(len(data), 120) + 1)
+        )
         kind, length = rng.randrange(6), rng.choice((1, 1, 2, 8, 64))
         if kind == 0 and at < len(data):
             data = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
@@ -113,7 +117,7 @@ def stage(tmp_path_factory, text_file):
     resolved = resolve_settings(config, model_config, torch.device("cpu"))
     step = TrainingStep(build_model(model_config, 1, torch.device("cpu")), resolved)
     tokens = torch.zeros(2, 9, dtype=torch.int64)
-    from thinker.data.prefetch import Batch
+    from thinker.data.batches.prefetch import Batch
 
     step(Batch(tokens, tokens, 18), 1.0)
     state = RunState(step=1, settings=resolved, pending_losses=1.5, scaler={"scale": 2.0})
@@ -121,24 +125,64 @@ def stage(tmp_path_factory, text_file):
     checkpoint.save(folder, step.model, state.model_dump(mode="json"), step.optimizers.tensors())
     (run.path / "config.yaml").write_bytes((ROOT / "configs" / "quickstart.yaml").read_bytes())
     run.log({"step": 1, "train_loss": 2.5})
-    corpus = prepare_corpus(source="text", path=text_file, tokenizer="byte", cache_dir=run.path / "c", progress=False)
+    corpus = prepare_corpus(
+        source="text", path=text_file, tokenizer="byte", cache_dir=run.path / "c", progress=False
+    )
     shutil.copy(corpus.train.shards[0].path, run.path / "shard")
     random_state = torch.get_rng_state()
     yield {
         "manifest": (folder / "manifest.json", distorted_json, lambda: load(run.path)),
-        "model_config": (folder / "config.json", distorted_json, lambda: checkpoint.load_model(folder)),
-        "state": (folder / "state.json", distorted_json, lambda: restore(folder, step, read_state(folder))),
-        "model": (folder / "model.safetensors", distorted_tensors, lambda: checkpoint.load_model(folder)),
-        "training": (folder / "training.safetensors", distorted_tensors, lambda: restore(folder, step, RunState())),
-        "config": (run.path / "config.yaml", distorted_yaml, lambda: load_config(run.path / "config.yaml", [])),
-        "tokenizer": (run.path / FILE_NAME, distorted_tokenizer, lambda: Tokenizer.load(run.path).encode("a é")),
+        "model_config": (
+            folder / "config.json",
+            distorted_json,
+            lambda: checkpoint.load_model(folder),
+        ),
+        "state": (
+            folder / "state.json",
+            distorted_json,
+            lambda: restore(folder, step, read_state(folder)),
+        ),
+        "model": (
+            folder / "model.safetensors",
+            distorted_tensors,
+            lambda: checkpoint.load_model(folder),
+        ),
+        "training": (
+            folder / "training.safetensors",
+            distorted_tensors,
+            lambda: restore(folder, step, RunState()),
+        ),
+        "config": (
+            run.path / "config.yaml",
+            distorted_yaml,
+            lambda: load_config(run.path / "config.yaml", []),
+        ),
+        "tokenizer": (
+            run.path / FILE_NAME,
+            distorted_tokenizer,
+            lambda: Tokenizer.load(run.path).encode("a é"),
+        ),
         "metrics": (run.metrics, distorted_json, lambda: list(run.read_metrics())),
-        "shard": (run.path / "shard", mutate, lambda: Shard.open(run.path / "shard", corpus.tokenizer)),
+        "shard": (
+            run.path / "shard",
+            mutate,
+            lambda: Shard.open(run.path / "shard", corpus.tokenizer),
+        ),
     }
     torch.set_rng_state(random_state)
 
 
-TARGETS = ["manifest", "model_config", "state", "model", "training", "config", "tokenizer", "metrics", "shard"]
+TARGETS = [
+    "manifest",
+    "model_config",
+    "state",
+    "model",
+    "training",
+    "config",
+    "tokenizer",
+    "metrics",
+    "shard",
+]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -15,7 +15,14 @@ import time
 
 import pytest
 from conftest import ROOT, run_script, start_script
-from training_runs import assert_same_run, checkpoint_steps, last_step, read_metrics, temporary_files, wait_for
+from training_runs import (
+    assert_same_run,
+    checkpoint_steps,
+    last_step,
+    read_metrics,
+    temporary_files,
+    wait_for,
+)
 
 from thinker.runtime import interrupts
 from thinker.training.signals import SignalHandler
@@ -40,7 +47,9 @@ def test_sigterm_at_random_moments_loses_no_step(train_args, tmp_path, stress):
         _, stderr = process.communicate()
         assert process.returncode == 143, stderr
         assert "run the same command again to resume" in stderr
-        assert checkpoint_steps(run)[-1] == last_step(run) > before  # every step that was made is kept
+        assert (
+            checkpoint_steps(run)[-1] == last_step(run) > before
+        )  # every step that was made is kept
         assert not temporary_files(run)
         stopped += 1
     whole, end = tmp_path / "whole", last_step(run) + 5
@@ -159,7 +168,9 @@ def test_a_closed_terminal_saves(train_args, tmp_path):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         os.chdir(ROOT)
         os.execv(sys.executable, [sys.executable, *map(str, train_args), f"run.dir={run}", *LONG])
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # or the bar would show nothing
+    fcntl.ioctl(
+        terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0)
+    )  # or the bar would show nothing
     while last_step(run) < 5:
         os.read(terminal, 65536)
     os.close(terminal)
@@ -206,11 +217,18 @@ def test_ctrl_c_while_compiling_saves(train_args, tmp_path):
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
     command = [sys.executable, *map(str, train_args), f"run.dir={run}", *options]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
     def compiling():
-        names = subprocess.run(["ps", "-o", "comm=", "-g", str(process.pid)], capture_output=True, text=True).stdout
+        names = subprocess.run(
+            ["ps", "-o", "comm=", "-g", str(process.pid)], capture_output=True, text=True
+        ).stdout
         return last_step(run) >= 3 and "cc1plus" in names
 
     assert wait_for(compiling, process)

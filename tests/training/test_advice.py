@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.training import advice
-from thinker.training import fit as fits
-from thinker.training.config_file import load_config
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.training.config.load import load_config
+from thinker.training.reports import advice
+from thinker.training.reports import fit as fits
 from thinker.training.run import build_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,49 +49,81 @@ def losses(first, last, n=20):
 
 def test_a_short_text_is_overfitted_and_the_run_says_so(make_trainer, capsys):
     text = "".join(f"{math.sin(i):.15f}\n" for i in range(40))
-    trainer = make_trainer(text, "data.source=text", "train.max_steps=150", "train.eval_every=15", "optimizer.lr=0.1")
+    trainer = make_trainer(
+        text, "data.source=text", "train.max_steps=150", "train.eval_every=15", "optimizer.lr=0.1"
+    )
     started = capsys.readouterr().err
     n_train, n_val = trainer.corpus.train.n_tokens, trainer.corpus.val.n_tokens
     sequences = len(trainer.batches.loader.dataset)
     epochs = 150 * 8 / sequences
-    assert f"{n_train:,} tokens in 1 document for training, {n_val} tokens in 1 document for validation" in started
+    assert (
+        f"{n_train:,} tokens in 1 document for training, {n_val} tokens in 1 document for validation"
+        in started
+    )
     assert f"; {epochs:.0f} epochs in 150 steps" in started
     assert f"advice: the validation split has only {n_val} tokens" in started
     assert f"advice: the model will see the data {epochs:.0f} times" in started
-    kernels = "fused kernels" if trainer.step.kernels else f"no fused kernels ({trainer.step.kernel_problem})"
+    kernels = (
+        "fused kernels"
+        if trainer.step.kernels
+        else f"no fused kernels ({trainer.step.kernel_problem})"
+    )
     assert f"precision fp32, {kernels}, micro-batches of 8 sequences" in started
     assert f"(to {math.ceil(4 * sequences / 8)} for 4 epochs)" in started
     assert trainer.train() == 0
     evaluated = [line for line in trainer.run.read_metrics() if "val_loss" in line]
     best = min(evaluated, key=lambda line: line["val_loss"])
     printed = capsys.readouterr()
-    assert f"advice: overfitting: since step {best['step']} the validation loss has risen from" in printed.out
-    assert f"below the validation loss, after {fits.format_epochs(epochs)}: overfitted" in printed.out
+    assert (
+        f"advice: overfitting: since step {best['step']} the validation loss has risen from"
+        in printed.out
+    )
+    assert (
+        f"below the validation loss, after {fits.format_epochs(epochs)}: overfitted" in printed.out
+    )
     assert "estimate" not in printed.out  # the loss is worse than a uniform guess
     assert f"epoch {epochs:.2f}" in printed.err  # in the bar
-    assert len({line["step"] for line in evaluated}) == len(evaluated) == 10  # the last evaluation is made once
+    assert (
+        len({line["step"] for line in evaluated}) == len(evaluated) == 10
+    )  # the last evaluation is made once
 
 
 def test_validation_on_one_conversation(make_trainer, tmp_path, capsys):
     tokenizer = make_tokenizer("byte", [])
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     tokenizer.with_chat_template(template).save(tmp_path)
-    rows = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes " * i}] for i in range(9)]
+    rows = [
+        [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes " * i}]
+        for i in range(9)
+    ]
     text = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
-    given = ["data.source=jsonl", f"data.tokenizer={tmp_path}", "data.packing=documents", "data.val_fraction=0.2"]
+    given = [
+        "data.source=jsonl",
+        f"data.tokenizer={tmp_path}",
+        "data.packing=documents",
+        "data.val_fraction=0.2",
+    ]
     trainer = make_trainer(text, *given, "train.max_steps=2", name="talks.jsonl")
     n = trainer.corpus.val.n_documents
     assert 1 <= n < 5
     started = capsys.readouterr().err
     assert f"tokens in {9 - n} conversations for training" in started
     assert f"advice: the validation split has only {n} conversation" in started
-    n_long = sum(int((shard.offsets[1:] - shard.offsets[:-1] > 16).sum()) for shard in trainer.corpus.train.shards)
-    assert f"advice: {n_long} of {9 - n} conversations are longer than data.seq_len=16 and get cut" in started
+    n_long = sum(
+        int((shard.offsets[1:] - shard.offsets[:-1] > 16).sum())
+        for shard in trainer.corpus.train.shards
+    )
+    assert (
+        f"advice: {n_long} of {9 - n} conversations are longer than data.seq_len=16 and get cut"
+        in started
+    )
     close(trainer)
 
 
 def test_char_explains_its_number_of_tokens(make_trainer, capsys):
-    trainer = make_trainer("Schöne Grüße\n" * 200, "data.source=text", "data.tokenizer=char", "train.max_steps=1")
+    trainer = make_trainer(
+        "Schöne Grüße\n" * 200, "data.source=text", "data.tokenizer=char", "train.max_steps=1"
+    )
     started = capsys.readouterr().err
     assert "char: 260 tokens (256 bytes to encode any text" in started
     assert "3 non-ASCII characters" in started
@@ -102,7 +134,12 @@ def test_char_explains_its_number_of_tokens(make_trainer, capsys):
 def test_a_warmup_that_the_run_does_not_outlast(make_trainer, capsys):
     for n_steps, is_advised in ((7, True), (8, False)):
         close(
-            make_trainer("some words\n" * 300, "data.source=text", f"train.max_steps={n_steps}", "train.warmup_steps=7")
+            make_trainer(
+                "some words\n" * 300,
+                "data.source=text",
+                f"train.max_steps={n_steps}",
+                "train.warmup_steps=7",
+            )
         )
         said = "advice: train.warmup_steps=7 lasts until the end of the run; lower it"
         assert (said in capsys.readouterr().err) == is_advised
@@ -111,7 +148,9 @@ def test_a_warmup_that_the_run_does_not_outlast(make_trainer, capsys):
 @pytest.fixture
 def ended(make_trainer):
     """The state of a run that has ended, by its time and its config."""
-    trainer = make_trainer("some words\n" * 300, "data.source=text", "train.max_steps=100", "train.max_minutes=3")
+    trainer = make_trainer(
+        "some words\n" * 300, "data.source=text", "train.max_steps=100", "train.max_minutes=3"
+    )
     close(trainer)
 
     def state(step, minutes):
@@ -127,13 +166,21 @@ def test_results_that_need_advice(ended):
     for loss in (uniform - 0.1, uniform + 0.003):  # shown as 5.55, as ln 257 is
         assert advice.after_training([*losses(5, 4), val(20, loss)], ended(100, 1), 1.0) == []
     (line,) = advice.after_training([*losses(5, 1), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
-    assert "overfitting: since step 10 the validation loss has risen from 3.000 to 3.500 while" in line
+    assert (
+        "overfitting: since step 10 the validation loss has risen from 3.000 to 3.500 while" in line
+    )
     (line,) = advice.after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
     assert "the validation loss was lowest at step 10 (3.000)" in line
     assert line.endswith("use the weights of that step (generate.py --checkpoint best)")
     (line,) = advice.after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0)
-    assert line == "advice: against overfitting, try a smaller model, more text or a higher model.dropout"
-    assert advice.after_training([*losses(5, 3), val(10, 3.1), val(20, 3.12)], ended(100, 1), 3.0) == []
+    assert (
+        line
+        == "advice: against overfitting, try a smaller model, more text or a higher model.dropout"
+    )
+    assert (
+        advice.after_training([*losses(5, 3), val(10, 3.1), val(20, 3.12)], ended(100, 1), 3.0)
+        == []
+    )
     # Since then another part of the validation set is measured, and the weights of step 20 are the best.
     state = ended(100, 1).model_copy(update={"best_val_loss": 3.5})
     assert advice.after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], state, 3.0) == []
@@ -149,7 +196,9 @@ def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(en
     assert line.endswith("continue it with the same command and train.max_minutes=6")
     assert advice.after_training(near, ended(60, 3), 0.5) == []
     assert advice.after_training(far, ended(100, 1), 0.5) == []  # its steps ended it
-    falling, risen = ([*losses(2, 1), val(10, 2.5), val(20, loss)] for loss in (2.4, 2.51))  # a text of unknown entropy
+    falling, risen = (
+        [*losses(2, 1), val(10, 2.5), val(20, loss)] for loss in (2.4, 2.51)
+    )  # a text of unknown entropy
     (line,) = advice.after_training(falling, ended(60, 3), 0.5)
     assert "/config.yaml train.max_minutes=6" in line
     assert advice.after_training(risen, ended(60, 3), 0.5) == []
@@ -161,7 +210,12 @@ def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(en
     ("train", "vals", "epochs", "verdict"),
     [
         ((5, 3), [val(10, 3.9), val(20, 3.4)], 0.5, "underfitted"),
-        ((5, 3), [val(20, 3.6)], 0.5, "underfitted"),  # the mean of the last ten training losses is 3.47
+        (
+            (5, 3),
+            [val(20, 3.6)],
+            0.5,
+            "underfitted",
+        ),  # the mean of the last ten training losses is 3.47
         ((5, 3), [val(20, 3.7)], 0.5, "well fitted"),
         ((5, 3), [val(10, 3.38), val(20, 3.4)], 0.5, "well fitted"),  # no longer falling
         ((5, 3), [val(20, 3.4, entropy_floor=3.0)], 0.5, "underfitted"),
@@ -178,7 +232,9 @@ def test_verdicts(ended, train, vals, epochs, verdict):
     assert fit.verdict == verdict
     assert fits.describe_fit(fit).endswith(f"{fits.format_epochs(epochs)}: {verdict}")
     advised = advice.after_training(lines, ended(100, 1), epochs)
-    assert bool(advised) == (verdict in ("overfitted", "no longer improving"))  # each has its remedy
+    assert bool(advised) == (
+        verdict in ("overfitted", "no longer improving")
+    )  # each has its remedy
 
 
 def test_a_model_that_is_worse_than_5_grams_is_not_well_fitted(ended):
@@ -197,7 +253,10 @@ def test_the_gap_is_signed_in_words(ended):
     """With dropout, the training loss may be above the validation loss."""
     for loss, words in ((3.5, "0.0263 below"), (3.4, "0.0737 above")):
         fit = fits.assess_fit([*losses(5, 3), val(20, loss)], ended(100, 1), 0.5)
-        assert f"training loss 3.4737, {words} the validation loss, after 0.5 epochs" in fits.describe_fit(fit)
+        assert (
+            f"training loss 3.4737, {words} the validation loss, after 0.5 epochs"
+            in fits.describe_fit(fit)
+        )
 
 
 def test_the_advice_to_train_longer_is_given_once(ended):
@@ -228,19 +287,29 @@ def test_levers_are_ordered_and_left_out_where_the_law_does_not_apply(ended):
     changes = [float(number) for number in re.findall(r"about (\d\.\d\d)", text)]
     assert changes == sorted(changes, reverse=True)
     assert all(f"twice the {name} " in text for name in ("minutes", "text", "parameters"))
-    assert levers((5, 1), 3.5, 8.0).startswith("estimate: twice the text would lower the loss by about")
+    assert levers((5, 1), 3.5, 8.0).startswith(
+        "estimate: twice the text would lower the loss by about"
+    )
     assert levers((5, 1), 3.5, 8.0).count("twice") == 1  # overfitted
-    assert "twice the text by less than 0.01" in levers((5, 3), 3.4, 0.5)  # as most of the text was not read
+    assert "twice the text by less than 0.01" in levers(
+        (5, 3), 3.4, 0.5
+    )  # as most of the text was not read
     assert levers((5, 3), 3.4, 0.5, entropy_floor=3.0) is None
     assert levers((7, 6), 6.0, 0.5) is None  # worse than a uniform guess
     assert levers((1, 0.5), 0.5, 0.5) is None  # below the irreducible loss
     run = trained.settings.run.model_copy(update={"init_from": "runs/a"})
-    tuned = trained.model_copy(update={"settings": trained.settings.model_copy(update={"run": run})})
+    tuned = trained.model_copy(
+        update={"settings": trained.settings.model_copy(update={"run": run})}
+    )
     assert levers((5, 3), 3.4, 0.5, tuned) is None
 
 
 def test_losses_of_twice_the_floor_and_more_are_factors(ended):
-    for loss, words in ((0.956, "4.1% above the floor"), (1.9, "90.0% above the floor"), (3.1, "3.1 times the floor")):
+    for loss, words in (
+        (0.956, "4.1% above the floor"),
+        (1.9, "90.0% above the floor"),
+        (3.1, "3.1 times the floor"),
+    ):
         entropy_floor = 0.918 if loss < 1 else 1.0
         lines = advice.describe_result(val(20, loss, entropy_floor=entropy_floor), ended(20, 1))
         assert words in lines[-1]
@@ -259,9 +328,9 @@ def plan(**values):
 
 def test_a_plan_ends_in_a_recommendation():
     assert advice.recommendation(plan(epochs=2)) == ["the run fits; no changes needed"]
-    assert advice.recommendation({"peak_bytes": 1, "usable_bytes": 2, "optimal_tokens": 9})[0].startswith(
-        "the run fits;"
-    )
+    assert advice.recommendation({"peak_bytes": 1, "usable_bytes": 2, "optimal_tokens": 9})[
+        0
+    ].startswith("the run fits;")
     fits, line = advice.recommendation(plan(epochs=100.0))
     assert fits == "the run fits"
     assert "the model will see the data 100 times" in line
@@ -271,7 +340,10 @@ def test_a_plan_ends_in_a_recommendation():
         "the run does not fit: it needs 20 GB, but only 10 GB is usable; set train.micro_batch_size=auto or train"
     )
     assert "use about 50,000 parameters" in advice.recommendation(plan(optimal_tokens=10**9))[1]
-    assert "about 50,000 parameters would learn more" in advice.recommendation(plan(optimal_tokens=10**5))[1]
+    assert (
+        "about 50,000 parameters would learn more"
+        in advice.recommendation(plan(optimal_tokens=10**5))[1]
+    )
 
 
 def test_the_size_of_a_model_that_is_given_is_not_advised(ended):
@@ -291,7 +363,13 @@ def test_the_size_of_a_model_that_is_given_is_not_advised(ended):
 
 @pytest.mark.parametrize(
     ("epochs", "text"),
-    [(0.372, "0.37 epochs"), (1.0, "1 epoch"), (0.999, "1 epoch"), (1.43, "1.4 epochs"), (120.4, "120 epochs")],
+    [
+        (0.372, "0.37 epochs"),
+        (1.0, "1 epoch"),
+        (0.999, "1 epoch"),
+        (1.43, "1.4 epochs"),
+        (120.4, "120 epochs"),
+    ],
 )
 def test_epochs_in_words(epochs, text):
     assert fits.format_epochs(epochs) == text
@@ -303,7 +381,14 @@ def test_a_text_for_a_few_steps_needs_more_text_and_not_fewer_steps():
 
 
 def test_a_plan_says_which_step_its_minutes_reach():
-    plan = {"peak_bytes": 1, "usable_bytes": 2, "optimal_tokens": None, "tokens": 9, "steps": 328, "max_steps": 700}
+    plan = {
+        "peak_bytes": 1,
+        "usable_bytes": 2,
+        "optimal_tokens": None,
+        "tokens": 9,
+        "steps": 328,
+        "max_steps": 700,
+    }
     fits, ended = advice.recommendation(plan)
     assert fits == "the run fits"
     assert "after about 328 of 700 steps" in ended

@@ -7,8 +7,8 @@ import pytest
 from conftest import ROOT, run_script
 
 from thinker.runtime.errors import UserError
-from thinker.training.command_line import ConfigArgumentParser
-from thinker.training.config import Config
+from thinker.training.config.command_line import ConfigArgumentParser
+from thinker.training.config.config import Config
 
 PLAN = [ROOT / "scripts" / "plan.py", ROOT / "tests" / "fixtures" / "base.yaml"]
 
@@ -48,7 +48,8 @@ def test_a_flag_that_is_a_key_is_answered_with_the_key(parse, words, end):
 
 
 @pytest.mark.parametrize(
-    "words", [["c.yaml", "a.b=1", "--json"], ["--json", "c.yaml", "a.b=1"], ["c.yaml", "--json", "a.b=1"]]
+    "words",
+    [["c.yaml", "a.b=1", "--json"], ["--json", "c.yaml", "a.b=1"], ["c.yaml", "--json", "a.b=1"]],
 )
 def test_flags_and_overrides_come_in_any_order(parse, words):
     arguments = parse(*words)
@@ -78,16 +79,28 @@ def test_all_keys_are_listed_with_their_defaults(parse, capsys):
     with pytest.raises(SystemExit):
         parse("c.yaml", "--keys", "tracking")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition("=")[0] for line in lines] == ["tracking.wandb", "tracking.project", "tracking.name"]
+    assert [line.partition("=")[0] for line in lines] == [
+        "tracking.wandb",
+        "tracking.project",
+        "tracking.name",
+    ]
     with pytest.raises(UserError, match="unknown config section trak; use one of run, model"):
         parse("--keys", "trak")
 
 
 def test_the_commands_read_it_so(tmp_path):
     done = run_script(ROOT / "train.py", "c.yaml", "--max_steps", "10")
-    assert (done.returncode, done.stderr) == (2, "error: unknown flag --max_steps; write train.max_steps=10\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: unknown flag --max_steps; write train.max_steps=10\n",
+    )
     done = run_script(
-        *PLAN, "--no-steps", "data.tokenizer=byte", "train.compile=false", "--json", f"run.dir={tmp_path}"
+        *PLAN,
+        "--no-steps",
+        "data.tokenizer=byte",
+        "train.compile=false",
+        "--json",
+        f"run.dir={tmp_path}",
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["micro_batch_size"] > 0

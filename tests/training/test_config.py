@@ -12,10 +12,10 @@ from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS
 from thinker.scripts.make_reference import config_markdown, config_schema
-from thinker.training.config import Config
-from thinker.training.config_file import load_config, validate_config
-from thinker.training.config_sections import ModelConfig
-from thinker.training.resolve_settings import check_batch_split
+from thinker.training.config.config import Config
+from thinker.training.config.load import load_config, validate_config
+from thinker.training.config.sections import ModelConfig
+from thinker.training.settings.resolve import check_batch_split
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -34,10 +34,13 @@ def test_every_config_is_valid_and_names_hardware_and_loss(path):
 
 def test_every_key_is_read_somewhere():
     """Nothing is accepted and ignored: each key's name is used in the code outside the config."""
-    code = "".join(
-        path.read_text() for room in ("training", "model", "data") for path in (ROOT / room).glob("*.py")
-        if room != "training" or path.name not in ("config.py", "config_sections.py", "data_config.py")
-    )  # fmt: skip
+    root_files = [
+        p for room in ("training", "model", "data", "features") for p in (ROOT / room).rglob("*.py")
+    ]
+    of_config = {
+        ROOT / "training" / "config" / n for n in ("config.py", "sections.py", "data_section.py")
+    }
+    code = "".join(path.read_text() for path in root_files if path not in of_config)
     for name, section in Config.model_fields.items():
         for key in section.annotation.model_fields:
             assert f".{key}" in code or f'"{key}"' in code, f"{name}.{key}"
@@ -46,12 +49,21 @@ def test_every_key_is_read_somewhere():
 def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "r.yaml").write_text("train: {max_steps: 5}\n")
-    names = ["run.dir", "run.init_from", "data.tokenizer", "data.chat_template", "data.val_tokens", "data.cache_dir"]
+    names = [
+        "run.dir",
+        "run.init_from",
+        "data.tokenizer",
+        "data.chat_template",
+        "data.val_tokens",
+        "data.cache_dir",
+    ]
     config = load_config(tmp_path / "r.yaml", [f"{name}=~/x" for name in names])
     for section, _, key in (name.partition(".") for name in names):
         assert getattr(getattr(config, section), key) == str(tmp_path / "x"), key
     for text in ("runs/a/", "./runs/a"):
-        assert load_config(tmp_path / "r.yaml", [f"run.init_from={text}"]).run.init_from == str(Path("runs/a"))
+        assert load_config(tmp_path / "r.yaml", [f"run.init_from={text}"]).run.init_from == str(
+            Path("runs/a")
+        )
 
 
 def test_descriptions_refer_to_pages_that_know_the_key():
@@ -59,7 +71,9 @@ def test_descriptions_refer_to_pages_that_know_the_key():
     for name, section in Config.model_fields.items():
         for key, field in section.annotation.model_fields.items():
             for page in re.findall(r"[\w/-]+\.md", field.description):
-                assert f"`{name}.{key}" in (ROOT / page).read_text(encoding="utf-8"), f"{name}.{key}: {page}"
+                assert f"`{name}.{key}" in (ROOT / page).read_text(encoding="utf-8"), (
+                    f"{name}.{key}: {page}"
+                )
 
 
 def test_overrides(tmp_path):
@@ -72,7 +86,10 @@ def test_overrides(tmp_path):
     assert config.train.max_steps is None
     assert config.data.path == "~/a=b.txt"
     assert config.tracking.name == "7"
-    assert load_config(path, []).model_dump() == validate_config(load_config(path, []).model_dump()).model_dump()
+    assert (
+        load_config(path, []).model_dump()
+        == validate_config(load_config(path, []).model_dump()).model_dump()
+    )
 
 
 @pytest.mark.parametrize("text", ["runs/a #2", "2026-11-24", "a\nb", "*a", "[a", "@a", "{a}b"])
@@ -104,7 +121,9 @@ def test_a_leading_zero_is_no_octal_number(tmp_path):
 
 def test_an_exponent_without_a_dot_is_a_number(tmp_path):
     path = tmp_path / "r.yaml"
-    path.write_text("train: {max_steps: 5}\noptimizer: {lr: 3e-4, eps: 1e-8}\n")  # PyYAML reads strings
+    path.write_text(
+        "train: {max_steps: 5}\noptimizer: {lr: 3e-4, eps: 1e-8}\n"
+    )  # PyYAML reads strings
     assert load_config(path, []).optimizer.lr == 3e-4
 
 
@@ -145,7 +164,10 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
         ("data.path=7", "data.path is 7"),
         ('run.dir="a\\0b"', r"dir is 'a\\x00b'; it must be UTF-8 text without NUL"),
         ("data.cache_dir=caf\udce9", r"cache_dir is 'caf\\udce9'; it must be UTF-8"),
-        ("train.max_steps=1" + "0" * 30, "max_steps is 10+; it must be less than 9007199254740992$"),
+        (
+            "train.max_steps=1" + "0" * 30,
+            "max_steps is 10+; it must be less than 9007199254740992$",
+        ),
         ("model.n_layers=20000", "model.n_layers is 20000; it must be at most 10000$"),
         ("train.max_minutes=1.0e+200", "it must be at most 1000000000$"),
     ],
@@ -159,11 +181,20 @@ def test_wrong_values_and_keys(tmp_path, override, message):
 
 
 def test_the_default_sequence_length_follows_a_shorter_context():
-    for max_seq_len, given, seq_len in ((8, {}, 8), (512, {}, 256), (None, {}, 256), (512, {"seq_len": 300}, 300)):
+    for max_seq_len, given, seq_len in (
+        (8, {}, 8),
+        (512, {}, 256),
+        (None, {}, 256),
+        (512, {"seq_len": 300}, 300),
+    ):
         tree = {"train": {"max_steps": 1}, "model": {"max_seq_len": max_seq_len}, "data": given}
         assert validate_config(tree).data.seq_len == seq_len
-    with pytest.raises(UserError, match=r"data.seq_len \(64\) is longer than model.max_seq_len \(8\)"):
-        validate_config({"train": {"max_steps": 1}, "model": {"max_seq_len": 8}, "data": {"seq_len": 64}})
+    with pytest.raises(
+        UserError, match=r"data.seq_len \(64\) is longer than model.max_seq_len \(8\)"
+    ):
+        validate_config(
+            {"train": {"max_steps": 1}, "model": {"max_seq_len": 8}, "data": {"seq_len": 64}}
+        )
 
 
 def test_every_number_has_an_upper_bound():
@@ -181,17 +212,28 @@ def test_every_number_has_an_upper_bound():
 
 def test_keys_that_another_key_disables_are_refused():
     for tree, message in (
-        ({"optimizer": {"name": "adamw", "momentum": 0.9}}, "has no effect without optimizer.name=muon"),
+        (
+            {"optimizer": {"name": "adamw", "momentum": 0.9}},
+            "has no effect without optimizer.name=muon",
+        ),
         (
             {"train": {"schedule": "cosine", "decay_fraction": 0.2, "max_steps": 1}},
             "has no effect without train.schedule=wsd",
         ),
-        ({"train": {"keep_every": 2, "save_every": None, "max_steps": 1}}, "without train.save_every; remove it"),
-        ({"train": {"sample_prompt": "a", "max_steps": 1}}, "without train.sample_every; remove it"),
+        (
+            {"train": {"keep_every": 2, "save_every": None, "max_steps": 1}},
+            "without train.save_every; remove it",
+        ),
+        (
+            {"train": {"sample_prompt": "a", "max_steps": 1}},
+            "without train.sample_every; remove it",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             validate_config({"train": {"max_steps": 1}, **tree})
-    load_config(ROOT / "configs" / "quickstart.yaml", ["train.sample_every=null"])  # off, though a prompt is given
+    load_config(
+        ROOT / "configs" / "quickstart.yaml", ["train.sample_every=null"]
+    )  # off, though a prompt is given
 
 
 def test_duplicate_keys_are_refused(tmp_path):
@@ -201,7 +243,9 @@ def test_duplicate_keys_are_refused(tmp_path):
         load_config(path, [])
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "train: [", "train: 5\n", "\x00", "[a]: 1\n"])
+@pytest.mark.parametrize(
+    "text", ["- a\n- b\n", "just words", "train: [", "train: 5\n", "\x00", "[a]: 1\n"]
+)
 def test_files_that_are_not_configs(tmp_path, text):
     path = tmp_path / "r.yaml"
     path.write_text(text)
@@ -211,7 +255,9 @@ def test_files_that_are_not_configs(tmp_path, text):
 
 def test_vocabulary_smaller_than_the_tokenizers():
     config = validate_config({"train": {"max_steps": 1}, "model": {"vocab_size": 100}})
-    with pytest.raises(UserError, match=r"model.vocab_size \(100\) is smaller than the tokenizer's \(300\)"):
+    with pytest.raises(
+        UserError, match=r"model.vocab_size \(100\) is smaller than the tokenizer's \(300\)"
+    ):
         config.thinker_config(300)
     assert config.thinker_config(90).vocab_size == 100
 
@@ -224,7 +270,9 @@ def test_config_survives_yaml():
 
 def test_the_generated_page_and_schema_are_up_to_date():
     hint = "run python scripts/make_reference.py"
-    assert (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8") == config_markdown(), hint
+    assert (ROOT / "docs" / "reference" / "config.md").read_text(
+        encoding="utf-8"
+    ) == config_markdown(), hint
     assert (ROOT / "configs" / "schema.json").read_text(encoding="utf-8") == config_schema(), hint
 
 
@@ -250,20 +298,28 @@ def test_the_documentation_names_keys_configs_and_pages_that_exist(path):
     """Keys with a value, those in the tables for people who come from nanoGPT, configs, and pages that are linked."""
     text = path.read_text(encoding="utf-8")
     end = r"\b" if path.name == "coming-from-nanogpt.md" else "="
-    for section, key in re.findall(rf"(?<![\w./-])({'|'.join(Config.model_fields)})\.([a-z_]+){end}", text):
+    for section, key in re.findall(
+        rf"(?<![\w./-])({'|'.join(Config.model_fields)})\.([a-z_]+){end}", text
+    ):
         is_file = f"{section}.{key}" in ("train.py", "data.py")
-        assert is_file or key in Config.model_fields[section].annotation.model_fields, f"{section}.{key}"
+        assert is_file or key in Config.model_fields[section].annotation.model_fields, (
+            f"{section}.{key}"
+        )
     for config in re.findall(r"(?<![\w/])configs/\w[\w-]*\.yaml", text):
         assert (ROOT / config).is_file(), config
     for link in re.findall(r"\]\(([\w./-]+\.\w+)", text):
         assert (path.parent / link).is_file(), link
 
 
-@pytest.mark.parametrize("path", [*CONFIGS, *sorted((ROOT / "benchmarks" / "configs").glob("*.yaml"))], ids=str)
+@pytest.mark.parametrize(
+    "path", [*CONFIGS, *sorted((ROOT / "benchmarks" / "configs").glob("*.yaml"))], ids=str
+)
 def test_every_config_names_the_schema_and_has_only_its_keys(path):
     first_line = path.read_text(encoding="utf-8").splitlines()[0]
     reference = first_line.removeprefix("# yaml-language-server: $schema=")
     schema = json.loads((path.parent / reference).read_text(encoding="utf-8"))
     for name, section in yaml.safe_load(path.read_text(encoding="utf-8")).items():
-        properties = schema["$defs"][schema["properties"][name]["$ref"].split("/")[-1]]["properties"]
+        properties = schema["$defs"][schema["properties"][name]["$ref"].split("/")[-1]][
+            "properties"
+        ]
         assert section.keys() <= properties.keys()

@@ -31,9 +31,29 @@ train: {max_steps: 10, batch_size: 8, eval_every: 5, save_every: null, precision
 def training(tmp_path_factory):
     """Train by the config in so many processes, each form once. Returns the run's folder and the ranks' samples."""
     folder, made = tmp_path_factory.mktemp("runs"), {}
-    draw, words = random.Random(1), "the a red old cat dog tree saw ate and then slept under near".split()  # noqa: SIM905
+    draw, words = (
+        random.Random(1),
+        [
+            "the",
+            "a",
+            "red",
+            "old",
+            "cat",
+            "dog",
+            "tree",
+            "saw",
+            "ate",
+            "and",
+            "then",
+            "slept",
+            "under",
+            "near",
+        ],
+    )
     texts = (" ".join(draw.choices(words, k=draw.randrange(4, 60))) for _ in range(44))
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     (folder / "config.yaml").write_text(CONFIG.replace("PATH", str(folder / "texts.jsonl")))
 
     def by(size, *overrides):
@@ -44,7 +64,10 @@ def training(tmp_path_factory):
             made[key] = (
                 path,
                 run_ranks(
-                    size, rank_workers.train_and_record_inputs, str(folder / "config.yaml"), [*places, *overrides]
+                    size,
+                    rank_workers.train_and_record_inputs,
+                    str(folder / "config.yaml"),
+                    [*places, *overrides],
                 ),
             )
         return made[key]
@@ -68,13 +91,17 @@ def training(tmp_path_factory):
 def test_losses_do_not_depend_on_the_ranks(training, size, parallel, optimizer):
     overrides = [f"optimizer.name={optimizer}", f"train.parallel={parallel}"]
     if optimizer == "adamw":
-        overrides.append("optimizer.lr=0.003")  # usual; at 0.03 one process in other micro-batches is 8e-5 off, too
+        overrides.append(
+            "optimizer.lr=0.003"
+        )  # usual; at 0.03 one process in other micro-batches is 8e-5 off, too
     (theirs, _), (ours, seen) = (training(n, *overrides) for n in (1, size))
     counts = [sum(sum(x != row[0] for x in row) for row in rank[0]) for rank in seen]
     assert len(set(counts)) == size  # the ranks do not learn from equally many tokens
     theirs, ours = read_metrics(theirs), read_metrics(ours)
     assert [line["step"] for line in ours if "train_loss" in line] == [*range(1, STEPS + 1)]
-    assert [(line["step"], line["tokens"]) for line in ours] == [(line["step"], line["tokens"]) for line in theirs]
+    assert [(line["step"], line["tokens"]) for line in ours] == [
+        (line["step"], line["tokens"]) for line in theirs
+    ]
     limit = 1e-6 if optimizer == "adamw" else 1e-3
     for key in ("train_loss", "val_loss"):
         pairs = [(a[key], b[key]) for a, b in zip(ours, theirs) if key in a]
@@ -85,7 +112,8 @@ def test_losses_do_not_depend_on_the_ranks(training, size, parallel, optimizer):
 def test_two_ranks_are_two_micro_batches_to_the_bit(tmp_path, optimizer):
     options = {"optimizer": optimizer, "micro_batch_size": rank_workers.ROWS // 2}
     ours, theirs = (
-        run_ranks(size, rank_workers.train_steps, str(tmp_path / f"{size}"), STEPS, options) for size in (2, 1)
+        run_ranks(size, rank_workers.train_steps, str(tmp_path / f"{size}"), STEPS, options)
+        for size in (2, 1)
     )
     assert ours == [theirs[0]] * 2  # every loss and every norm, known to both ranks
     assert (tmp_path / "2").read_bytes() == (tmp_path / "1").read_bytes()
@@ -95,7 +123,11 @@ def test_ranks_accumulate_too(gradients):
     """Two ranks with two micro-batches each; under FSDP2 gradients are summed over ranks at the last one only."""
     for parallel in ("ddp", "fsdp"):
         far = run_ranks(
-            2, rank_workers.compare_gradients, str(gradients), 3, {"parallel": parallel, "micro_batch_size": 2}
+            2,
+            rank_workers.compare_gradients,
+            str(gradients),
+            3,
+            {"parallel": parallel, "micro_batch_size": 2},
         )[0]
         assert max(max(step.values()) for step in far) <= 1e-6
 
@@ -119,13 +151,18 @@ def test_every_gradient_is_that_of_one_process(gradients, size, parallel):
         {"optimizer": "muon", "parallel": parallel},
     )[0]
     assert len(far) == GRADIENT_STEPS
-    assert len(far[0]) == len(load_file(gradients / "0.safetensors")) // 2 + 1  # and the norm of all
+    assert (
+        len(far[0]) == len(load_file(gradients / "0.safetensors")) // 2 + 1
+    )  # and the norm of all
     worst = {name: max(step[name] for step in far) for name in far[0]}
     assert max(worst.values()) <= 1e-6, worst
 
 
 def test_gradients_are_summed_at_the_last_micro_batch_alone():
-    assert run_ranks(2, rank_workers.gradients_missing_before_micro_batches, "fsdp") == [[True, True]] * 2
+    assert (
+        run_ranks(2, rank_workers.gradients_missing_before_micro_batches, "fsdp")
+        == [[True, True]] * 2
+    )
 
 
 def test_gradients_in_bf16_are_as_good_as_one_process_has_them():
@@ -145,13 +182,22 @@ def test_gradients_in_bf16_are_as_good_as_one_process_has_them():
 
 
 @pytest.mark.parametrize(("size", "windows"), [(2, 5), (4, 2)])
-def test_ranks_evaluate_each_window_once_and_all_hear_of_a_signal(training, tmp_path, size, windows):
+def test_ranks_evaluate_each_window_once_and_all_hear_of_a_signal(
+    training, tmp_path, size, windows
+):
     """With batches of one window some ranks have none left; a signal to one rank ends the evaluation on all."""
     folder, _ = training(1, "optimizer.name=adamw", "data.num_workers=0", "optimizer.lr=0.003")
-    overrides = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={folder.parent / 'cache'}", "train.micro_batch_size=1"]
+    overrides = [
+        f"run.dir={tmp_path / 'run'}",
+        f"data.cache_dir={folder.parent / 'cache'}",
+        "train.micro_batch_size=1",
+    ]
     overrides += [f"train.eval_sequences={windows}", "train.parallel=fsdp"]
     alone, told = (
-        run_ranks(n, rank_workers.evaluate_and_signal, str(folder.parent / "config.yaml"), overrides) for n in (1, size)
+        run_ranks(
+            n, rank_workers.evaluate_and_signal, str(folder.parent / "config.yaml"), overrides
+        )
+        for n in (1, size)
     )
     assert told == [told[0]] * size
     assert told[0][0] == pytest.approx(alone[0][0], rel=1e-6)
@@ -176,7 +222,9 @@ def joined_rows(parts):
 )
 def test_samples_do_not_depend_on_ranks_and_workers(training, size, workers):
     _, alone = training(1, "optimizer.name=adamw", "data.num_workers=0", "optimizer.lr=0.003")
-    _, seen = training(size, "optimizer.name=adamw", f"data.num_workers={workers}", "optimizer.lr=0.003")
+    _, seen = training(
+        size, "optimizer.name=adamw", f"data.num_workers={workers}", "optimizer.lr=0.003"
+    )
     assert joined_rows(seen) == alone[0]
 
 
@@ -198,7 +246,9 @@ def test_each_sample_comes_once_an_epoch_though_the_ranks_change(training, tmp_p
     windows = len(set(rows))
     assert 2 * windows < len(rows)  # two epochs and more
     assert len(set(rows[:windows])) == len(set(rows[windows : 2 * windows])) == windows
-    assert [line["step"] for line in read_metrics(tmp_path) if "train_loss" in line] == [*range(1, STEPS + 1)]
+    assert [line["step"] for line in read_metrics(tmp_path) if "train_loss" in line] == [
+        *range(1, STEPS + 1)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -212,23 +262,35 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("size", "parallel"),
-    [pytest.param(*form, marks=pytest.mark.stress if form == (4, "fsdp") else []) for form in SAVED_FORMS],
+    [
+        pytest.param(*form, marks=pytest.mark.stress if form == (4, "fsdp") else [])
+        for form in SAVED_FORMS
+    ],
 )
 def test_what_any_ranks_save_any_others_take_up_to_the_bit(saved, size, parallel, stress):
     """No width and no vocabulary here divides by two or four, and of three sinks the fourth rank has none.
 
     Of each form one checkpoint, another one for each of those that take it up; with --stress all four.
     """
-    kinds = [f"{optimizer}-*-{form}" for optimizer in ("adamw", "muon") for form in ("whole", "sharded")]
+    kinds = [
+        f"{optimizer}-*-{form}" for optimizer in ("adamw", "muon") for form in ("whole", "sharded")
+    ]
     places = []
-    for number, (saved_size, saved_parallel) in enumerate(SAVED_FORMS, SAVED_FORMS.index((size, parallel))):
+    for number, (saved_size, saved_parallel) in enumerate(
+        SAVED_FORMS, SAVED_FORMS.index((size, parallel))
+    ):
         for kind in kinds if stress else [kinds[number % 4]]:
             places.append(kind.replace("*", f"{saved_size}-{saved_parallel}"))
     told = run_ranks(size, rank_workers.restore_checkpoints, str(saved), parallel, places)
     assert all(changed == [] for changed, _ in told)
     assert all(losses.keys() == {*places} for _, losses in told)
     for optimizer in ("adamw", "muon"):
-        losses = [loss for _, losses in told for name, loss in losses.items() if name.startswith(optimizer)]
+        losses = [
+            loss
+            for _, losses in told
+            for name, loss in losses.items()
+            if name.startswith(optimizer)
+        ]
         assert len(losses) == size * len(places) // 2
         assert max(losses) - min(losses) <= 1e-6 * min(losses)
 
@@ -259,7 +321,9 @@ def test_four_ranks_go_on_to_the_bit(training, tmp_path, parallel):
     _, seen = training(4, f"run.dir={tmp_path}", *form)
     assert [len(steps) for steps in seen] == [3] * 4
     for name in ("model.safetensors", "training.safetensors"):
-        ours, theirs = (folder / "checkpoints" / "step-00000005" / name for folder in (tmp_path, straight))
+        ours, theirs = (
+            folder / "checkpoints" / "step-00000005" / name for folder in (tmp_path, straight)
+        )
         assert ours.read_bytes() == theirs.read_bytes()
 
 
@@ -279,7 +343,9 @@ def test_files_of_ranks_that_lost_or_doubled_rows_are_damaged(saved, tmp_path):
     parts[0].write_bytes(b"{}")
     with pytest.raises(checkpoint.CorruptCheckpoint, match="is damaged"):
         checkpoint.verify(folder)
-    with pytest.raises(checkpoint.CorruptCheckpoint, match="contains an incomplete safetensors file"):
+    with pytest.raises(
+        checkpoint.CorruptCheckpoint, match="contains an incomplete safetensors file"
+    ):
         checkpoint.load_model(folder)
 
 

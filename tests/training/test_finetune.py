@@ -11,18 +11,18 @@ from conftest import random_model
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from thinker.data import tokenizer_conversion
-from thinker.data.prefetch import Batch
-from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.data.batches.prefetch import Batch
+from thinker.data.tokenizers import tokenizer_conversion
+from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
 from thinker.interop import load
 from thinker.interop.huggingface import save_pretrained
 from thinker.interop.peft_adapter import load_adapter, save_adapter
 from thinker.model.lora import LoraLinear, add_lora, merge_lora
 from thinker.runtime.errors import UserError
-from thinker.training.advice import format_plan
-from thinker.training.config_file import load_config, validate_config
+from thinker.training.config.load import load_config, validate_config
 from thinker.training.initial_model import load_initial_model
-from thinker.training.plan import make_plan
+from thinker.training.reports.advice import format_plan
+from thinker.training.reports.plan import make_plan
 from thinker.training.run import build_trainer
 from thinker.training.step import TrainingStep
 
@@ -86,13 +86,17 @@ def losses(trainer, key):
     return [line[key] for line in trainer.run.read_metrics() if key in line]
 
 
-@pytest.mark.parametrize("lora", [[], ["train.lora_rank=4", "train.lora_alpha=4"]], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "lora", [[], ["train.lora_rank=4", "train.lora_alpha=4"]], ids=["full", "lora"]
+)
 def test_finetuning_lowers_the_loss_and_the_run_exports(make_trainer, base, tmp_path, lora):
     trainer = make_trainer(*lora)
     before = trainer.evaluator(trainer.model).loss
     assert (trainer.settings.optimizer.embedding_lr is None) == bool(lora)
     assert trainer.train() == 0
-    load_initial_model(load_config(tmp_path / "run" / "config.yaml", []))  # valid, with all that it resolves to
+    load_initial_model(
+        load_config(tmp_path / "run" / "config.yaml", [])
+    )  # valid, with all that it resolves to
     after = losses(trainer, "val_loss")[-1]
     assert after < 0.7 * before
     assert losses(trainer, "train_loss")[-1] < losses(trainer, "train_loss")[0]
@@ -100,10 +104,14 @@ def test_finetuning_lowers_the_loss_and_the_run_exports(make_trainer, base, tmp_
     assert tokenizer.chat_template == "{{ bos_token }}" + TEMPLATE
     assert tokenizer.content_hash == load_tokenizer(base).content_hash
     assert not any(isinstance(module, LoraLinear) for module in model.modules())
-    tokens = torch.randint(tokenizer.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        tokenizer.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         logits = model(tokens)
-        tolerance = 1e-5 * max(1.0, float(logits.abs().max()))  # as verify_export(); here logits reach 30
+        tolerance = 1e-5 * max(
+            1.0, float(logits.abs().max())
+        )  # as verify_export(); here logits reach 30
         torch.testing.assert_close(logits, trainer.model.eval()(tokens), rtol=0, atol=1e-5)
         (tmp_path / "out").mkdir()
         save_pretrained(model, tokenizer, tmp_path / "out")
@@ -131,9 +139,14 @@ def test_assistant_only_loss_gives_masked_positions_no_gradient(make_trainer):
     assert (sizes[~counted] == 0).all()
     assert (sizes[counted] > 0).all()
     with torch.no_grad():
-        nats = torch.nn.functional.cross_entropy(trainer.model(batch[0])[counted], batch[1][counted], reduction="sum")
+        nats = torch.nn.functional.cross_entropy(
+            trainer.model(batch[0])[counted], batch[1][counted], reduction="sum"
+        )
     torch.testing.assert_close(loss_sum, nats)
-    ids = [tokens[row].tolist() for tokens, row in ((batch[1][i], counted[i]) for i in range(len(counted)))]
+    ids = [
+        tokens[row].tolist()
+        for tokens, row in ((batch[1][i], counted[i]) for i in range(len(counted)))
+    ]
     answers = [trainer.corpus.tokenizer.decode(row) for row in ids]
     assert all(answer.startswith("it is ") and "what" not in answer for answer in answers)
 
@@ -169,7 +182,9 @@ def test_lora_trains_adapters_only(make_trainer, base):
             assert parameter.grad is None
     names = {name for name in trainer.step.optimizers.tensors() if name.startswith("optimizer.")}
     assert all("lora" in name for name in names)
-    assert len(names) == 3 * 2 * 7 * 2  # three tensors of AdamW, A and B, seven matrices, two layers
+    assert (
+        len(names) == 3 * 2 * 7 * 2
+    )  # three tensors of AdamW, A and B, seven matrices, two layers
 
 
 @pytest.mark.parametrize("lora", [[], ["train.lora_rank=2"]], ids=["full", "lora"])
@@ -210,7 +225,9 @@ def test_peft_loads_exported_adapters(make_trainer, base, tmp_path):
         ours = model(tokens)
         assert (ours - load(base)[0](tokens)).abs().max() > 1e-3
         torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-5)
-        torch.testing.assert_close(theirs.merge_and_unload()(tokens).logits, ours, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            theirs.merge_and_unload()(tokens).logits, ours, rtol=0, atol=1e-5
+        )
     again, tokenizer = load(tmp_path / "adapter")
     assert tokenizer.chat_template == "{{ bos_token }}" + TEMPLATE  # the base's
     torch.testing.assert_close(again(tokens), ours, rtol=0, atol=1e-5)
@@ -218,10 +235,21 @@ def test_peft_loads_exported_adapters(make_trainer, base, tmp_path):
     plain = next((tmp_path / "plain" / "checkpoints").glob("step-*"))
     with pytest.raises(UserError, match="has no adapters"):
         save_adapter(plain, model.config, base, tmp_path / "adapter")
-    with pytest.raises(UserError, match=r"model.max_seq_len is 999 but .* which an adapter cannot change"):
-        save_adapter(checkpoint, dataclasses.replace(model.config, max_seq_len=999), base, tmp_path / "adapter")
-    with pytest.raises(UserError, match=r"model.attention_temperature is 2.0 but 1.0 in .* which an adapter cannot"):
-        save_adapter(checkpoint, dataclasses.replace(model.config, attention_temperature=2.0), base, tmp_path)
+    with pytest.raises(
+        UserError, match=r"model.max_seq_len is 999 but .* which an adapter cannot change"
+    ):
+        save_adapter(
+            checkpoint,
+            dataclasses.replace(model.config, max_seq_len=999),
+            base,
+            tmp_path / "adapter",
+        )
+    with pytest.raises(
+        UserError, match=r"model.attention_temperature is 2.0 but 1.0 in .* which an adapter cannot"
+    ):
+        save_adapter(
+            checkpoint, dataclasses.replace(model.config, attention_temperature=2.0), base, tmp_path
+        )
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -229,7 +257,9 @@ def test_load_adapters_made_by_peft(base, tmp_path, rslora):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], use_rslora=rslora,
                              init_lora_weights=False)  # fmt: skip
-    theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), config).eval()
+    theirs = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(base), config
+    ).eval()
     theirs.save_pretrained(tmp_path)
     ours, folder = load_adapter(tmp_path)
     assert folder == base
@@ -260,12 +290,12 @@ def test_what_a_chat_templates_file_holds_decides(make_trainer, tmp_path, capsys
     file.write_text("A talk.\n" + TEMPLATE)
     given = [f"data.chat_template={file}"]
     make_trainer(*([] if change == "added" else given), "train.max_steps=1").train()
-    refusal = r"^data.chat_template is .* started with .*; undo the change, choose another run.dir, or"
+    refusal = (
+        r"^data.chat_template is .* started with .*; undo the change, choose another run.dir, or"
+    )
     if change == "edited":
         file.write_text(file.read_text().replace("A talk", "Talk"))
-        refusal = (
-            rf"^data.chat_template={file} has changed since the run in {tmp_path / 'run'} started; undo the change"
-        )
+        refusal = rf"^data.chat_template={file} has changed since the run in {tmp_path / 'run'} started; undo the change"
     elif change == "left out":
         given = []
     elif change == "moved":
@@ -289,7 +319,10 @@ def test_what_a_chat_templates_file_holds_decides(make_trainer, tmp_path, capsys
         (["data.tokenizer=byte"], "data.tokenizer=byte is not the tokenizer of run.init_from"),
         (["data.seq_len=100"], "longer than the context of the model in run.init_from"),
         (["train.lora_rank=4", "optimizer.name=muon"], "train.lora_rank needs"),
-        (["train.lora_rank=4", "optimizer.norm_lr=0.1"], "optimizer.norm_lr has no effect with train.lora_rank"),
+        (
+            ["train.lora_rank=4", "optimizer.norm_lr=0.1"],
+            "optimizer.norm_lr has no effect with train.lora_rank",
+        ),
         (["train.lora_alpha=4"], "train.lora_alpha has no effect without"),
         (["run.init_from=null", "train.lora_rank=2"], "train.lora_rank needs"),
         (["run.init_from=nowhere"], "nowhere does not exist"),
@@ -300,13 +333,17 @@ def test_what_a_chat_templates_file_holds_decides(make_trainer, tmp_path, capsys
         (["model.attn_logit_softcap=5"], "model.attn_logit_softcap is 5.0, but .* has null"),
     ],
 )
-def test_configs_that_contradict_the_initial_model_are_refused(make_trainer, tmp_path, overrides, message):
+def test_configs_that_contradict_the_initial_model_are_refused(
+    make_trainer, tmp_path, overrides, message
+):
     with pytest.raises(UserError, match=message):
         make_trainer(*overrides)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_the_context_is_the_initial_models_where_it_is_not_set(make_trainer, tmp_path, conversations, base):
+def test_the_context_is_the_initial_models_where_it_is_not_set(
+    make_trainer, tmp_path, conversations, base
+):
     """configs/finetune.yaml, as its header says, on a model whose context is shorter than the default; and again."""
     for steps in (1, 2):
         config = load_config(ROOT / "configs" / "finetune.yaml", [
@@ -360,7 +397,10 @@ def test_default_learning_rates_of_finetuning(make_trainer):
 
 def test_lora_step_in_bf16_with_activation_checkpointing(make_trainer):
     trainer = make_trainer(
-        "train.lora_rank=2", "train.precision=bf16", "train.checkpoint_every_n_blocks=1", "train.max_steps=2"
+        "train.lora_rank=2",
+        "train.precision=bf16",
+        "train.checkpoint_every_n_blocks=1",
+        "train.max_steps=2",
     )
     loss, norm = trainer.step(Batch(*trainer.loader.batch(0), 50), 1.0)
     assert isinstance(trainer.step, TrainingStep)
@@ -375,12 +415,21 @@ def rare_answers(tmp_path):
     """Conversations whose questions fill several windows, so that most of these hold no answer."""
     path = tmp_path / "rare.jsonl"
     talks = [[("user", f"what is {i}? " * 40), ("assistant", f"it is {i}.")] for i in range(60)]
-    rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    rows = [
+        {"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [f"data.path={path}", "data.packing=contiguous", "train.batch_size=1", "train.micro_batch_size=1"]
+    return [
+        f"data.path={path}",
+        "data.packing=contiguous",
+        "train.batch_size=1",
+        "train.micro_batch_size=1",
+    ]
 
 
-def test_steps_without_targets_are_not_steps_of_loss_zero(make_trainer, tmp_path, rare_answers, monkeypatch):
+def test_steps_without_targets_are_not_steps_of_loss_zero(
+    make_trainer, tmp_path, rare_answers, monkeypatch
+):
     losses, n_targets, call = [], [], TrainingStep.__call__
 
     def recorded(self, batch, multiplier):
@@ -393,7 +442,9 @@ def test_steps_without_targets_are_not_steps_of_loss_zero(make_trainer, tmp_path
     trainer = make_trainer(*rare_answers, "train.max_steps=40", "train.log_every=4")
     assert trainer.train() == 0
     assert 0 in n_targets
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     logged = {line["step"]: line["train_loss"] for line in lines if "train_loss" in line}
     for end in range(4, 41, 4):
         real = [loss for loss, n in zip(losses[end - 4 : end], n_targets[end - 4 : end]) if n]
@@ -402,7 +453,11 @@ def test_steps_without_targets_are_not_steps_of_loss_zero(make_trainer, tmp_path
             assert logged[end] == pytest.approx(sum(real) / len(real))
 
 
-def test_validation_without_targets_is_refused_before_training(make_trainer, tmp_path, rare_answers):
-    with pytest.raises(UserError, match=r"^the 1 validation sequences have no targets: .*eval_sequences or"):
+def test_validation_without_targets_is_refused_before_training(
+    make_trainer, tmp_path, rare_answers
+):
+    with pytest.raises(
+        UserError, match=r"^the 1 validation sequences have no targets: .*eval_sequences or"
+    ):
         make_trainer(*rare_answers, "train.eval_sequences=1")
     assert not (tmp_path / "run").exists()

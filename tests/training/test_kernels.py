@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from thinker.data.prefetch import Batch
+from thinker.data.batches.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.native import compiler
 from thinker.native.compiler import has_compiler
-from thinker.training.config_file import validate_config
+from thinker.training.config.load import validate_config
 from thinker.training.kernels import choose_kernels, fused_kernels
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 CONFIG = ThinkerConfig(vocab_size=50, d_model=32, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=48, max_seq_len=16,
@@ -25,7 +25,14 @@ VARIANTS = [
 
 
 def make_step(config=CONFIG, optimizer="muon", lora_rank=None, **train):
-    train = {"precision": "fp32", "compile": False, "micro_batch_size": 2, "batch_size": 4, "max_steps": 9, **train}
+    train = {
+        "precision": "fp32",
+        "compile": False,
+        "micro_batch_size": 2,
+        "batch_size": 4,
+        "max_steps": 9,
+        **train,
+    }
     tree = {"train": train, "optimizer": {"name": optimizer}}
     settings = resolve_settings(validate_config(tree), config, CPU).with_train(lora_rank=lora_rank)
     return TrainingStep(build_model(config, 1, CPU), settings)
@@ -44,7 +51,9 @@ def trained(step, is_plain=False, has_documents=False):
         batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 64, documents)
         if not grads:
             with fused_kernels(step.model, step.kernels):
-                step.model(batch.inputs, targets=batch.targets, document_ids=batch.document_ids)[0].backward()
+                step.model(batch.inputs, targets=batch.targets, document_ids=batch.document_ids)[
+                    0
+                ].backward()
             grads = {name: p.grad for name, p in step.model.named_parameters()}
             step.model.zero_grad()
         losses.append(step(batch, 1.0)[0])
@@ -57,10 +66,14 @@ def trained(step, is_plain=False, has_documents=False):
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_a_fused_step_is_near_the_plain_one(changes, has_documents, precision):
     config = dataclasses.replace(CONFIG, **changes)
-    fused_losses, fused = trained(make_step(config, precision=precision), has_documents=has_documents)
+    fused_losses, fused = trained(
+        make_step(config, precision=precision), has_documents=has_documents
+    )
     plain_losses, plain = trained(make_step(config, precision=precision), True, has_documents)
     is_exact = precision == "fp32"
-    torch.testing.assert_close(fused_losses, plain_losses, rtol=1e-5 if is_exact else 1e-2, atol=1e-5)
+    torch.testing.assert_close(
+        fused_losses, plain_losses, rtol=1e-5 if is_exact else 1e-2, atol=1e-5
+    )
     for name, grad in plain.items():
         assert (fused[name] - grad).norm() <= (1e-3 if is_exact else 0.1) * grad.norm() + 1e-6, name
 
@@ -70,7 +83,9 @@ def test_lora_and_double_weights_train_with_fused_kernels():
     losses, grads = trained(make_step(optimizer="adamw", lora_rank=2))
     plain_losses, plain = trained(make_step(optimizer="adamw", lora_rank=2), is_plain=True)
     torch.testing.assert_close(losses, plain_losses, rtol=1e-5, atol=1e-5)
-    assert [name for name, grad in grads.items() if grad is None] == [name for name, g in plain.items() if g is None]
+    assert [name for name, grad in grads.items() if grad is None] == [
+        name for name, g in plain.items() if g is None
+    ]
     torch.set_default_dtype(torch.float64)
     try:
         losses, _ = trained(make_step(optimizer="adamw"))
@@ -90,12 +105,17 @@ def test_only_the_step_uses_the_kernels(monkeypatch):
     with fused_kernels(step.model, step.kernels):
         assert all(module.kernels is step.kernels for module in fused)
     trained(step)
-    assert all(module.kernels is None for module in step.model.modules() if hasattr(module, "kernels"))
+    assert all(
+        module.kernels is None for module in step.model.modules() if hasattr(module, "kernels")
+    )
 
 
 def test_why_a_run_has_no_kernels(monkeypatch):
     train = make_step().train
-    assert choose_kernels(train, torch.device("cuda")) == (None, "they run only on CPUs; the device is cuda")
+    assert choose_kernels(train, torch.device("cuda")) == (
+        None,
+        "they run only on CPUs; the device is cuda",
+    )
     compiled = train.model_copy(update={"compile": True})
     assert choose_kernels(compiled, CPU) == (None, "train.compile is on")
     monkeypatch.setattr(compiler, "COMPILERS", ("no-such-compiler",))

@@ -9,10 +9,10 @@ from conftest import ROOT, run_script
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime import memory
 from thinker.runtime.errors import UserError
-from thinker.training import memory_bound
-from thinker.training.config_file import validate_config
-from thinker.training.memory_estimate import estimate_memory
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.config.load import validate_config
+from thinker.training.settings import memory_bound
+from thinker.training.settings.memory_estimate import estimate_memory
+from thinker.training.settings.resolve import resolve_settings
 
 CPU = torch.device("cpu")
 VARIANTS = [
@@ -33,7 +33,9 @@ def test_the_least_number_of_parameters_is_just_below_the_real_one(options):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("train", [{}, {"checkpoint_every_n_blocks": 1}, {"micro_batch_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "train", [{}, {"checkpoint_every_n_blocks": 1}, {"micro_batch_size": 2}], ids=str
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_least_memory_is_below_what_a_step_takes(optimizer, train, precision):
     shape = {"vocab_size": 300, "d_model": 64, "n_layers": 3}
@@ -57,7 +59,9 @@ def test_a_run_is_refused_when_its_bound_exceeds_the_memory_and_not_before(monke
     monkeypatch.setattr(memory, "_host_memory", lambda: (needed - 7, 7))
     memory_bound.check_run_fits(config, CPU)
     monkeypatch.setattr(memory, "_host_memory", lambda: (needed - 7, 6))
-    with pytest.raises(UserError, match=r"at least .* \(weights .*, gradients .*\), but .*; lower model.d_model"):
+    with pytest.raises(
+        UserError, match=r"at least .* \(weights .*, gradients .*\), but .*; lower model.d_model"
+    ):
         memory_bound.check_run_fits(config, CPU)
 
 
@@ -86,7 +90,9 @@ def test_generate_refuses_a_million_samples_before_it_makes_any(tiny_run):
     done = run_script(ROOT / "generate.py", tiny_run, "--prompt", "Line", "--num-samples", 10**9)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.match(r"error: this needs at least .* of memory \(cache .*reduce the number of samples", line)
+    assert re.match(
+        r"error: this needs at least .* of memory \(cache .*reduce the number of samples", line
+    )
 
 
 def test_a_generator_refuses_more_samples_than_memory_holds(tiny_run, monkeypatch):
@@ -96,5 +102,7 @@ def test_a_generator_refuses_more_samples_than_memory_holds(tiny_run, monkeypatc
     monkeypatch.setattr(memory, "_host_memory", lambda: (200_000, 0))
     params = SamplingParams(max_new_tokens=20, seed=1)
     assert len(generator.generate(["Line"] * 5, params)) == 5
-    with pytest.raises(UserError, match=r"needs at least .* \(cache .*reduce the number of samples"):
+    with pytest.raises(
+        UserError, match=r"needs at least .* \(cache .*reduce the number of samples"
+    ):
         generator.generate(["Line"] * 500, params)

@@ -27,24 +27,34 @@ def test_peaks_are_those_of_the_device_itself(monkeypatch, name, peak):
 
 
 def test_flops_by_hand():
-    model = Thinker(ThinkerConfig(vocab_size=10, d_model=8, n_layers=2, n_heads=2, head_dim=6, d_ff=16))
+    model = Thinker(
+        ThinkerConfig(vocab_size=10, d_model=8, n_layers=2, n_heads=2, head_dim=6, d_ff=16)
+    )
     block = 4 * 8 * 12 + 3 * 8 * 16 + 2 * 8 + 2 * 6
-    assert metrics.flops_per_token(model, 100) == 6 * (2 * block + 8 + 10 * 8) + 12 * 2 * (2 * 6) * 100
+    assert (
+        metrics.flops_per_token(model, 100) == 6 * (2 * block + 8 + 10 * 8) + 12 * 2 * (2 * 6) * 100
+    )
 
 
 def test_the_matrix_part_is_what_torch_counts():
     """Products of a forward and a backward pass, attention aside: 6 FLOPs a matrix element a token."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    config = ThinkerConfig(vocab_size=40, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, head_init_std=1.0)
+    config = ThinkerConfig(
+        vocab_size=40, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, head_init_std=1.0
+    )
     model, T = Thinker(config), 12
     tokens = torch.randint(40, (3, T))
     with FlopCounterMode(display=False) as counter:
         model(tokens, targets=tokens)[0].backward()
     counted = sum(
-        flops for operation, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(operation)
+        flops
+        for operation, flops in counter.get_flop_counts()["Global"].items()
+        if "attention" not in str(operation)
     )
-    matrices = sum(p.numel() for name, p in model.named_parameters() if "proj" in name or "head" in name)
+    matrices = sum(
+        p.numel() for name, p in model.named_parameters() if "proj" in name or "head" in name
+    )
     gains = sum(p.numel() for p in model.parameters() if p.dim() == 1)
     assert counted == 6 * matrices * 3 * T
     assert metrics.flops_per_token(model, T) == 6 * (matrices + gains) + 12 * 2 * 16 * T

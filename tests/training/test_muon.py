@@ -9,9 +9,9 @@ from torch.optim import _muon
 
 from thinker.native import training as native
 from thinker.native.compiler import has_compiler
-from thinker.training import muon
-from thinker.training.muon import Muon, normalize_rows, orthogonalize
-from thinker.training.orthogonalize import POLAR_EXPRESS_COEFFICIENTS
+from thinker.training.optim import muon
+from thinker.training.optim.muon import Muon, normalize_rows, orthogonalize
+from thinker.training.optim.orthogonalize import POLAR_EXPRESS_COEFFICIENTS
 
 TORCHS = [(3.4445, -4.7750, 2.0315)]
 
@@ -23,7 +23,9 @@ def parameters(seed: int) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
 
-def moved(optimizer: torch.optim.Optimizer, mine: list[torch.nn.Parameter], steps: int = 4) -> list[torch.Tensor]:
+def moved(
+    optimizer: torch.optim.Optimizer, mine: list[torch.nn.Parameter], steps: int = 4
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(9)
     for _ in range(steps):
         for parameter in mine:
@@ -32,7 +34,9 @@ def moved(optimizer: torch.optim.Optimizer, mine: list[torch.nn.Parameter], step
     return [parameter.detach().clone() for parameter in mine]
 
 
-@pytest.mark.parametrize("options", [{}, {"nesterov": False, "weight_decay": 0.3}, {"momentum": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": False, "weight_decay": 0.3}, {"momentum": 0.5}]
+)
 def test_it_moves_every_matrix_as_torchs_own_does(options, monkeypatch):
     """Momentum, decay and step size: with torch's own orthogonalisation put in, and rows left as they come out."""
 
@@ -58,7 +62,9 @@ def test_its_state_is_torchs_own_and_a_number_a_row():
     for index in b["state"]:
         assert a["state"][index].keys() == {*b["state"][index].keys(), "row_second_moment"}
         assert a["state"][index]["row_second_moment"].shape == (len(mine[index]), 1)
-        assert torch.equal(a["state"][index]["momentum_buffer"], b["state"][index]["momentum_buffer"])
+        assert torch.equal(
+            a["state"][index]["momentum_buffer"], b["state"][index]["momentum_buffer"]
+        )
 
 
 def test_a_parameter_without_a_gradient_stays():
@@ -128,12 +134,19 @@ def test_each_quintic_is_the_best_on_what_the_one_before_leaves():
 
 @settings(max_examples=examples(40), deadline=None)
 @given(
-    st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.floats(0, 0.99), st.integers(1, 30), st.integers(0, 99)
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.floats(0, 0.99),
+    st.integers(1, 30),
+    st.integers(0, 99),
 )
 def test_rows_are_divided_by_their_own_root_mean_square(n, rows, columns, beta, steps, seed):
     """Against the paper's lines (Li et al. 2025, algorithm 1), a row at a time, bias correction included."""
     generator = torch.Generator().manual_seed(seed)
-    size = 10.0 ** torch.randint(-3, 2, (rows, 1), generator=generator)  # rows of very different size
+    size = 10.0 ** torch.randint(
+        -3, 2, (rows, 1), generator=generator
+    )  # rows of very different size
     kept = torch.zeros(n, rows, 1)
     means = torch.zeros(n, rows, dtype=torch.float64)
     for step in range(1, steps + 1):
@@ -142,7 +155,9 @@ def test_rows_are_divided_by_their_own_root_mean_square(n, rows, columns, beta, 
         for matrix in range(n):
             expected = updates[matrix].double()
             for row in range(rows):
-                means[matrix, row] = beta * means[matrix, row] + (1 - beta) * expected[row].square().mean()
+                means[matrix, row] = (
+                    beta * means[matrix, row] + (1 - beta) * expected[row].square().mean()
+                )
                 expected[row] /= (means[matrix, row] / (1 - beta**step)).sqrt()
             expected *= updates[matrix].double().norm() / expected.norm()
             torch.testing.assert_close(moved_by[matrix].double(), expected, rtol=1e-4, atol=1e-6)
@@ -166,7 +181,9 @@ def test_rows_are_normalized_by_a_compiled_program_too(monkeypatch, dtype, is_ba
 
 def test_nothing_stays_nothing():
     assert torch.equal(orthogonalize(torch.zeros(2, 4, 6)), torch.zeros(2, 4, 6))
-    assert torch.equal(normalize_rows(torch.zeros(2, 4, 6), torch.zeros(2, 4, 1), 0.05)[0], torch.zeros(2, 4, 6))
+    assert torch.equal(
+        normalize_rows(torch.zeros(2, 4, 6), torch.zeros(2, 4, 1), 0.05)[0], torch.zeros(2, 4, 6)
+    )
     half = torch.tensor([[[1.0, -1.0], [0.0, 0.0]]])  # a row without a gradient
     torch.testing.assert_close(normalize_rows(half, torch.zeros(1, 2, 1), 0.05)[0], half)
 
@@ -178,7 +195,9 @@ def test_cautious_decay_spares_weights_that_the_update_moves_away_from_zero(skip
     before = [parameter.detach().clone() for parameter in plain]
     for mine, options in ((plain, {}), (decayed, {"weight_decay": decay}),
                           (cautious, {"weight_decay": decay, "is_cautious": True})):  # fmt: skip
-        optimizer = Muon(mine, dtype=torch.float32, lr=lr, **options | ({} if options else {"weight_decay": 0.0}))
+        optimizer = Muon(
+            mine, dtype=torch.float32, lr=lr, **options | ({} if options else {"weight_decay": 0.0})
+        )
         optimizer.found_inf = None if skip is None else torch.tensor(skip)
         moved(optimizer, mine, steps=1)
     for start, without, full, spared in zip(before, plain, decayed, cautious):
@@ -194,15 +213,20 @@ def test_cautious_decay_spares_weights_that_the_update_moves_away_from_zero(skip
 @pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "options", [{}, {"nesterov": False, "weight_decay": 0.3}, {"weight_decay": 0.3, "is_cautious": True}]
+    "options",
+    [{}, {"nesterov": False, "weight_decay": 0.3}, {"weight_decay": 0.3, "is_cautious": True}],
 )
 def test_fused_updates_are_those_of_plain_torch(dtype, options):
     plain, fused = parameters(1), parameters(1)
     with torch.no_grad():
         for parameter in (*plain, *fused):
             parameter[0] = 0  # a row without weights
-    optimizers = [Muon(mine, dtype, is_fused=mine is fused, lr=0.1, **options) for mine in (plain, fused)]
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 5e-2}
+    optimizers = [
+        Muon(mine, dtype, is_fused=mine is fused, lr=0.1, **options) for mine in (plain, fused)
+    ]
+    tolerance = (
+        {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 5e-2}
+    )
     for a, b in zip(moved(optimizers[0], plain), moved(optimizers[1], fused)):
         torch.testing.assert_close(b, a, **tolerance)
     for a, b in zip(optimizers[0].state.values(), optimizers[1].state.values()):
@@ -218,7 +242,9 @@ def test_the_number_of_threads_changes_no_bit_of_fused_updates(dtype):
         for n in (1, 2, 5):
             torch.set_num_threads(n)
             generator = torch.Generator().manual_seed(1)
-            grads, momenta, weights = (list(torch.randn(3, 3, 13, 700, generator=generator)[i]) for i in range(3))
+            grads, momenta, weights = (
+                list(torch.randn(3, 3, 13, 700, generator=generator)[i]) for i in range(3)
+            )
             means = [torch.rand(13, 1, generator=generator) for _ in range(3)]
             updates = native.muon_momentum(grads, momenta, 0.9, True, dtype)
             native.muon_update(updates, means, weights, 0.05, 0.1, 0.3, True)

@@ -13,21 +13,28 @@ from test_step import CONFIG, CPU, a_batch
 from training_runs import read_metrics
 
 from thinker import checkpoint
-from thinker.data.batch_loader import BatchLoader
-from thinker.data.batches import PackedDataset
-from thinker.data.corpus import prepare_corpus
-from thinker.training.config_file import load_config, validate_config
-from thinker.training.muon import Muon
+from thinker.data.batches.batch_loader import BatchLoader
+from thinker.data.batches.batches import PackedDataset
+from thinker.data.corpus.corpus import prepare_corpus
+from thinker.training.config.load import load_config, validate_config
 from thinker.training.nonfinite import diagnose
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.optim.muon import Muon
 from thinker.training.resume import restore
 from thinker.training.run_state import RunState
+from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.training_data import prepare_training_data
 
 
 def make_step(optimizer="muon", **train):
-    train = {"precision": "fp32", "compile": False, "micro_batch_size": 2, "batch_size": 4, "max_steps": 9, **train}
+    train = {
+        "precision": "fp32",
+        "compile": False,
+        "micro_batch_size": 2,
+        "batch_size": 4,
+        "max_steps": 9,
+        **train,
+    }
     config = validate_config({"train": train, "optimizer": {"name": optimizer}})
     return TrainingStep(build_model(CONFIG, 1, CPU), resolve_settings(config, CONFIG, CPU))
 
@@ -41,7 +48,9 @@ def copy_of(step):
 
 
 def same_bits(a, b):
-    return a.keys() == b.keys() and all(a[name].numpy().tobytes() == b[name].numpy().tobytes() for name in a)
+    return a.keys() == b.keys() and all(
+        a[name].numpy().tobytes() == b[name].numpy().tobytes() for name in a
+    )
 
 
 def poison(step, value, where):
@@ -63,7 +72,11 @@ PLACES = ["blocks.1.attention.q_proj.weight", "norm.weight", "embedding.weight"]
 @pytest.mark.parametrize(
     ("value", "where"),
     [
-        pytest.param(value, where, marks=pytest.mark.stress if VALUES.index(value) != PLACES.index(where) else ())
+        pytest.param(
+            value,
+            where,
+            marks=pytest.mark.stress if VALUES.index(value) != PLACES.index(where) else (),
+        )
         for value in VALUES
         for where in PLACES
     ],
@@ -105,13 +118,17 @@ def test_a_loss_that_is_not_finite_changes_no_bit():
 
 
 @settings(max_examples=examples(30), deadline=None)
-@given(st.integers(0, 99), st.lists(st.booleans(), min_size=1, max_size=5), st.sampled_from([0.0, 0.3]))
+@given(
+    st.integers(0, 99), st.lists(st.booleans(), min_size=1, max_size=5), st.sampled_from([0.0, 0.3])
+)
 def test_muon_leaves_everything_where_a_gpu_would_tell_it_to(seed, bad, decay):
     """What the host does not know: `found_inf` on the device, as torch's fused AdamW reads it."""
     shapes = [(16, 16), (24, 16), (16, 24), (24, 16)]
     ours, plain = ([torch.nn.Parameter(torch.randn(shape, generator=g)) for shape in shapes]
                    for g in (torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)))  # fmt: skip
-    told, untold = (Muon(each, dtype=torch.float32, lr=0.1, weight_decay=decay) for each in (ours, plain))
+    told, untold = (
+        Muon(each, dtype=torch.float32, lr=0.1, weight_decay=decay) for each in (ours, plain)
+    )
     generator = torch.Generator().manual_seed(seed + 1)
     for is_bad in bad:
         for mine, theirs in zip(ours, plain):
@@ -159,8 +176,12 @@ def test_where_fp16_overflows_the_scale_falls_and_the_step_is_no_bad_one():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_diagnosis_names_where_the_numbers_end_and_touches_nothing(text_file, tmp_path, random_model, value):
-    corpus = prepare_corpus(source="text", path=text_file, tokenizer="byte", cache_dir=tmp_path, progress=False)
+def test_a_diagnosis_names_where_the_numbers_end_and_touches_nothing(
+    text_file, tmp_path, random_model, value
+):
+    corpus = prepare_corpus(
+        source="text", path=text_file, tokenizer="byte", cache_dir=tmp_path, progress=False
+    )
     loader = BatchLoader(PackedDataset(corpus.train, 16, "contiguous"), 3, 1)
     model = random_model(vocab_size=257).train()
     healthy = diagnose(model, loader, corpus.tokenizer, 5)
@@ -192,7 +213,9 @@ WILD = ["optimizer.name=adamw", "optimizer.lr=5e37", "train.warmup_steps=0", "tr
 
 def test_the_run_stops_with_a_report_and_the_weights_of_before(train_args, tmp_path):
     run, saving = tmp_path / "run", tmp_path / "saving"
-    done = run_script(*train_args, f"run.dir={run}", *WILD, "train.log_every=4", "train.save_every=null")
+    done = run_script(
+        *train_args, f"run.dir={run}", *WILD, "train.log_every=4", "train.save_every=null"
+    )
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     said = done.stderr.splitlines()[-1]
@@ -205,7 +228,10 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(train_args, tmp_p
     assert stopped.returncode == 1
     assert "the same command resumes from step 1" in stopped.stderr.splitlines()[-1]
     name = "model.safetensors"
-    weights = [run / "checkpoints" / "nonfinite-00000002" / name, saving / "checkpoints" / "step-00000001" / name]
+    weights = [
+        run / "checkpoints" / "nonfinite-00000002" / name,
+        saving / "checkpoints" / "step-00000001" / name,
+    ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     ours = load_file(run / "checkpoints" / "nonfinite-00000002" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in ours.values())
@@ -214,7 +240,11 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(train_args, tmp_p
     # The samples are those of the step, and what was found stands beside each.
     config = load_config(train_args[1], [str(part) for part in train_args[2:]])
     loader = BatchLoader(PackedDataset(prepare_training_data(config).train, 32, "contiguous"), 4, 1)
-    assert report["sample_ids"] == loader.sample_ids(1) == [sample["id"] for sample in report["samples"]]
+    assert (
+        report["sample_ids"]
+        == loader.sample_ids(1)
+        == [sample["id"] for sample in report["samples"]]
+    )
     assert all(sample["text"] and sample["loss"] is None for sample in report["samples"])
     assert report["first_not_finite"] == "loss"  # the head's huge weights
     assert "lm_head.weight" in report["gradients_not_finite"]
@@ -236,18 +266,24 @@ def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(train_args,
     done = run_script(*train_args, f"run.dir={run}", *options)
     assert done.returncode == 1  # the last evaluation finds what two left-out steps did not mend
     assert (
-        "the validation loss is nan, so nothing was saved; lower optimizer.lr; the same command resumes" in done.stderr
+        "the validation loss is nan, so nothing was saved; lower optimizer.lr; the same command resumes"
+        in done.stderr
     )
     assert "step 2: loss nan" in done.stderr
     assert "step skipped (1 of 3" in done.stderr
     assert "step skipped (2 of 3" in done.stderr
     assert [line["step"] for line in read_metrics(run)] == [1]
-    assert checkpoint.read_json(run / "checkpoints" / "step-00000002" / "state.json")["skipped"] == 1
+    assert (
+        checkpoint.read_json(run / "checkpoints" / "step-00000002" / "state.json")["skipped"] == 1
+    )
     report = json.loads((run / "nonfinite-step-00000003.json").read_text())
     assert len(report["sample_ids"]) == 4
     fewer = run_script(*train_args, f"run.dir={run}", *options, "train.max_nonfinite_steps=0")
     assert fewer.returncode == 2
-    assert "has already skipped 1 non-finite steps; set train.max_nonfinite_steps to at least 1" in fewer.stderr
+    assert (
+        "has already skipped 1 non-finite steps; set train.max_nonfinite_steps to at least 1"
+        in fewer.stderr
+    )
     again = run_script(*train_args, f"run.dir={run}", *options)
     assert "resuming from step 2" in again.stderr
     assert "step skipped (2 of 3" in again.stderr

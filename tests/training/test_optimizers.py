@@ -3,11 +3,18 @@ import torch
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
-from thinker.training.config_file import validate_config
-from thinker.training.config_sections import OptimizerConfig
-from thinker.training.optimizers import Optimizers, resolve_learning_rates
+from thinker.training.config.load import validate_config
+from thinker.training.config.sections import OptimizerConfig
+from thinker.training.optim.optimizers import Optimizers, resolve_learning_rates
 
-SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64}
+SHAPE = {
+    "vocab_size": 61,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "max_seq_len": 64,
+}
 
 
 def config(**changes):
@@ -17,7 +24,9 @@ def config(**changes):
 def rates(model, optimizer_config):
     """The name of each parameter: its optimizer's class, its rate and its weight decay."""
     found = {}
-    for optimizer in Optimizers(model, resolve_learning_rates(optimizer_config, model.config, 16)).optimizers:
+    for optimizer in Optimizers(
+        model, resolve_learning_rates(optimizer_config, model.config, 16)
+    ).optimizers:
         for group in optimizer.param_groups:
             for name in group["param_names"]:
                 assert name not in found
@@ -35,7 +44,9 @@ def kind(name):
 @pytest.mark.parametrize("tied", [False, True])
 def test_muon_moves_the_matrices_and_adamw_the_rest(random_model, tied):
     model = random_model(tie_embeddings=tied)
-    optimizer_config = OptimizerConfig(lr=0.5, embedding_lr=0.4, head_lr=0.3, norm_lr=0.2, weight_decay=0.1)
+    optimizer_config = OptimizerConfig(
+        lr=0.5, embedding_lr=0.4, head_lr=0.3, norm_lr=0.2, weight_decay=0.1
+    )
     found = rates(model, optimizer_config)
     assert found.keys() == dict(model.named_parameters()).keys()
     expected = {"matrix": ("Muon", 0.5, 0.1), "embedding": ("AdamW", 0.4, 0.0), "head": ("Muon", 0.3, 0.1),
@@ -64,19 +75,31 @@ def test_rates_that_are_left_out_follow_the_width(width):
 
 def test_rates_that_are_given_stay():
     given = {"lr": 0.5, "embedding_lr": 0.4, "head_lr": 0.3, "norm_lr": 0.2, "momentum": 0.1}
-    assert resolve_learning_rates(OptimizerConfig(**given), config(), 16) == OptimizerConfig(**given)
+    assert resolve_learning_rates(OptimizerConfig(**given), config(), 16) == OptimizerConfig(
+        **given
+    )
     adamw = resolve_learning_rates(OptimizerConfig(name="adamw", lr=0.5, head_lr=0.3), config(), 16)
     assert (adamw.embedding_lr, adamw.head_lr) == (0.5, 0.3)
-    tied = resolve_learning_rates(OptimizerConfig(embedding_lr=0.3), config(tie_embeddings=True), 16)
+    tied = resolve_learning_rates(
+        OptimizerConfig(embedding_lr=0.3), config(tie_embeddings=True), 16
+    )
     assert (tied.embedding_lr, tied.head_lr) == (0.3, None)
     with pytest.raises(UserError, match="head_lr has no effect without model.tie_embeddings=false"):
-        validate_config({"model": {"tie_embeddings": True}, "optimizer": {"head_lr": 0.3}, "train": {"max_steps": 1}})
+        validate_config(
+            {
+                "model": {"tie_embeddings": True},
+                "optimizer": {"head_lr": 0.3},
+                "train": {"max_steps": 1},
+            }
+        )
 
 
 def test_an_embedding_that_is_also_the_head_moves_as_a_head_of_adamw():
     for width in (32, 64):
         assert (
-            resolve_learning_rates(OptimizerConfig(), config(d_model=width, tie_embeddings=True), 16).embedding_lr
+            resolve_learning_rates(
+                OptimizerConfig(), config(d_model=width, tie_embeddings=True), 16
+            ).embedding_lr
             == 2 / width
         )
 
@@ -88,10 +111,14 @@ def test_rates_fall_with_the_root_of_a_small_batch(name):
     quarter = resolve_learning_rates(OptimizerConfig(name=name), config(), 4)
     for rate in ("lr", "embedding_lr", "head_lr", "norm_lr"):
         assert getattr(quarter, rate) == pytest.approx(getattr(whole, rate) / 2)
-    assert resolve_learning_rates(OptimizerConfig(name=name, lr=0.5), config(), 4).lr == 0.5  # what is given stays
+    assert (
+        resolve_learning_rates(OptimizerConfig(name=name, lr=0.5), config(), 4).lr == 0.5
+    )  # what is given stays
 
 
-@pytest.mark.parametrize("optimizer_config", [OptimizerConfig(), OptimizerConfig(name="adamw")], ids=["muon", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer_config", [OptimizerConfig(), OptimizerConfig(name="adamw")], ids=["muon", "adamw"]
+)
 def test_a_logit_of_a_wide_model_moves_as_far_as_one_of_a_narrow_model(optimizer_config):
     """What the rule of the head says, measured: one step on one token, whose logits move the same way at any width."""
     moved = []
@@ -109,9 +136,13 @@ def test_a_logit_of_a_wide_model_moves_as_far_as_one_of_a_narrow_model(optimizer
 
 
 def test_the_schedule_scales_every_rate(random_model):
-    optimizer_config = OptimizerConfig(lr=0.5, embedding_lr=0.4, head_lr=0.3, norm_lr=0.2, momentum=0.9)
+    optimizer_config = OptimizerConfig(
+        lr=0.5, embedding_lr=0.4, head_lr=0.3, norm_lr=0.2, momentum=0.9
+    )
     optimizers = Optimizers(random_model(), optimizer_config)
     optimizers.set_lr(0.25)
     optimizers.set_lr(0.5)
-    found = sorted(group["lr"] for optimizer in optimizers.optimizers for group in optimizer.param_groups)
+    found = sorted(
+        group["lr"] for optimizer in optimizers.optimizers for group in optimizer.param_groups
+    )
     assert found == [0.1, 0.15, 0.2, 0.25]

@@ -9,15 +9,20 @@ import torch
 from fork_server import run_ranks
 from memory_workers import peak_of_two_steps
 
-from thinker.data.batches import PackedDataset
+from thinker.data.batches.batches import PackedDataset
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
-from thinker.training import memory_estimate
-from thinker.training.config_file import load_config, validate_config
-from thinker.training.memory_estimate import MemoryEstimate, estimate_memory, free_memory, largest_micro_batch
-from thinker.training.plan import make_plan
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.config.load import load_config, validate_config
+from thinker.training.reports.plan import make_plan
+from thinker.training.settings import memory_estimate
+from thinker.training.settings.memory_estimate import (
+    MemoryEstimate,
+    estimate_memory,
+    free_memory,
+    largest_micro_batch,
+)
+from thinker.training.settings.resolve import resolve_settings
 from thinker.training.training_data import prepare_training_data
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +32,9 @@ CONFIG = ThinkerConfig(vocab_size=512, d_model=128, n_layers=2, n_heads=4, max_s
 
 def settings(n_layers=2, optimizer="muon", **train):
     train = {"precision": "fp32", "compile": False, "max_steps": 9, "batch_size": 8, **train}
-    config = validate_config({"data": {"seq_len": 128}, "optimizer": {"name": optimizer}, "train": train})
+    config = validate_config(
+        {"data": {"seq_len": 128}, "optimizer": {"name": optimizer}, "train": train}
+    )
     return resolve_settings(config, dataclasses.replace(CONFIG, n_layers=n_layers), CPU)
 
 
@@ -47,7 +54,9 @@ def test_estimated_weights_gradients_and_optimizer_are_exact():
     assert memory.peak > memory.weights + memory.optimizer + memory.activations
 
 
-@pytest.mark.parametrize(("micro", "every"), [(2, None), (8, 1), pytest.param(8, None, marks=pytest.mark.stress)])
+@pytest.mark.parametrize(
+    ("micro", "every"), [(2, None), (8, 1), pytest.param(8, None, marks=pytest.mark.stress)]
+)
 def test_estimated_peak_matches_a_measured_step(micro, every):
     """In a process whose malloc returns freed memory at once, so that only tensors count."""
     shape = {"vocab_size": 2048, "d_model": 256, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}
@@ -63,7 +72,8 @@ def test_estimated_peak_matches_a_measured_step(micro, every):
 def test_checkpointing_lowers_activations_and_estimating_keeps_the_rng_state():
     torch.manual_seed(7)
     activations = [
-        estimate_memory(settings(4, "adamw", checkpoint_every_n_blocks=n), 8, CPU).activations for n in (1, 2, None)
+        estimate_memory(settings(4, "adamw", checkpoint_every_n_blocks=n), 8, CPU).activations
+        for n in (1, 2, None)
     ]
     assert torch.get_rng_state().equal(torch.manual_seed(7).get_state())
     assert activations[0] < 0.5 * activations[2]
@@ -80,14 +90,18 @@ def test_gradients_of_adapters_alone():
 
 def test_largest_micro_batch(monkeypatch):
     estimates = {size: estimate_memory(settings(1, "adamw"), size, CPU) for size in (1, 2, 4, 8)}
-    monkeypatch.setattr(memory_estimate, "estimate_memory", lambda settings, size, device: estimates[size])
+    monkeypatch.setattr(
+        memory_estimate, "estimate_memory", lambda settings, size, device: estimates[size]
+    )
     peaks = {size: estimate.peak for size, estimate in estimates.items()}
     assert peaks[1] < peaks[2] < peaks[4] < peaks[8]
     for size in (1, 2, 4):
         free = (peaks[size] + peaks[2 * size]) / 2 / 0.6
         assert largest_micro_batch(settings(1), CPU, int(free)) == size
     assert largest_micro_batch(settings(1), CPU, 2**40) == 8
-    with pytest.raises(UserError, match=r"one sequence of 128 tokens needs .* MB .*checkpoint_every_n_blocks=1"):
+    with pytest.raises(
+        UserError, match=r"one sequence of 128 tokens needs .* MB .*checkpoint_every_n_blocks=1"
+    ):
         largest_micro_batch(settings(1), CPU, peaks[1])
     assert 2**20 < free_memory(CPU) < 2**50
 
@@ -131,21 +145,34 @@ def test_plan_command(run_script, tmp_path):
     assert plan["tokens"] == 1500 * 14 * 176
     assert plan["optimal_tokens"] == 20 * plan["parameters"]
     assert "step_s" not in plan
-    done = run_script(*arguments[:2], "model.vocab_size=1000", "train.offload_activations=true", "train.device=cpu")
+    done = run_script(
+        *arguments[:2],
+        "model.vocab_size=1000",
+        "train.offload_activations=true",
+        "train.device=cpu",
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: train.offload_activations needs a CUDA GPU")
 
 
 def test_planned_memory_matches_the_training(train_args, run_script, tmp_path):
     """The memory that a plan measures is what the training then reports."""
-    larger = ["model.d_model=256", "model.n_layers=4", "train.batch_size=8", "data.seq_len=128", "train.max_steps=2"]
+    larger = [
+        "model.d_model=256",
+        "model.n_layers=4",
+        "train.batch_size=8",
+        "data.seq_len=128",
+        "train.max_steps=2",
+    ]
     overrides = [*train_args[2:], *larger, "train.eval_every=null", f"run.dir={tmp_path / 'run'}"]
     done = run_script(ROOT / "scripts" / "plan.py", train_args[1], *overrides, "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     done = run_script(train_args[0], train_args[1], *overrides)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     peak = max(line["peak_memory_bytes"] for line in lines if "train_loss" in line)
     config = ["data.source=text", f"data.path={tmp_path / 'my.txt'}"]
     (tmp_path / "my.txt").write_text("a few words of mine\n" * 200)
@@ -156,19 +183,34 @@ def test_planned_memory_matches_the_training(train_args, run_script, tmp_path):
     own = json.loads(done.stdout)
     assert own["epochs"] == own["steps"] / 15  # 95 % of 4,000 characters in sequences of 256
     assert "times and memorize it" in own["recommendation"][1]
-    assert plan["measured_peak_bytes"] == pytest.approx(peak, rel=0.25)  # of a process, whose malloc is not exact
+    assert plan["measured_peak_bytes"] == pytest.approx(
+        peak, rel=0.25
+    )  # of a process, whose malloc is not exact
 
 
 def test_the_tokens_of_a_plan_are_those_that_are_learned(tmp_path):
     """Not the padding behind documents."""
     rows = [json.dumps({"text": f"row {i} " * (i % 5 + 1)}) for i in range(200)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    overrides = ["data.source=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", f"data.cache_dir={tmp_path}"]
-    overrides += ["data.packing=documents", "data.tokenizer=byte", "data.seq_len=64", "train.batch_size=1"]
-    config = load_config(ROOT / "tests" / "fixtures" / "base.yaml", [*overrides, "data.max_documents=null"])
+    overrides = [
+        "data.source=jsonl",
+        f"data.path={tmp_path / 'rows.jsonl'}",
+        f"data.cache_dir={tmp_path}",
+    ]
+    overrides += [
+        "data.packing=documents",
+        "data.tokenizer=byte",
+        "data.seq_len=64",
+        "train.batch_size=1",
+    ]
+    config = load_config(
+        ROOT / "tests" / "fixtures" / "base.yaml", [*overrides, "data.max_documents=null"]
+    )
     sequences = PackedDataset(prepare_training_data(config, None).train, 64, "documents")
     steps = 3 * len(sequences)
-    config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": steps})})
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"max_steps": steps})}
+    )
     plan = make_plan(config, measure=False)
     n_targets = sum(int((sequences[i][1] != IGNORE_INDEX).sum()) for i in range(len(sequences)))
     assert n_targets < 0.95 * 64 * len(sequences)

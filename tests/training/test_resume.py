@@ -8,12 +8,12 @@ from conftest import run_script
 from training_runs import assert_same_run, assert_same_tensors, checkpoint_steps
 
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.training import resume
-from thinker.training.config_file import validate_config
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.config.load import validate_config
 from thinker.training.run_state import RunState
+from thinker.training.settings.resolve import resolve_settings
 
 CUT = """
 import glob, os, runpy, sys
@@ -62,13 +62,17 @@ def settings_with(section=None, key=None, value=None):
 
 
 def all_keys(sections):
-    return [(section, key, value) for section, keys in sections.items() for key, value in keys.items()]
+    return [
+        (section, key, value) for section, keys in sections.items() for key, value in keys.items()
+    ]
 
 
 def check(section, key, value):
     _, before = settings_with()
     config, after = settings_with(section, key, value)
-    sections = config.model_dump(mode="json", exclude={"model", "tracking"}) | {"model": after.model.to_dict()}
+    sections = config.model_dump(mode="json", exclude={"model", "tracking"}) | {
+        "model": after.model.to_dict()
+    }
     resume.check_unchanged(RunDirectory("runs/x"), before, sections)
     return before, after
 
@@ -83,7 +87,9 @@ def test_what_decides_weights_or_batches_is_refused(section, key, value):
 def test_the_rest_may_change_and_says_so_where_the_last_bits_will(section, key, value, capsys):
     before, after = check(section, key, value)
     capsys.readouterr()
-    resume.warn_about_changes(RunState(settings=before, machine={"threads": "1"}), {"threads": "1"}, after)
+    resume.warn_about_changes(
+        RunState(settings=before, machine={"threads": "1"}), {"threads": "1"}, after
+    )
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("changed since the last save: ")
     assert f"{section}.{key} " in lines[0]
@@ -103,7 +109,9 @@ def test_the_number_of_workers_decides_no_bit(train_args, tiny_run, tmp_path):
     for workers in (0, 3):
         run = tmp_path / str(workers)
         shutil.copytree(tiny_run, run)
-        done = run_script(*train_args, f"run.dir={run}", "train.max_steps=43", f"data.num_workers={workers}")
+        done = run_script(
+            *train_args, f"run.dir={run}", "train.max_steps=43", f"data.num_workers={workers}"
+        )
         assert done.returncode == 0, done.stderr
         assert "data.num_workers 1 -> " in done.stderr
     assert_same_tensors(tmp_path / "0", tmp_path / "3", 43)
@@ -118,7 +126,9 @@ def project(train_args, tmp_path_factory):
         (folder / "texts" / f"{i}.txt").write_text(
             "".join(f"Cat {j % 7} sat on mat {j % (i + 1)}.\n" for j in range(30))
         )
-    (folder / "my.txt").write_text("".join(path.read_text() for path in sorted((folder / "texts").iterdir())))
+    (folder / "my.txt").write_text(
+        "".join(path.read_text() for path in sorted((folder / "texts").iterdir()))
+    )
     for name in ("my.txt", "texts"):
         done = run_in(folder, train_args, name)
         assert done.returncode == 0, done.stderr
@@ -126,7 +136,13 @@ def project(train_args, tmp_path_factory):
 
 
 def run_in(folder, train_args, name, *overrides):
-    options = ["data.cache_dir=cache", f"data.path={name}", f"run.dir=runs/{name}", "train.keep_last=9", *overrides]
+    options = [
+        "data.cache_dir=cache",
+        f"data.path={name}",
+        f"run.dir=runs/{name}",
+        "train.keep_last=9",
+        *overrides,
+    ]
     return run_script(*train_args, *options, cwd=folder)
 
 
@@ -141,8 +157,12 @@ def interrupted(project, tmp_path):
 
 @pytest.mark.parametrize("name", ["my.txt", "texts"])
 @pytest.mark.parametrize("change", ["nothing", "moved", "new cache", "gone"])
-def test_what_the_text_is_decides_and_not_where_it_lies(train_args, project, interrupted, name, change):
-    overrides = {"moved": [f"data.path=new/{name}"], "new cache": ["data.cache_dir=new"]}.get(change, [])
+def test_what_the_text_is_decides_and_not_where_it_lies(
+    train_args, project, interrupted, name, change
+):
+    overrides = {"moved": [f"data.path=new/{name}"], "new cache": ["data.cache_dir=new"]}.get(
+        change, []
+    )
     if change == "moved":
         (interrupted / "new").mkdir()
         (interrupted / name).rename(interrupted / "new" / name)
@@ -159,12 +179,12 @@ def test_what_the_text_is_decides_and_not_where_it_lies(train_args, project, int
     assert_same_tensors(project / "runs" / name, interrupted / "runs" / name, 6)
 
 
-@pytest.mark.parametrize("change", ["edited", "another", "reordered", "missing", "gone without cache", "damaged cache"])
+@pytest.mark.parametrize(
+    "change", ["edited", "another", "reordered", "missing", "gone without cache", "damaged cache"]
+)
 def test_another_text_or_none_is_refused(train_args, interrupted, change):
     text, name, overrides = interrupted / "my.txt", "my.txt", []
-    message = (
-        "the text of data.source=text data.path={} has changed since the run in runs/{} started; undo the change, "
-    )
+    message = "the text of data.source=text data.path={} has changed since the run in runs/{} started; undo the change, "
     if change == "edited":
         text.write_text(text.read_text().replace("Cat 1", "Cat 9", 1))
     elif change == "another":
@@ -229,11 +249,18 @@ def test_what_a_tokenizers_file_holds_decides(train_args, project, interrupted, 
         assert_same_tensors(expected, interrupted / "runs" / "other", 6)
 
 
-@pytest.mark.parametrize("name", ["train-00000.tokens", "val-00000.tokens", "train-00000.windows-32"])
+@pytest.mark.parametrize(
+    "name", ["train-00000.tokens", "val-00000.tokens", "train-00000.windows-32"]
+)
 def test_a_file_of_the_cache_that_is_cut_while_it_is_read_costs_the_steps_since_the_checkpoint(
     train_args, tmp_path, name
 ):
-    options = ["data.source=tales", "data.path=null", "data.max_documents=200", "data.packing=documents"]
+    options = [
+        "data.source=tales",
+        "data.path=null",
+        "data.max_documents=200",
+        "data.packing=documents",
+    ]
     command = [*train_args, *options, f"data.cache_dir={tmp_path / 'cache'}"]
     done = run_script(*command, f"run.dir={tmp_path / 'whole'}")
     assert done.returncode == 0, done.stderr

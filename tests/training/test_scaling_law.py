@@ -5,7 +5,7 @@ from conftest import random_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.training.scaling_law import (
+from thinker.training.reports.scaling_law import (
     ALPHA,
     BETA,
     GAMMA,
@@ -47,7 +47,9 @@ def test_few_tokens_per_parameter_call_for_time_and_many_for_size():
 
 
 def test_text_that_was_not_read_gains_nothing_and_a_longer_run_reads_more_of_it():
-    half, one, two, many = (predict_loss_changes(3.0, 2.0, 2.5, 10**6, 2 * 10**7, epochs) for epochs in (0.5, 1, 2, 9))
+    half, one, two, many = (
+        predict_loss_changes(3.0, 2.0, 2.5, 10**6, 2 * 10**7, epochs) for epochs in (0.5, 1, 2, 9)
+    )
     assert half.text == one.text == 0
     assert two.text == many.text > 0
     assert half.time > one.time == two.time == many.time
@@ -60,5 +62,13 @@ def test_a_loss_that_is_not_reducible_has_no_estimate():
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_embeddings_are_not_counted(tie_embeddings):
     model = random_model(tie_embeddings=tie_embeddings)
-    names = [name for name, _ in model.named_parameters() if name not in ("embedding.weight", "lm_head.weight")]
-    assert count_parameters(model.config) == sum(model.get_parameter(name).numel() for name in names) > 0
+    names = [
+        name
+        for name, _ in model.named_parameters()
+        if name not in ("embedding.weight", "lm_head.weight")
+    ]
+    assert (
+        count_parameters(model.config)
+        == sum(model.get_parameter(name).numel() for name in names)
+        > 0
+    )

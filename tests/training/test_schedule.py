@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.training.config_sections import TrainConfig
-from thinker.training.schedule import lr_multiplier
+from thinker.training.config.sections import TrainConfig
+from thinker.training.optim.schedule import lr_multiplier
 
 COSINE = TrainConfig(schedule="cosine", warmup_steps=0, min_lr_ratio=0.1)
 WSD = TrainConfig(schedule="wsd", warmup_steps=3, decay_fraction=0.5, min_lr_ratio=0.2)
@@ -14,11 +14,18 @@ WSD = TrainConfig(schedule="wsd", warmup_steps=3, decay_fraction=0.5, min_lr_rat
 def test_known_values():
     assert [lr_multiplier(COSINE, 9, p) for p in (0, 0.5, 1)] == pytest.approx([1, 0.55, 0.1])
     assert [lr_multiplier(WSD, 9, p) for p in (0, 0.5, 0.75, 1)] == pytest.approx([1, 1, 0.6, 0.2])
-    assert [lr_multiplier(WSD, s, 0) for s in (0, 1, 2, 3, 4)] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+    assert [lr_multiplier(WSD, s, 0) for s in (0, 1, 2, 3, 4)] == pytest.approx(
+        [0.25, 0.5, 0.75, 1, 1]
+    )
     assert lr_multiplier(WSD.model_copy(update={"decay_fraction": 0.0}), 9, 1) == 1
 
 
-@given(step=st.integers(0, 100), a=st.floats(0, 1), b=st.floats(0, 1), schedule=st.sampled_from([COSINE, WSD]))
+@given(
+    step=st.integers(0, 100),
+    a=st.floats(0, 1),
+    b=st.floats(0, 1),
+    schedule=st.sampled_from([COSINE, WSD]),
+)
 def test_never_rises_after_warmup_and_stays_in_range(step, a, b, schedule):
     low, high = sorted((a, b))
     later, earlier = lr_multiplier(schedule, step + 3, high), lr_multiplier(schedule, step + 3, low)

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
-from thinker.training import resolve_settings
-from thinker.training.config_file import validate_config
+from thinker.training.config.load import validate_config
+from thinker.training.settings import resolve as resolve_settings
 
 CPU = torch.device("cpu")
 WIDE = ThinkerConfig(vocab_size=100, d_model=384, n_layers=2, n_heads=4)
@@ -17,28 +17,40 @@ NARROW = ThinkerConfig(vocab_size=100, d_model=64, n_layers=2, n_heads=4)
 
 
 def config(**train):
-    return validate_config({"train": {"precision": "fp32", "batch_size": 6, "max_minutes": 1, **train}})
+    return validate_config(
+        {"train": {"precision": "fp32", "batch_size": 6, "max_minutes": 1, **train}}
+    )
 
 
-PREVIOUS = resolve_settings.resolve_settings(config(precision="bf16", compile=False, micro_batch_size=2), WIDE, CPU)
+PREVIOUS = resolve_settings.resolve_settings(
+    config(precision="bf16", compile=False, micro_batch_size=2), WIDE, CPU
+)
 
 
 def resolved(model_config=WIDE, previous=None, **train):
     """The settings' section train."""
-    return resolve_settings.resolve_settings(config(**train), model_config, CPU, previous=previous).train
+    return resolve_settings.resolve_settings(
+        config(**train), model_config, CPU, previous=previous
+    ).train
 
 
 @pytest.mark.parametrize(
     ("model_config", "minutes", "pays_off"),
     [(WIDE, 1, False), (WIDE, 30, True), (NARROW, 1, False), (NARROW, 3000, False)],
 )
-def test_blocks_are_compiled_where_the_run_is_long_enough(model_config, minutes, pays_off, capsys, monkeypatch):
+def test_blocks_are_compiled_where_the_run_is_long_enough(
+    model_config, minutes, pays_off, capsys, monkeypatch
+):
     monkeypatch.setattr(resolve_settings.shutil, "which", lambda name: "/usr/bin/" + name)
     assert resolved(model_config, max_minutes=minutes).compile is pays_off
     said = capsys.readouterr().err
-    assert said.startswith("compiling the blocks: it takes about 35 s" if pays_off else "not compiling the blocks: ")
+    assert said.startswith(
+        "compiling the blocks: it takes about 35 s" if pays_off else "not compiling the blocks: "
+    )
     assert said.endswith(
-        f"of {60 * minutes} s\n" if model_config is WIDE else "it does not save time on cpu at model.d_model=64\n"
+        f"of {60 * minutes} s\n"
+        if model_config is WIDE
+        else "it does not save time on cpu at model.d_model=64\n"
     )
 
 
@@ -83,7 +95,10 @@ def test_a_micro_batch_that_fits_is_found_and_printed(capsys, monkeypatch):
     one_layer = dataclasses.replace(NARROW, n_layers=1)
     monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**40)
     assert resolved(one_layer, micro_batch_size="auto", compile=False).micro_batch_size == 6
-    assert capsys.readouterr().err == "train.micro_batch_size=auto: 6 sequences fit in 1.1 TB of free memory\n"
+    assert (
+        capsys.readouterr().err
+        == "train.micro_batch_size=auto: 6 sequences fit in 1.1 TB of free memory\n"
+    )
     monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**20)
     with pytest.raises(UserError, match="one sequence of 256 tokens needs"):
         resolved(one_layer, micro_batch_size="auto", batch_size=1)
@@ -98,16 +113,24 @@ def test_activations_are_offloaded_from_a_gpu_only():
 
 def test_a_machine_that_cannot_resume_a_run_says_why(monkeypatch):
     monkeypatch.setattr(resolve_settings.shutil, "which", lambda name: None)
-    with pytest.raises(UserError, match="uses compiled blocks, but this machine has no C.. compiler"):
+    with pytest.raises(
+        UserError, match="uses compiled blocks, but this machine has no C.. compiler"
+    ):
         resolved(NARROW, previous=PREVIOUS.with_train(compile=True), compile="auto")
-    with pytest.raises(UserError, match="train.precision=fp16, but precision fp16 cannot train on a CPU"):
+    with pytest.raises(
+        UserError, match="train.precision=fp16, but precision fp16 cannot train on a CPU"
+    ):
         resolved(NARROW, previous=PREVIOUS.with_train(precision="fp16"), precision="auto")
 
 
 def test_deterministic_training_measures_nothing(monkeypatch):
     monkeypatch.setattr(resolve_settings, "compiling_pays_off", None)
-    monkeypatch.setattr(resolve_settings, "choose_precision", lambda name, device: {"fp32": "fp32"}[name])
-    train = resolved(deterministic=True, precision="auto", compile="auto", max_minutes=None, max_steps=5)
+    monkeypatch.setattr(
+        resolve_settings, "choose_precision", lambda name, device: {"fp32": "fp32"}[name]
+    )
+    train = resolved(
+        deterministic=True, precision="auto", compile="auto", max_minutes=None, max_steps=5
+    )
     assert (train.precision, train.compile) == ("fp32", False)
     for change in ({"max_minutes": 1}, {"micro_batch_size": "auto"}):
         with pytest.raises(UserError, match="train.deterministic cannot be combined with"):

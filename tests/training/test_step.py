@@ -9,14 +9,16 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thinker.data.prefetch import Batch
+from thinker.data.batches.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.training import step as module
-from thinker.training.config_file import validate_config
-from thinker.training.resolve_settings import resolve_settings
+from thinker.training.config.load import validate_config
+from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
-CONFIG = ThinkerConfig(vocab_size=50, d_model=32, n_layers=3, n_heads=2, d_ff=48, max_seq_len=16, head_init_std=0.2)
+CONFIG = ThinkerConfig(
+    vocab_size=50, d_model=32, n_layers=3, n_heads=2, d_ff=48, max_seq_len=16, head_init_std=0.2
+)
 CPU = torch.device("cpu")
 
 
@@ -34,7 +36,14 @@ def make_step(**train):
 
 def trained(steps=3, kernel="auto", **train):
     """The weights after a few steps, and the last loss."""
-    train = {"precision": "fp32", "compile": False, "micro_batch_size": 4, "batch_size": 4, "max_steps": 9, **train}
+    train = {
+        "precision": "fp32",
+        "compile": False,
+        "micro_batch_size": 4,
+        "batch_size": 4,
+        "max_steps": 9,
+        **train,
+    }
     step, loss = make_step(**train), None
     step.model.kernel = kernel
     for number in range(steps):
@@ -71,9 +80,19 @@ def test_a_shared_cast_changes_no_bit(monkeypatch):
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("every", [None, 1])
 def test_each_matrix_is_cast_once_a_step(size, every):
-    train = {"precision": "bf16", "compile": False, "micro_batch_size": size, "batch_size": 4, "max_steps": 9}
+    train = {
+        "precision": "bf16",
+        "compile": False,
+        "micro_batch_size": size,
+        "batch_size": 4,
+        "max_steps": 9,
+    }
     step = make_step(**train, checkpoint_every_n_blocks=every)
-    matrices = {p.data_ptr(): name for name, p in step.model.named_parameters() if "proj" in name or "head" in name}
+    matrices = {
+        p.data_ptr(): name
+        for name, p in step.model.named_parameters()
+        if "proj" in name or "head" in name
+    }
     casts = []
 
     class Watch(TorchDispatchMode):
@@ -95,7 +114,12 @@ def test_all_blocks_share_one_compiled_program(every, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
-    options = {"steps": 2, "micro_batch_size": 2, "precision": "fp32", "checkpoint_every_n_blocks": every}
+    options = {
+        "steps": 2,
+        "micro_batch_size": 2,
+        "precision": "fp32",
+        "checkpoint_every_n_blocks": every,
+    }
     _, loss = trained(**options, compile=True)
     assert counters["stats"]["unique_graphs"] == 1
     assert counters["graph_break"] == {}
@@ -106,7 +130,10 @@ def test_all_blocks_share_one_compiled_program(every, monkeypatch):
     ("precision", "every"),
     [
         ("bf16", 1),
-        *(pytest.param(*each, marks=pytest.mark.stress) for each in (("bf16", 2), ("fp32", None), ("fp32", 2))),
+        *(
+            pytest.param(*each, marks=pytest.mark.stress)
+            for each in (("bf16", 2), ("fp32", None), ("fp32", 2))
+        ),
     ],
 )
 @pytest.mark.usefixtures("quickly_compiled")
@@ -122,7 +149,9 @@ def test_a_compiled_step_is_near_the_plain_one(precision, every, monkeypatch):
     for name, weight in plain.items():
         if is_exact:
             torch.testing.assert_close(compiled[name], weight, rtol=1e-2, atol=2e-3)
-        elif weight.dim() == 2:  # AdamW moves the others by the sign of a gradient, which may be rounding alone
+        elif (
+            weight.dim() == 2
+        ):  # AdamW moves the others by the sign of a gradient, which may be rounding alone
             assert (compiled[name] - weight).norm() < 0.2 * (weight - start[name]).norm()
 
 
@@ -131,11 +160,16 @@ def test_gradients_are_clipped_as_by_torch(limit):
     model = build_model(CONFIG, 1, CPU)
     for seed, parameter in enumerate(list(model.parameters())[:-1]):  # one has no gradient
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-    known = [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+    known = [
+        None if parameter.grad is None else parameter.grad.clone()
+        for parameter in model.parameters()
+    ]
     copies = [torch.nn.Parameter(torch.empty(0 if grad is None else grad.shape)) for grad in known]
     for copy, grad in zip(copies, known):
         copy.grad = grad
     norm = module.clip_gradients(model, limit)
     assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(copies, limit or math.inf))
     for parameter, copy in zip(model.parameters(), copies):
-        assert (parameter.grad is None and copy.grad is None) or torch.equal(parameter.grad, copy.grad)
+        assert (parameter.grad is None and copy.grad is None) or torch.equal(
+            parameter.grad, copy.grad
+        )

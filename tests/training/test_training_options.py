@@ -14,7 +14,7 @@ from training_runs import assert_same_tensors, train_losses
 from training_workers import train_each
 
 from thinker.runtime.errors import UserError
-from thinker.training.config_file import load_config
+from thinker.training.config.load import load_config
 
 BASE = ROOT / "tests" / "fixtures" / "base.yaml"
 DOCUMENTS = {
@@ -60,15 +60,28 @@ DECAYS = {
 AT_ONCE = ["train.prune.start=0", "train.prune.end=0.25"]
 PRUNED = {
     "none": [],
-    "weights": ["train.prune.weights=0.5", "train.prune.every=1", "train.prune.by=random", *AT_ONCE],
-    "neurons": ["train.prune.neurons=0.5", "train.prune.every=1", "train.prune.by=random", *AT_ONCE],
+    "weights": [
+        "train.prune.weights=0.5",
+        "train.prune.every=1",
+        "train.prune.by=random",
+        *AT_ONCE,
+    ],
+    "neurons": [
+        "train.prune.neurons=0.5",
+        "train.prune.every=1",
+        "train.prune.by=random",
+        *AT_ONCE,
+    ],
     "gates": ["train.prune.heads=0.5", "train.prune.by=gates", *AT_ONCE],
 }
 ALL = {"train.compile": ["false", "true"], "train.parallel": ["alone", "ddp", "fsdp"], **EAGER}
 NAMED = ("documents", "decay", "sources", "teacher", "prune")
 PLAIN = {"train.compile": "false", "train.parallel": "alone"}
 CASES = [pytest.param(PLAIN | case, id="-".join(case.values())) for case in pairwise(EAGER)]
-STRESS = [pytest.param(case, id="-".join(case.values()), marks=pytest.mark.stress) for case in pairwise(ALL)]
+STRESS = [
+    pytest.param(case, id="-".join(case.values()), marks=pytest.mark.stress)
+    for case in pairwise(ALL)
+]
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +97,21 @@ def overrides(case, run, cache, tiny_run, n_steps=4, device="cpu"):
     is_lora = keys["train.lora_rank"] != "null"
     if is_lora:
         del keys["model.token_shift"]  # the initial model has none
-    start = [f"run.init_from={tiny_run}", "data.tokenizer=null"] if is_lora else ["data.tokenizer=bpe:300"]
+    start = (
+        [f"run.init_from={tiny_run}", "data.tokenizer=null"]
+        if is_lora
+        else ["data.tokenizer=bpe:300"]
+    )
     if case["teacher"] != "none":
         start += [f"train.distill.teacher={tiny_run}", *TEACHERS[case["teacher"]]]
         start += [] if is_lora else [f"data.tokenizer={tiny_run}"]
-    shape = ["model.d_model=32", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=1", "data.seq_len=32"]
+    shape = [
+        "model.d_model=32",
+        "model.n_layers=2",
+        "model.n_heads=2",
+        "model.n_kv_heads=1",
+        "data.seq_len=32",
+    ]
     shape += ["model.n_kv_heads=2"] if case["prune"] == "gates" and not is_lora else []
     lengths = [
         f"train.max_steps={n_steps}",
@@ -98,7 +121,12 @@ def overrides(case, run, cache, tiny_run, n_steps=4, device="cpu"):
     ]
     fixed = ["train.batch_size=4", f"train.device={device}", f"data.cache_dir={cache}"]
     written = [f"{name}={value}" for name, value in keys.items()]
-    choices = [*DOCUMENTS[case["documents"]], *DECAYS[case["decay"]], *SOURCES[case["sources"]], *PRUNED[case["prune"]]]
+    choices = [
+        *DOCUMENTS[case["documents"]],
+        *DECAYS[case["decay"]],
+        *SOURCES[case["sources"]],
+        *PRUNED[case["prune"]],
+    ]
     return [*start, *shape, *lengths, *fixed, *written, *choices, f"run.dir={run}"]
 
 
@@ -119,12 +147,15 @@ def check_refusals(case, tiny_run, cache, run):
             load_config(BASE, overrides(case, run, cache, tiny_run))
         case |= {"documents": "cut"}
     if case["train.lora_rank"] != "null" and case["optimizer.name"] == "muon":
-        with pytest.raises(UserError, match="train.lora_rank needs run.init_from and optimizer.name=adamw"):
+        with pytest.raises(
+            UserError, match="train.lora_rank needs run.init_from and optimizer.name=adamw"
+        ):
             load_config(BASE, overrides(case, run, cache, tiny_run))
         case |= {"optimizer.name": "adamw"}  # the other pairs of this case
     refused = {
         "cached": case["documents"] == "shifted" or case["sources"] == "streamed",
-        "activations": case["train.compile"] == "true" or case["train.checkpoint_every_n_blocks"] != "null",
+        "activations": case["train.compile"] == "true"
+        or case["train.checkpoint_every_n_blocks"] != "null",
     }
     if refused.get(case["teacher"]):
         with pytest.raises(UserError, match="train.distill cannot be combined with"):
@@ -140,7 +171,9 @@ def check_refusals(case, tiny_run, cache, run):
             load_config(BASE, overrides(case, run, cache, tiny_run))
         case |= {"prune": "none"}
     if case["decay"] == "cautious" and case["optimizer.name"] == "adamw":
-        with pytest.raises(UserError, match="cautious_weight_decay has no effect without optimizer.name=muon"):
+        with pytest.raises(
+            UserError, match="cautious_weight_decay has no effect without optimizer.name=muon"
+        ):
             load_config(BASE, overrides(case, run, cache, tiny_run))
         case |= {"decay": "plain"}
     return case
@@ -148,12 +181,19 @@ def check_refusals(case, tiny_run, cache, run):
 
 @pytest.mark.parametrize("case", CASES + STRESS)
 def test_a_pair_of_options(case, tiny_run, cache, tmp_path):
-    whole, parts, plain, reference = (tmp_path / name for name in ("whole", "parts", "plain", "reference"))
+    whole, parts, plain, reference = (
+        tmp_path / name for name in ("whole", "parts", "plain", "reference")
+    )
     case = check_refusals(case, tiny_run, cache, whole)
-    runs = [overrides(case, whole, cache, tiny_run), *(overrides(case, parts, cache, tiny_run, n) for n in (2, 4))]
+    runs = [
+        overrides(case, whole, cache, tiny_run),
+        *(overrides(case, parts, cache, tiny_run, n) for n in (2, 4)),
+    ]
     is_exact = case["train.compile"] == "false"
     if is_exact and case["train.checkpoint_every_n_blocks"] != "null":
-        runs.append(overrides(case | {"train.checkpoint_every_n_blocks": "null"}, plain, cache, tiny_run))
+        runs.append(
+            overrides(case | {"train.checkpoint_every_n_blocks": "null"}, plain, cache, tiny_run)
+        )
     train(case, runs)
     losses = train_losses(whole)
     assert list(losses) == [1, 2, 3, 4]
@@ -177,4 +217,7 @@ def test_the_cases_hold_every_pair():
                 found = {(case[a], case[b]) for case in cases}
                 assert a == b or len(found) == len(options[a]) * len(options[b])
         assert len(cases) <= 30
-    assert pairwise({"a": [[1], [2]], "b": [None]}) == [{"a": [1], "b": None}, {"a": [2], "b": None}]
+    assert pairwise({"a": [[1], [2]], "b": [None]}) == [
+        {"a": [1], "b": None},
+        {"a": [2], "b": None},
+    ]

@@ -49,7 +49,10 @@ def read_offline(folder):
         if record.WhichOneof("record_type") == "run":
             run_id = record.run.run_id
         if record.WhichOneof("record_type") == "history":
-            line = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            line = {
+                item.key or item.nested_key[0]: json.loads(item.value_json)
+                for item in record.history.item
+            }
             history.setdefault(line.pop("_step", record.history.step.num), {}).update(line)
     return run_id, history
 
@@ -71,12 +74,16 @@ def test_offline_losses_equal_metrics(train_args, tmp_path):
     """And the steps trained while tracking was disabled are sent once it is enabled."""
     run = tmp_path / "run"
     for n_steps, mode in ((2, "disabled"), (4, "offline"), (6, "offline")):
-        done = run_script(*train_args, f"run.dir={run}", f"tracking.wandb={mode}", f"train.max_steps={n_steps}")
+        done = run_script(
+            *train_args, f"run.dir={run}", f"tracking.wandb={mode}", f"train.max_steps={n_steps}"
+        )
         assert done.returncode == 0, done.stderr
         sync = re.findall(r"upload the log to Weights & Biases: wandb sync (.*)", done.stderr)
         assert len(sync) == (mode == "offline")
     (first_id, first), (second_id, second) = read_runs(run)
-    assert len(glob.glob(shlex.split(sync[0])[0])) == 2  # one run in two logs, which the command sends in order
+    assert (
+        len(glob.glob(shlex.split(sync[0])[0])) == 2
+    )  # one run in two logs, which the command sends in order
     assert first_id == second_id  # a resumed run keeps its id
     assert set(first) == {1, 2, 3, 4}
     assert set(second) == {5, 6}
@@ -84,11 +91,15 @@ def test_offline_losses_equal_metrics(train_args, tmp_path):
     assert_equals_metrics(first | second, run)
 
 
-@pytest.mark.parametrize("saved", ['{"wandb_id": "abc", "last_step": Infinity}', "[" * 100_000, "7"])
+@pytest.mark.parametrize(
+    "saved", ['{"wandb_id": "abc", "last_step": Infinity}', "[" * 100_000, "7"]
+)
 def test_a_damaged_tracking_file_begins_anew(train_args, tmp_path, saved):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tracking.json").write_text(saved)
-    done = run_script(*train_args, f"run.dir={tmp_path / 'run'}", "tracking.wandb=offline", "train.max_steps=1")
+    done = run_script(
+        *train_args, f"run.dir={tmp_path / 'run'}", "tracking.wandb=offline", "train.max_steps=1"
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -107,7 +118,9 @@ def test_a_project_that_wandb_refuses_is_named(train_args, tmp_path):
         pytest.param(100000, id="from the beginning", marks=pytest.mark.stress),
     ],
 )
-def test_after_a_kill_no_step_is_sent_twice_and_only_the_newest_are_lost(train_args, tmp_path, save_every):
+def test_after_a_kill_no_step_is_sent_twice_and_only_the_newest_are_lost(
+    train_args, tmp_path, save_every
+):
     """At most the steps that wandb had received but not yet written are lost; metrics.jsonl has them."""
     run = tmp_path / "run"
     # Without a falling rate, which would follow max_steps, the end may be moved.
@@ -115,7 +128,10 @@ def test_after_a_kill_no_step_is_sent_twice_and_only_the_newest_are_lost(train_a
                "train.eval_every=50"]  # fmt: skip
     process = start_script(*train_args, f"run.dir={run}", *options, "train.max_steps=100000")
     files = (run / "wandb").glob
-    assert wait_for(lambda: any(f.stat().st_size >= BLOCK_BYTES for f in files("offline-run-*/*.wandb")), process)
+    assert wait_for(
+        lambda: any(f.stat().st_size >= BLOCK_BYTES for f in files("offline-run-*/*.wandb")),
+        process,
+    )
     process.send_signal(signal.SIGKILL)
     process.wait()
     last_sent = json.loads((run / "tracking.json").read_text())["last_step"]

@@ -15,7 +15,9 @@ from thinker.training.weight_average import WeightAverage
 
 def test_it_is_the_recurrence_and_leaves_the_weights_alone():
     torch.manual_seed(1)
-    model = Thinker(ThinkerConfig(vocab_size=11, d_model=16, n_layers=1, n_heads=2, tie_embeddings=True))
+    model = Thinker(
+        ThinkerConfig(vocab_size=11, d_model=16, n_layers=1, n_heads=2, tie_embeddings=True)
+    )
     average = WeightAverage(model, 0.9)
     expected = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
     for step in range(1, 150):
@@ -30,7 +32,9 @@ def test_it_is_the_recurrence_and_leaves_the_weights_alone():
     with average.in_model() as saved:
         assert sorted(saved) == sorted(f"optimizer.{name}.weight" for name in weights)
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                parameter.detach().double(), expected[name], rtol=1e-5, atol=1e-5
+            )
             assert torch.equal(saved[f"optimizer.{name}.weight"], weights[name])
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, weights[name])
@@ -59,8 +63,14 @@ def averaged(train_args, tmp_path_factory):
     folder = tmp_path_factory.mktemp("averaged")
     for name, parts in (("whole", [40]), ("parts", [17, 40])):
         for n_steps in parts:
-            options = ["train.ema_decay=0.95", "train.decay_fraction=0", f"train.max_steps={n_steps}"]
-            done = run_script(*train_args, *options, f"run.dir={folder / name}", "train.eval_every=10")
+            options = [
+                "train.ema_decay=0.95",
+                "train.decay_fraction=0",
+                f"train.max_steps={n_steps}",
+            ]
+            done = run_script(
+                *train_args, *options, f"run.dir={folder / name}", "train.eval_every=10"
+            )
             assert done.returncode == 0, done.stderr
     return folder
 
@@ -72,7 +82,10 @@ def test_it_resumes_to_the_bit(averaged):
 def test_a_run_opens_with_its_average_which_is_what_was_evaluated(averaged, train_args):
     run = averaged / "whole"
     folder = run / "checkpoints" / "step-00000040"
-    average, training = load_file(folder / "model.safetensors"), load_file(folder / "training.safetensors")
+    average, training = (
+        load_file(folder / "model.safetensors"),
+        load_file(folder / "training.safetensors"),
+    )
     model, _ = load(run)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, average[name])
@@ -86,6 +99,8 @@ def test_a_run_opens_with_its_average_which_is_what_was_evaluated(averaged, trai
 
 
 def test_adding_it_later_is_refused(averaged, train_args):
-    done = run_script(*train_args, f"run.dir={averaged / 'whole'}", "train.ema_decay=0.5", "train.max_steps=41")
+    done = run_script(
+        *train_args, f"run.dir={averaged / 'whole'}", "train.ema_decay=0.5", "train.max_steps=41"
+    )
     assert done.returncode == 2
     assert "train.ema_decay is 0.5, but the run in" in done.stderr

@@ -31,7 +31,9 @@ def test_blocks_equal_the_reference(batch, heads, length, rows, scores, scale, s
         known = ((q @ k.mT) * scale).masked_fill(at > at[:, None], -torch.inf).softmax(-1) @ v
         torch.testing.assert_close(ours, known)
         grad = torch.randn_like(ours)
-        for mine, right in zip(torch.autograd.grad(ours, (q, k, v), grad), torch.autograd.grad(known, (q, k, v), grad)):
+        for mine, right in zip(
+            torch.autograd.grad(ours, (q, k, v), grad), torch.autograd.grad(known, (q, k, v), grad)
+        ):
             torch.testing.assert_close(mine, right)
 
 
@@ -42,8 +44,12 @@ def test_training_in_bf16_is_as_near_as_its_precision(kv_heads, length):
     q = torch.randn(2, 4, length, 32).requires_grad_()
     k, v = (torch.randn(2, kv_heads, length, 32).requires_grad_() for _ in range(2))
     at = torch.arange(length)
-    right = attention_weights(q, k, AttentionMask(at <= at[:, None])) @ v.repeat_interleave(4 // kv_heads, dim=1)
-    ours = attend(*(x.bfloat16() for x in (q, k, v)), AttentionMask(is_causal=True, kernel="blockwise"))
+    right = attention_weights(q, k, AttentionMask(at <= at[:, None])) @ v.repeat_interleave(
+        4 // kv_heads, dim=1
+    )
+    ours = attend(
+        *(x.bfloat16() for x in (q, k, v)), AttentionMask(is_causal=True, kernel="blockwise")
+    )
     assert ours.dtype == torch.bfloat16
     grad = torch.randn_like(right)
     both = zip([ours, *torch.autograd.grad(ours, (q, k, v), grad.bfloat16())],
@@ -54,7 +60,9 @@ def test_training_in_bf16_is_as_near_as_its_precision(kv_heads, length):
 
 def test_a_model_in_bf16_takes_it_and_learns_the_same_with_and_without_compile(stress):
     """Compiled as far as torch's own operators, and with --stress to machine code, which takes half a minute."""
-    config = ThinkerConfig(vocab_size=31, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, max_seq_len=150)
+    config = ThinkerConfig(
+        vocab_size=31, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, max_seq_len=150
+    )
     tokens = torch.randint(31, (2, 151), generator=torch.Generator().manual_seed(0))
     grads = {}
     for name in ("fp32", "bf16", "compiled"):
@@ -70,7 +78,11 @@ def test_a_model_in_bf16_takes_it_and_learns_the_same_with_and_without_compile(s
         loss, count = model(tokens[:, :-1], targets=tokens[:, 1:])
         (loss / count).backward()
         assert ("_BlockwiseAttention" in called(model, tokens)) == (name != "fp32")
-        grads[name] = {part: parameter.grad for part, parameter in model.named_parameters() if parameter.dim() == 2}
+        grads[name] = {
+            part: parameter.grad
+            for part, parameter in model.named_parameters()
+            if parameter.dim() == 2
+        }
     for name in ("bf16", "compiled"):
         for part, known in grads["fp32"].items():
             assert (grads[name][part] - known).norm() <= 0.03 * known.norm(), part

@@ -9,8 +9,8 @@ from thinker.model.attention_dispatch import attend
 from thinker.model.kernels import flex_attention
 from thinker.model.kernels.flex_attention import FlexAttention
 from thinker.model.masks import MaskBuilder
-from thinker.model.pattern_parser import parse_pattern
-from thinker.model.patterns import TokenInfo
+from thinker.model.patterns.pattern_parser import parse_pattern
+from thinker.model.patterns.patterns import TokenInfo
 from thinker.model.positions import alibi_slopes
 
 PATTERNS = [
@@ -30,7 +30,14 @@ PATTERNS = [
     "bigbird(3, 2, 16, 2, 1)",
     "random(2, 1) & window(6)",
 ]
-FEATURES = ["", "alibi", "attn_logit_softcap", "sinks", "documents", "alibi attn_logit_softcap sinks documents"]
+FEATURES = [
+    "",
+    "alibi",
+    "attn_logit_softcap",
+    "sinks",
+    "documents",
+    "alibi attn_logit_softcap sinks documents",
+]
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -46,7 +53,10 @@ def situation(text, features="", B=2, H=4, K=2, T=150, D=8, dtype=torch.float64,
     """Queries, keys, values, sinks; and what MaskBuilder and attend() take, by the names of their arguments."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"q": (B, H, T, D), "k": (B, K, T, D), "v": (B, K, T, D), "sinks": (H,)}
-    inputs = {name: torch.randn(shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
+    inputs = {
+        name: torch.randn(shape, generator=generator).to(device, dtype)
+        for name, shape in shapes.items()
+    }
     position, document, token, pattern = torch.arange(T), None, None, parse_pattern(text)
     if "documents" in features:
         begins = torch.rand(B, T, generator=generator) < 3 / T
@@ -56,7 +66,11 @@ def situation(text, features="", B=2, H=4, K=2, T=150, D=8, dtype=torch.float64,
     if pattern.tokens:
         token = torch.randint(12, (B, T), generator=generator)
     tokens = TokenInfo(*(x if x is None else x.to(device) for x in (position, document, token)))
-    alibi = alibi_slopes(H, device).to(torch.promote_types(dtype, torch.float32)) if "alibi" in features else None
+    alibi = (
+        alibi_slopes(H, device).to(torch.promote_types(dtype, torch.float32))
+        if "alibi" in features
+        else None
+    )
     if "sinks" not in features:
         del inputs["sinks"]
     return pattern, tokens, inputs, alibi, 1.5 if "attn_logit_softcap" in features else None
@@ -64,7 +78,9 @@ def situation(text, features="", B=2, H=4, K=2, T=150, D=8, dtype=torch.float64,
 
 def computed(kernel, pattern, tokens, inputs, alibi, attn_logit_softcap):
     q, plain = inputs["q"], attn_logit_softcap is None and "sinks" not in inputs
-    mask = MaskBuilder(q.shape[1], q.dtype, alibi, kernel, plain).build(pattern, tokens, tokens, True)
+    mask = MaskBuilder(q.shape[1], q.dtype, alibi, kernel, plain).build(
+        pattern, tokens, tokens, True
+    )
     assert mask.kernel == kernel
     return attend(q, inputs["k"], inputs["v"], mask, None, attn_logit_softcap, inputs.get("sinks"))
 
@@ -72,13 +88,19 @@ def computed(kernel, pattern, tokens, inputs, alibi, attn_logit_softcap):
 @pytest.mark.parametrize("text", PATTERNS)
 def test_every_pattern_equals_the_reference(text):
     given = situation(text, FEATURES[-1])
-    torch.testing.assert_close(computed("flex", *given), computed("reference", *given), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        computed("flex", *given), computed("reference", *given), rtol=1e-10, atol=1e-10
+    )
 
 
-@pytest.mark.parametrize(("features", "kv_heads"), [*((features, 1) for features in FEATURES), ("", 4)])
+@pytest.mark.parametrize(
+    ("features", "kv_heads"), [*((features, 1) for features in FEATURES), ("", 4)]
+)
 def test_every_feature_equals_the_reference_in_fp32(features, kv_heads):
     given = situation("longformer(3, 2, 2)", features, K=kv_heads, dtype=torch.float32)
-    torch.testing.assert_close(computed("flex", *given), computed("reference", *given), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        computed("flex", *given), computed("reference", *given), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_query_that_sees_nothing_gives_0():
@@ -92,7 +114,8 @@ def test_a_query_that_sees_nothing_gives_0():
 
 
 @pytest.mark.parametrize(
-    ("text", "features"), [*(("bigbird(3, 2, 16, 2, 1)", each) for each in FEATURES), ("token(3)", FEATURES[-1])]
+    ("text", "features"),
+    [*(("bigbird(3, 2, 16, 2, 1)", each) for each in FEATURES), ("token(3)", FEATURES[-1])],
 )
 def test_gradients_equal_the_references(text, features, monkeypatch):
     """torch refuses gradients on a CPU, although it has the formulas; the gradients of sinks and soft-cap are ours."""
@@ -117,7 +140,9 @@ def test_tables_of_blocks_hold_what_the_pattern_leaves(text, features, monkeypat
     T = 3 * size - 12  # the last block is not full
     monkeypatch.setattr(flex_attention, "BLOCK", size)
     pattern, tokens, *_ = situation(text, features, H=H, T=T)
-    mask = MaskBuilder(H, kernel="reference").build(pattern, tokens, tokens)  # not aligned: a mask for every pattern
+    mask = MaskBuilder(H, kernel="reference").build(
+        pattern, tokens, tokens
+    )  # not aligned: a mask for every pattern
     seen = torch.nn.functional.pad(mask.allowed.expand(2, H, T, T), (0, 12, 0, 12))
     count = seen.unflatten(3, (3, size)).unflatten(2, (3, size)).sum((3, 5))  # (B, H, 3, 3)
     for scores in (1, 2**26):  # a row of blocks at a time, and all together
@@ -161,19 +186,34 @@ def test_a_compiled_program_serves_every_length_and_keeps_the_patterns_numbers(m
 
     torch._dynamo.reset()
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=backend, **options))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compile_(function, backend=backend, **options)
+    )
     flex_attention._compiled.cache_clear()
     compiled = flex_attention._compiled()
-    monkeypatch.setattr(flex_attention, "flex_attention", compiled)  # a CPU's calls go the GPU's way
-    lengths = {"window(5)": (40, 50, 60), "window(9)": (40,), **{f"dilated(9, {d})": (40,) for d in range(1, 8)}}
+    monkeypatch.setattr(
+        flex_attention, "flex_attention", compiled
+    )  # a CPU's calls go the GPU's way
+    lengths = {
+        "window(5)": (40, 50, 60),
+        "window(9)": (40,),
+        **{f"dilated(9, {d})": (40,) for d in range(1, 8)},
+    }
     for text, T in [(name, T) for name, several in lengths.items() for T in several]:
         given = situation(text, "documents", T=T, dtype=torch.float32)
-        torch.testing.assert_close(computed("flex", *given), computed("reference", *given), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            computed("flex", *given), computed("reference", *given), rtol=1e-5, atol=1e-5
+        )
     # The first pattern's first length, then any length of each: more than torch would compile unasked.
     assert len(programs) == 1 + len(lengths) > 8
-    nodes = [node for program in programs for part in program.children() for node in part.graph.nodes]
+    nodes = [
+        node for program in programs for part in program.children() for node in part.graph.nodes
+    ]
     captured = [node.meta["example_value"] for node in nodes if node.op == "placeholder"]
-    assert {int(x) for x in captured if not isinstance(x, torch.Tensor)} == {40, 50}  # lengths; numbers are constants
+    assert {int(x) for x in captured if not isinstance(x, torch.Tensor)} == {
+        40,
+        50,
+    }  # lengths; numbers are constants
     flex_attention._compiled.cache_clear()
     torch._dynamo.reset()
 

@@ -18,7 +18,10 @@ from thinker.model.kernels.linear_attention import LinearState, linear_attention
 def drawn(B, H, K, T, D, seed=0, dtype=torch.float32, value_dim=None):
     generator = torch.Generator().manual_seed(seed)
     shapes = (B, H, T, D), (B, K, T, D), (B, K, T, value_dim or D)
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for s in shapes
+    ]
 
 
 def reference(q, k, v, features, documents=None):
@@ -26,7 +29,9 @@ def reference(q, k, v, features, documents=None):
     q, k, v, omega = (x.double() for x in (q, k, v, features))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
     q, k = q * q.shape[-1] ** -0.25, k * k.shape[-1] ** -0.25
-    phi_q, phi_k = ((x @ omega.T - (x**2).sum(-1, keepdim=True) / 2).exp() / len(omega) ** 0.5 for x in (q, k))
+    phi_q, phi_k = (
+        (x @ omega.T - (x**2).sum(-1, keepdim=True) / 2).exp() / len(omega) ** 0.5 for x in (q, k)
+    )
     weights = (phi_q @ phi_k.mT).tril()  # (B, H, T, T)
     if documents is not None:
         weights = weights * (documents[:, None, :, None] == documents[:, None, None])
@@ -40,7 +45,9 @@ def in_parts(q, k, v, features, lengths, documents=None, chunk=64):
     while at < q.shape[2]:
         part = slice(at, at := at + next(lengths))
         ids = None if documents is None else documents[:, part]
-        y, state = linear_attention(q[:, :, part], k[:, :, part], v[:, :, part], features, state, ids, chunk)
+        y, state = linear_attention(
+            q[:, :, part], k[:, :, part], v[:, :, part], features, state, ids, chunk
+        )
         ys.append(y)
     return torch.cat(ys, dim=2), state
 
@@ -64,7 +71,9 @@ def test_chunks_parts_and_single_positions_equal_the_quadratic_form(
     inputs = drawn(B, K * G, K, T, D, seed, dtype, value_dim)
     features, generator = random_features(m, D, seed), torch.Generator().manual_seed(seed)
     documents = (
-        torch.randint(n_documents, (B, T), generator=generator).sort().values + 1000 * seed if n_documents else None
+        torch.randint(n_documents, (B, T), generator=generator).sort().values + 1000 * seed
+        if n_documents
+        else None
     )
     known = reference(*inputs, features, documents)
     grad = torch.randn(known.shape, generator=generator)
@@ -90,7 +99,9 @@ def test_gradients_are_those_of_finite_differences():
     inputs, features = drawn(1, 2, 1, 7, 3, dtype=torch.float64), random_features(5, 3, 0)
     documents = torch.tensor([[0, 0, 0, 0, 0, 2, 2]])
     assert torch.autograd.gradcheck(lambda *x: linear_attention(*x, features, chunk=3)[0], inputs)
-    assert torch.autograd.gradcheck(lambda *x: linear_attention(*x, features, None, documents, 3)[0], inputs)
+    assert torch.autograd.gradcheck(
+        lambda *x: linear_attention(*x, features, None, documents, 3)[0], inputs
+    )
 
 
 @pytest.mark.parametrize("scale", [1, 300])
@@ -133,10 +144,20 @@ def test_the_state_does_not_grow_and_neither_does_the_work():
     assert sizes == [[(1, 1, m, D + 1), (1, 1, 1, 1)]] * 16
     assert works == works[:1] * 16
     assert works[0] <= 25 * m * D
-    last = reference(q[:, :, -1:], k[:, :, :1], v[:, :, :1], features)  # of one key, to have its shape
-    phi_q, phi_k = (torch.exp(x.double() * D**-0.25 @ features.double().T) for x in (q[0, :, -1], k[0, 0]))
-    weights = phi_q @ phi_k.T * torch.exp(-k[0, 0].double().square().sum(-1) / (2 * D**0.5))  # (H, T)
-    assert_near(y[:, :, -1:], (weights @ v[0, 0].double() / weights.sum(-1, keepdim=True)).view_as(last), 1e-5)
+    last = reference(
+        q[:, :, -1:], k[:, :, :1], v[:, :, :1], features
+    )  # of one key, to have its shape
+    phi_q, phi_k = (
+        torch.exp(x.double() * D**-0.25 @ features.double().T) for x in (q[0, :, -1], k[0, 0])
+    )
+    weights = (
+        phi_q @ phi_k.T * torch.exp(-k[0, 0].double().square().sum(-1) / (2 * D**0.5))
+    )  # (H, T)
+    assert_near(
+        y[:, :, -1:],
+        (weights @ v[0, 0].double() / weights.sum(-1, keepdim=True)).view_as(last),
+        1e-5,
+    )
     whole, end = linear_attention(q, k, v, features)
     assert_near(whole[:, :, -4096:], y, 1e-5)
     assert_near(end.sums, state.sums, 1e-5)
@@ -152,7 +173,10 @@ def test_time_and_memory_are_linear():
             storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), FlopCounterMode(display=False) as counter:
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+            FlopCounterMode(display=False) as counter,
+        ):
             linear_attention(*drawn(1, 2, 1, T, 8), features)[0].sum().backward()
         flops[T], kept[T] = counter.get_total_flops(), sum(storages.values())
     assert 4 * flops[4096] == 2 * flops[8192] == flops[16384]
@@ -180,19 +204,32 @@ def log_reference(q, k, v, features):
 )  # fmt: skip
 def test_large_norms_stay_finite_and_right(norms, chunk, seed):
     D, m = 16, 12
-    (q, k, v), features = drawn(1, 1, 1, len(norms), D, seed, torch.float64), random_features(m, D, seed)
+    (q, k, v), features = (
+        drawn(1, 1, 1, len(norms), D, seed, torch.float64),
+        random_features(m, D, seed),
+    )
     sizes = torch.tensor(norms, dtype=torch.float64)[:, None]
     q, k = (F.normalize(x.detach(), dim=-1) * sizes for x in (q, k))
     known, sound = log_reference(q, k, v, features)
-    for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 0.1)):  # fp32 knows ‖k‖²/2 = 45000 to 0.004
+    for dtype, tolerance in (
+        (torch.float64, 1e-7),
+        (torch.float32, 0.1),
+    ):  # fp32 knows ‖k‖²/2 = 45000 to 0.004
         inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-        (y, _), (single, _) = linear_attention(*inputs, features, chunk=chunk), in_parts(*inputs, features, [1])
+        (y, _), (single, _) = (
+            linear_attention(*inputs, features, chunk=chunk),
+            in_parts(*inputs, features, [1]),
+        )
         for each in (y, single):
             for tensor in (each, *torch.autograd.grad(each.square().sum(), inputs)):
                 assert tensor.isfinite().all()
             assert (each <= v.cummax(2).values + 1e-5).all()  # always a mean of values seen
             assert (each >= v.cummin(2).values - 1e-5).all()
-            assert ((each - known).abs() <= tolerance).all(-1)[sound > math.log(module.FLOOR) + 25].all()
+            assert (
+                ((each - known).abs() <= tolerance)
+                .all(-1)[sound > math.log(module.FLOOR) + 25]
+                .all()
+            )
         if dtype == torch.float64:
             torch.testing.assert_close(y, single)
 
@@ -215,7 +252,9 @@ def test_gradients_at_large_norms(norm):
 def test_a_key_of_small_norm_is_not_lost_behind_a_large_one_nor_a_document_behind_another():
     D = 8
     features, values = random_features(16, D, 0), torch.tensor([1.0, 2, 3, 4]).view(1, 1, 4, 1)
-    q = k = torch.tensor([300, 300, 1e-3, 300])[:, None] * F.normalize(torch.ones(1, 1, 4, D), dim=-1)
+    q = k = torch.tensor([300, 300, 1e-3, 300])[:, None] * F.normalize(
+        torch.ones(1, 1, 4, D), dim=-1
+    )
     y, _ = linear_attention(q, k, values, features)
     torch.testing.assert_close(y.flatten(), torch.tensor([1, 1.5, 3, 3]))
     for lengths, first in itertools.product(([4], [1], [2, 2], [3, 1]), (0, 10**6)):
@@ -229,10 +268,16 @@ def test_bf16_is_near_fp32(parts):
     y, state = in_parts(*inputs, features.bfloat16().float(), parts)
     exact = [x.detach().float().requires_grad_() for x in inputs]
     known, _ = in_parts(*exact, features.bfloat16().float(), [70])
-    assert (y.dtype, state.sums.dtype, state.shift.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert (y.dtype, state.sums.dtype, state.shift.dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    )
     assert_near(y, known, 0.005)
     grad = torch.randn_like(y)
-    for ours, right in zip(torch.autograd.grad(y, inputs, grad), torch.autograd.grad(known, exact, grad.float())):
+    for ours, right in zip(
+        torch.autograd.grad(y, inputs, grad), torch.autograd.grad(known, exact, grad.float())
+    ):
         assert ours.dtype == torch.bfloat16
         assert_near(ours, right, 0.02)
 
@@ -253,7 +298,9 @@ def test_features_are_orthogonal_in_blocks_and_repeatable(m, D, seed):
     assert features.dtype == torch.float32
     for block in features.double().split(D):
         directions = F.normalize(block, dim=-1)
-        torch.testing.assert_close(directions @ directions.T, torch.eye(len(block)).double(), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            directions @ directions.T, torch.eye(len(block)).double(), atol=1e-6, rtol=0
+        )
     torch.manual_seed(0)
     assert torch.equal(features, random_features(m, D, seed))
     assert not torch.equal(features, random_features(m, D, seed + 1))
@@ -292,10 +339,16 @@ def test_the_product_of_features_is_an_unbiased_softmax_kernel():
 def test_the_error_against_softmax_attention_falls_as_one_over_the_root_of_the_features():
     counts, D = (16, 64, 256, 1024), 16
     q, k, v = drawn(2, 2, 2, 64, D)
-    q, k = 0.4 * q, 0.4 * k  # the variance of a product of features has a factor exp(‖q + k‖²) before its 1/m
+    q, k = (
+        0.4 * q,
+        0.4 * k,
+    )  # the variance of a product of features has a factor exp(‖q + k‖²) before its 1/m
     known = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     errors = [
-        sum((linear_attention(q, k, v, random_features(m, D, seed))[0] - known).square().mean() for seed in range(24))
+        sum(
+            (linear_attention(q, k, v, random_features(m, D, seed))[0] - known).square().mean()
+            for seed in range(24)
+        )
         for m in counts
     ]
     x, y = torch.tensor(counts).double().log(), torch.tensor(errors).double().log() / 2

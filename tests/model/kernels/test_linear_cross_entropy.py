@@ -13,7 +13,12 @@ from thinker.model.kernels import linear_cross_entropy as module
 from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
 
 
-@given(rows=st.integers(1, 40), vocab=st.integers(2, 50), chunk=st.integers(1, 400), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 40),
+    vocab=st.integers(2, 50),
+    chunk=st.integers(1, 400),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=60, deadline=None)
 def test_equals_cross_entropy(rows, vocab, chunk, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -46,7 +51,9 @@ def test_frozen_parts_get_no_gradient():
 
 @pytest.mark.parametrize("targets", [[[-1, -1]], [[0, -1]]])
 def test_nothing_counted_is_zero_not_nan(targets):
-    total, count = linear_cross_entropy(torch.randn(1, 2, 3), torch.randn(5, 3), torch.tensor(targets))
+    total, count = linear_cross_entropy(
+        torch.randn(1, 2, 3), torch.randn(5, 3), torch.tensor(targets)
+    )
     assert count.item() == sum(t >= 0 for t in targets[0])
     assert torch.isfinite(total)
     assert (total.item() == 0) == (count.item() == 0)
@@ -54,7 +61,11 @@ def test_nothing_counted_is_zero_not_nan(targets):
 
 def test_bf16_is_near_fp32():
     torch.manual_seed(0)
-    x, weight, targets = torch.randn(1, 300, 64), torch.randn(1000, 64) * 0.3, torch.randint(0, 1000, (1, 300))
+    x, weight, targets = (
+        torch.randn(1, 300, 64),
+        torch.randn(1000, 64) * 0.3,
+        torch.randint(0, 1000, (1, 300)),
+    )
     exact, _ = linear_cross_entropy(x, weight, targets)
     rough, _ = linear_cross_entropy(x.bfloat16(), weight, targets)
     assert rough.dtype == torch.float32
@@ -90,7 +101,9 @@ def check_chunk(function, targets):
     assert losses.shape == targets.shape
     assert not losses[targets < 0].any()
     assert losses.sum().item() == pytest.approx(known, rel=1e-5)
-    torch.testing.assert_close(grad.double(), known_grad, rtol=2**-8, atol=1e-6)  # rounded once, to bf16
+    torch.testing.assert_close(
+        grad.double(), known_grad, rtol=2**-8, atol=1e-6
+    )  # rounded once, to bf16
     assert not grad[targets < 0].any()
 
 
@@ -103,7 +116,9 @@ def test_loss_and_gradient_of_a_chunk(function, targets):
     check_chunk(function, targets)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.stress)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.stress)]
+)
 def test_one_program_serves_chunks_of_every_size(monkeypatch, backend):
     """It writes the gradient over the logits; a single row has a program of its own."""
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
@@ -130,7 +145,9 @@ def test_the_loss_of_each_target(monkeypatch, is_compiled):
     losses = torch.full((3, 11), torch.nan)
     total, _ = linear_cross_entropy(x, weight, targets, None, is_compiled, losses)
     plain, _ = linear_cross_entropy(x, weight, targets, None, is_compiled)
-    known = F.cross_entropy((x @ weight.T).transpose(1, 2), targets, ignore_index=-1, reduction="none")
+    known = F.cross_entropy(
+        (x @ weight.T).transpose(1, 2), targets, ignore_index=-1, reduction="none"
+    )
     torch.testing.assert_close(losses, known)
     assert total == plain
     assert torch.equal(*(torch.autograd.grad(loss, x)[0] for loss in (total, plain)))
@@ -144,16 +161,23 @@ def test_compiled_chunks_add_up(monkeypatch, rows):
     x = torch.randn(1, rows, 7, generator=generator, requires_grad=True)
     weight = torch.randn(50, 7, generator=generator, requires_grad=True)
     targets = torch.randint(-1, 50, (1, rows), generator=generator)
-    ours, known = (linear_cross_entropy(x, weight, targets, None, is_compiled)[0] for is_compiled in (True, False))
+    ours, known = (
+        linear_cross_entropy(x, weight, targets, None, is_compiled)[0]
+        for is_compiled in (True, False)
+    )
     torch.testing.assert_close(ours, known)
-    for grad, known_grad in zip(torch.autograd.grad(ours, (x, weight)), torch.autograd.grad(known, (x, weight))):
+    for grad, known_grad in zip(
+        torch.autograd.grad(ours, (x, weight)), torch.autograd.grad(known, (x, weight))
+    ):
         torch.testing.assert_close(grad, known_grad, rtol=1e-4, atol=1e-5)
 
 
 def test_no_gradient_is_computed_where_none_is_kept(monkeypatch):
     asked = []
     original = module.loss_and_gradient
-    monkeypatch.setattr(module, "loss_and_gradient", lambda *args: (asked.append(args[2]), original(*args))[1])
+    monkeypatch.setattr(
+        module, "loss_and_gradient", lambda *args: (asked.append(args[2]), original(*args))[1]
+    )
     x, weight = torch.randn(1, 4, 6), torch.nn.Parameter(torch.randn(9, 6))
     with torch.no_grad():
         linear_cross_entropy(x, weight, torch.tensor([[1, 2, -1, 3]]))

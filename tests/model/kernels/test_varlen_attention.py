@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from thinker.model.attention_dispatch import attend
 from thinker.model.kernels.varlen_attention import VarlenAttention, cu_seqlens
 from thinker.model.masks import MaskBuilder
-from thinker.model.pattern_parser import parse_pattern
-from thinker.model.patterns import TokenInfo
+from thinker.model.patterns.pattern_parser import parse_pattern
+from thinker.model.patterns.patterns import TokenInfo
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4))
@@ -21,10 +21,14 @@ def test_boundaries_stand_where_a_document_or_a_row_begins(steps):
     starts = cu_seqlens(document)
     assert starts.dtype == torch.int32
     flat = [(row, number) for row, numbers in enumerate(document.tolist()) for number in numbers]
-    assert starts.tolist() == [at for at in range(len(flat)) if at == 0 or flat[at] != flat[at - 1]] + [len(flat)]
+    assert starts.tolist() == [
+        at for at in range(len(flat)) if at == 0 or flat[at] != flat[at - 1]
+    ] + [len(flat)]
 
 
-def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+def stand_in(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False
+):
     """torch's function in loops, as strict as CUDA's kernels are."""
     assert cu_seq_q.dtype == torch.int32
     assert cu_seq_q is cu_seq_k
@@ -40,12 +44,16 @@ def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, wind
         q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))  # (H, length, D)
         ahead = torch.arange(end - start) - torch.arange(end - start)[:, None]
         seen = (ahead <= right) & ((-ahead <= left) | (left == -1))
-        y.append(((q @ k.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+        y.append(
+            ((q @ k.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+        )
     return torch.cat(y)
 
 
 @pytest.mark.parametrize("text", ["full", "window(1)", "window(4)", "window(99)"])
-@pytest.mark.parametrize(("heads", "kv_heads", "grouped"), [(4, 4, True), (4, 2, True), (4, 2, False)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "grouped"), [(4, 4, True), (4, 2, True), (4, 2, False)]
+)
 @pytest.mark.parametrize("width", [8, 10])
 def test_it_hands_over_what_the_reference_computes(text, heads, kv_heads, grouped, width):
     torch.manual_seed(0)
@@ -57,7 +65,11 @@ def test_it_hands_over_what_the_reference_computes(text, heads, kv_heads, groupe
     position = torch.arange(T) - torch.where(begins, torch.arange(T), 0).cummax(1).values
     tokens = TokenInfo(position, document)
     known = attend(
-        q, k, v, MaskBuilder(heads, kernel="reference").build(parse_pattern(text), tokens, tokens, True), 0.3
+        q,
+        k,
+        v,
+        MaskBuilder(heads, kernel="reference").build(parse_pattern(text), tokens, tokens, True),
+        0.3,
     )
     mask = MaskBuilder(heads, kernel="varlen").build(parse_pattern(text), tokens, tokens, True)
     assert isinstance(mask.kernel_state, VarlenAttention)
@@ -85,10 +97,14 @@ def test_a_compiled_block_takes_any_number_of_documents_without_a_break():
 
     def backend(program, _):
         programs.append(program)
-        return lambda *given: [next(x for x in given if isinstance(x, torch.Tensor) and x.dim() == 4)]
+        return lambda *given: [
+            next(x for x in given if isinstance(x, torch.Tensor) and x.dim() == 4)
+        ]
 
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q, k, v, varlen: varlen(q, k, v, 0.3), fullgraph=True, backend=backend)
+    compiled = torch.compile(
+        lambda q, k, v, varlen: varlen(q, k, v, 0.3), fullgraph=True, backend=backend
+    )
     q, (k, v) = torch.randn(2, 4, 12, 16), torch.randn(2, 2, 2, 12, 16)
     for every in (2, 3, 4, 6):
         compiled(q, k, v, VarlenAttention((torch.arange(12) // every).expand(2, 12), 5))

@@ -1,1 +1,0 @@
-"""Make models smaller: scores of parts, pruning, and the cost of few bits."""

@@ -1,0 +1,1 @@
+"""Batches: packing, order and prefetching of windows."""

@@ -1,0 +1,84 @@
+"""Best-fit packing: whole documents into windows with little padding, in any order.
+
+Best-fit decreasing (Ding et al. 2024, arXiv:2404.10830): the longest document goes first, each into the fullest window
+that has room for it. Documents of one length are placed together, so the time depends on the number of lengths.
+"""
+
+import numpy as np
+
+
+def pack_best_fit(offsets: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack the documents between `offsets`, (n + 1,), into windows of seq_len tokens.
+
+    A document longer than a window is cut every seq_len tokens. Its last piece comes first in its window, because it
+    does not begin with a BOS token.
+
+    Returns (n_segments, 2) int64, the start and end of each segment of the windows, window by window; and
+    (n_windows + 1,) int64, the index of the first segment of each window.
+    """
+    starts, lengths = offsets[:-1].astype(np.int64), np.diff(offsets).astype(np.int64)
+    n_full = np.where(
+        lengths > seq_len, lengths // seq_len, 0
+    )  # windows that a long document fills
+    rest = (
+        lengths - n_full * seq_len
+    )  # the length of what is packed: a whole document or a last piece
+    tails, whole = np.flatnonzero((n_full > 0) & (rest > 0)), np.flatnonzero(n_full == 0)
+    window_of = np.full(len(lengths), -1)  # of the packed part
+    window_of[tails] = np.arange(len(tails))
+    whole = whole[np.argsort(-lengths[whole], kind="stable")]
+    n_windows = _place(lengths[whole], seq_len, rest[tails], out := np.zeros(len(whole), np.int64))
+    window_of[whole] = out
+
+    packed = np.concatenate([tails, whole])  # in the order in which they are placed
+    filling = np.repeat(np.arange(len(lengths)), n_full)
+    piece = np.arange(len(filling)) - np.repeat(np.cumsum(n_full) - n_full, n_full)
+    begin = np.concatenate(
+        [starts[packed] + n_full[packed] * seq_len, starts[filling] + piece * seq_len]
+    )
+    end = begin + np.concatenate([rest[packed], np.full(len(filling), seq_len)])
+    window = np.concatenate([window_of[packed], n_windows + np.arange(len(filling))])
+    first = np.full(n_windows + len(filling), np.iinfo(np.int64).max)
+    np.minimum.at(first, window, begin)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first, kind="stable")] = np.arange(
+        len(first)
+    )  # windows in the order of their first document
+    order = np.argsort(rank[window], kind="stable")
+    counts = np.bincount(window, minlength=len(first))[np.argsort(first, kind="stable")]
+    return np.stack([begin, end], axis=1)[order], np.concatenate([[0], np.cumsum(counts)])
+
+
+def _place(lengths: np.ndarray, seq_len: int, used: np.ndarray, out: np.ndarray) -> int:
+    """Write the window of each document to `out`, and return the number of windows. `lengths` must not increase.
+
+    used: number of tokens in each window that already exists.
+    """
+    n_windows = len(used)
+    room = [
+        np.zeros(0, np.int64) for _ in range(seq_len + 1)
+    ]  # windows by their number of free tokens
+    has_room = np.zeros(seq_len + 1, bool)
+
+    def add(free: int, windows: np.ndarray) -> None:
+        room[free] = np.concatenate([room[free], windows])
+        has_room[free] = len(room[free]) > 0
+
+    for free in np.unique(seq_len - used).tolist():
+        add(free, np.flatnonzero(seq_len - used == free))
+    _, firsts, counts = np.unique(-lengths, return_index=True, return_counts=True)
+    for first, count in zip(firsts.tolist(), counts.tolist()):
+        length, at, end = int(lengths[first]), first, first + count
+        while at < end:
+            free = length + int(has_room[length:].argmax())
+            if not has_room[free]:
+                n_new = -(-(end - at) // (seq_len // length))
+                free, windows = seq_len, np.arange(n_windows, n_windows + n_new)
+                n_windows += n_new
+            else:
+                windows, room[free] = room[free][: end - at], room[free][end - at :]
+                has_room[free] = len(room[free]) > 0
+            out[at : at + len(windows)] = windows
+            at += len(windows)
+            add(free - length, windows)
+    return n_windows

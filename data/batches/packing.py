@@ -1,0 +1,75 @@
+"""Tables of packed windows, kept in files beside their shards so that memory does not grow with the corpus."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from thinker.data.batches.best_fit import pack_best_fit
+from thinker.data.corpus.shards import DamagedShard, Shard
+from thinker.runtime.file_array import FileArray, OpenFile
+from thinker.runtime.files import atomic_write, can_write
+
+Table = FileArray | np.ndarray
+
+
+def document_starts(shard: Shard, seq_len: int) -> Table:
+    """(n_windows + 1,) int64: the start of each window of "documents" packing, and the end of the last."""
+    return _kept(
+        shard.path.with_suffix(f".windows-{seq_len}"),
+        lambda: _document_starts(shard.offsets[:], seq_len),
+    )
+
+
+def best_fit_segments(shard: Shard, seq_len: int) -> tuple[Table, Table]:
+    """The segments of the windows of "best_fit" packing: (2 * n_segments,) int64, starts and ends in turns.
+
+    And (n_windows + 1,) int64, the first segment of each window.
+    """
+    segments, firsts = (
+        shard.path.with_suffix(f".{name}-{seq_len}") for name in ("segments", "best-fit")
+    )
+    tables: list[np.ndarray] = []
+
+    def table(index: int) -> np.ndarray:
+        if not tables:
+            tables.extend(pack_best_fit(shard.offsets[:], seq_len))
+        return tables[index].reshape(-1)
+
+    return _kept(segments, lambda: table(0)), _kept(firsts, lambda: table(1))
+
+
+def _kept(path: Path, make: Callable[[], np.ndarray]) -> Table:
+    """A table from a file, which is written at first use; in memory if the folder is read-only.
+
+    The last 32 bytes of the file are the sha256 of the rest.
+    """
+    if path.is_file():
+        file = OpenFile(path, DamagedShard)
+        kept = file.read(0, file.size, np.uint8)
+        if (
+            hashlib.sha256(kept[:-32]).digest() == kept[-32:].tobytes()
+        ):  # otherwise damaged: write it again
+            return FileArray(file, np.dtype("<i8"), len(kept) // 8 - 4)
+    table = np.ascontiguousarray(make(), "<i8")
+    if not can_write(path.parent):
+        return table
+    atomic_write(path, table.tobytes() + hashlib.sha256(table).digest())
+    return FileArray(OpenFile(path, DamagedShard), table.dtype, len(table))
+
+
+def _document_starts(offsets: np.ndarray, seq_len: int) -> np.ndarray:
+    # After a window that starts at document i, the next starts at next_document[i]: after all that fit, at least one.
+    fitting = np.searchsorted(offsets, offsets[:-1] + seq_len, side="right") - 1
+    next_document = np.maximum(fitting, np.arange(1, len(offsets)))
+    firsts, document, steps = [], 0, next_document.tolist()
+    while document < len(steps):
+        firsts.append(document)
+        document = steps[document]
+    begin, end = offsets[firsts], offsets[next_document[firsts]]
+    n_pieces = -(-(end - begin) // seq_len)  # above 1 only if a document is longer than a window
+    piece = np.arange(n_pieces.sum()) - np.repeat(
+        np.cumsum(n_pieces) - n_pieces, n_pieces
+    )  # index within its document
+    return np.append(np.repeat(begin, n_pieces) + piece * seq_len, offsets[-1])

@@ -1,0 +1,145 @@
+"""Prepare a corpus: read a source, split it, tokenize it into shards, and cache them."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thinker.data.corpus.corpus_builder import build_corpus
+from thinker.data.corpus.corpus_cache import building_folder, publish, read_index
+from thinker.data.corpus.shards import FORMAT, SHARD_TOKENS, DamagedShard, TokenShards
+from thinker.data.text.document import MissingData
+from thinker.data.text.sources import open_source, stamps
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer_factory import check_spec, load_tokenizer
+from thinker.features.cleaning.cleaning import CleaningRules
+from thinker.runtime.errors import UserError
+from thinker.runtime.files import make_folder
+from thinker.runtime.reading import read_json
+
+INDEX_FORMAT = 5  # changes with corpus.json, and with the text that a tokenizer is trained on
+CLEANING_FORMAT = 1  # changes with the way to find what is dropped
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenized corpus: tokenizer, both splits, the sha256 of their tokens, and the folder in the cache.
+
+    The sha256 (of tokens and loss masks) and the tokenizer's content_hash identify a corpus in the cache and in runs.
+    A mixture (mixed_corpus.py) has the shards of its parts, one after the other.
+    """
+
+    tokenizer: Tokenizer
+    train: TokenShards
+    val: TokenShards
+    sha256: str = field(repr=False)
+    folder: Path
+    parts: Mapping[str, "Corpus"] = field(default_factory=dict)  # the sources of a mixture, by name
+
+
+def prepare_corpus(
+    *, source: str, tokenizer: str | Tokenizer = "bpe:4096", assistant_only_loss: bool = False,
+    val_fraction: float = 0.05, cache_dir: str | Path = ".cache", progress: bool = True,
+    shard_tokens: int = SHARD_TOKENS, val_tokens: str | None = None, clean: CleaningRules | None = None,
+    **source_options: Any,
+) -> Corpus:  # fmt: skip
+    """Tokenize a source into shards on disk, or open the shards of an earlier call with the same options.
+
+    The validation split is the last val_fraction of a single text, or the documents whose content hash is below
+    val_fraction, so equal documents are always in the same split. The tokenizer is trained only on the training split.
+    With val_fraction=0, the validation split is empty. Documents without text are skipped with a message. Memory does
+    not grow with the corpus, except with `clean`.
+
+    Args:
+        tokenizer: a tokenizer or its name (see tokenizer_factory.check_spec).
+        assistant_only_loss: use only the assistant's messages of conversations as targets.
+        progress: print bars and messages to standard error.
+        shard_tokens: a shard is closed after the document that reaches this many tokens.
+        val_tokens: a file of tokens (llmc_tokens.py) whose documents form the validation split. Equal documents of the
+            source are left out.
+        clean: which documents to drop; the source is then read once more. corpus.json counts them.
+        source_options: passed to sources.open_source.
+
+    Raises UserError for invalid options, and for text that is missing, unreadable or too short to split.
+    """
+    kind = check_spec(tokenizer) if isinstance(tokenizer, str) else tokenizer.kind
+    if not 0 <= val_fraction < 1:
+        raise UserError(
+            f"data.val_fraction={val_fraction}: use a fraction between 0 and 1, for example 0.05"
+        )
+    opened = open_source(source, **source_options)
+    if val_tokens is not None and (kind in ("bpe", "char", "byte") or opened.whole_text):
+        needs = "data.tokenizer=tiktoken:gpt2 or the path of a tokenizer, and a source other than a single text file"
+        raise UserError(f"data.val_tokens needs {needs}")
+    if clean is not None and opened.whole_text:
+        raise UserError(
+            "data.clean cannot clean a single text file, which is one document; remove data.clean"
+        )
+    if clean is not None and val_tokens is not None:
+        raise UserError("data.clean cannot be combined with data.val_tokens; remove one of them")
+    if val_tokens is not None and not os.path.isfile(val_tokens):
+        raise MissingData(
+            f"data.val_tokens={val_tokens} is not a file; set the path of a token file"
+        )
+    spec, tokenizer_key = (load_tokenizer(tokenizer) if kind == "path" else tokenizer), tokenizer
+    if isinstance(spec, Tokenizer):
+        kind, tokenizer_key = spec.kind, spec.content_hash
+    if source == "repeated_random" and kind not in ("byte", "char"):
+        raise UserError(
+            f"data.tokenizer={tokenizer}: use byte or char with data.source=repeated_random"
+        )
+    parts = [INDEX_FORMAT, FORMAT, opened.key, tokenizer_key, val_fraction, shard_tokens]
+    parts += ["assistant_only_loss"] if assistant_only_loss else []
+    parts += [] if val_tokens is None else [stamps([val_tokens])]
+    parts += [] if clean is None else [CLEANING_FORMAT, asdict(clean)]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    folder = Path(cache_dir) / "tokens" / key
+    try:
+        if folder.exists():
+            return _open(folder)
+    except DamagedShard as error:
+        print(f"rebuilding the damaged token cache: {error}", file=sys.stderr)
+        shutil.rmtree(folder)
+    make_folder(folder.parent, "data.cache_dir")
+    with building_folder(folder) as building:
+        if not folder.exists():  # another process may just have finished it
+            build_corpus(
+                building,
+                opened,
+                spec,
+                assistant_only_loss,
+                val_fraction,
+                val_tokens,
+                progress,
+                shard_tokens,
+                clean,
+            )
+            publish(building, folder)
+    return _open(folder)
+
+
+def find_corpus(sha256: str, tokenizer_hash: str, cache_dir: str | Path) -> Corpus | None:
+    """Find an undamaged corpus in the cache by its identity; None if there is none."""
+    for index in sorted((Path(cache_dir) / "tokens").glob("*/corpus.json")):
+        with contextlib.suppress(DamagedShard):
+            if read_json(index, DamagedShard).get("sha256") == sha256:
+                corpus = _open(index.parent)
+                if corpus.tokenizer.content_hash == tokenizer_hash:
+                    return corpus
+    return None
+
+
+def _open(folder: Path) -> Corpus:
+    try:
+        index = read_index(folder)
+        tokenizer = load_tokenizer(folder)
+        train, val = (TokenShards.open(folder, index[name], tokenizer) for name in ("train", "val"))
+        return Corpus(tokenizer, train, val, str(index["sha256"]), folder)
+    except (OSError, ValueError, KeyError, TypeError, UserError) as error:
+        raise DamagedShard(f"{folder}: {error}") from error

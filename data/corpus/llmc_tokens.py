@@ -1,0 +1,40 @@
+"""Token files in the format of llm.c, such as FineWeb's standard validation tokens, used for published losses."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from thinker.data.text.document import Document
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.runtime.errors import UserError
+
+HEADER = np.array([20240520, 1], "<i4")  # magic number and version; the number of tokens follows
+HEADER_BYTES = 1024
+
+
+def read_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[Document]:
+    """Yield the documents of a file: a header, then uint16 tokens, with a BOS token before each document.
+
+    Skips the last document, which may be cut. Raises UserError for other formats or tokenizers.
+    """
+    try:
+        data = np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise UserError(f"data.val_tokens={path} cannot be read: {error.strerror}") from error
+    header = data[:12].tobytes()
+    if header[:8] != HEADER.tobytes() or len(data) != HEADER_BYTES + 2 * int.from_bytes(
+        header[8:], "little"
+    ):
+        raise UserError(
+            f"data.val_tokens={path} is not a complete token file such as fineweb_val_000000.bin"
+        )
+    tokens = data[HEADER_BYTES:].view("<u2")
+    starts = np.flatnonzero(tokens == tokenizer.bos_id)
+    if not len(starts) or starts[0] != 0 or tokens.max() >= tokenizer.vocab_size:
+        raise UserError(
+            f"data.val_tokens={path} does not match data.tokenizer; use the tokenizer of the file"
+        )
+    for start, end in pairwise(starts):
+        yield Document(tokenizer.decode(tokens[start + 1 : end].tolist()))

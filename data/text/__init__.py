@@ -1,0 +1,1 @@
+"""Text: sources, rows, conversations and documents."""

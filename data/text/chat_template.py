@@ -1,0 +1,159 @@
+"""Render chat templates in a separate process: an untrusted template is a program that may never end."""
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.runtime.errors import UserError
+
+CPU_SECONDS = 10  # per conversation; real templates take less than a millisecond
+MEMORY_BYTES = 2 << 30  # for the whole process; the libraries use less than a tenth
+MAX_TEXT_CHARS = 1 << 26
+# The process uses the same sys.path. Its standard output goes to standard error, because libraries may print.
+START = "import sys; sys.path[:] = {path!r}; from thinker.data.text import chat_template; chat_template.serve({seconds})"
+
+
+class Renderer:
+    """A process that renders conversations, one per line of JSON.
+
+    Linux limits it to CPU_SECONDS per conversation and to MEMORY_BYTES, macOS only to CPU_SECONDS. Windows has no
+    limits.
+    """
+
+    def __init__(self) -> None:
+        path = [str(Path(entry).resolve()) for entry in sys.path]
+        command = [sys.executable, "-c", START.format(path=path, seconds=CPU_SECONDS)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # each thread uses address space
+        # In its own session, so that Ctrl-C in the terminal does not reach it.
+        self.process = subprocess.Popen(
+            command, **pipes, env=environment, text=True, encoding="ascii", start_new_session=True
+        )
+        atexit.register(self.close)
+
+    def render(self, **request: Any) -> tuple[str, list[tuple[int, int]]]:
+        """See render()."""
+        reply = ""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            reply = self.process.stdout.readline()
+        if not reply:
+            self.close()
+            limits = f"{CPU_SECONDS} s or {MEMORY_BYTES >> 30} GB of memory"
+            raise UserError(
+                f"the chat template needs more than {limits} for one conversation; fix the template"
+            )
+        text, spans, error = json.loads(reply)
+        if error is not None:
+            raise UserError(error)
+        return text, [(start, end) for start, end in spans]
+
+    def close(self) -> None:
+        """End the process."""
+        atexit.unregister(self.close)
+        _renderer.cache_clear()
+        self.process.kill()
+        self.process.communicate()
+
+
+_lock = threading.Lock()
+
+
+@functools.cache
+def _renderer() -> Renderer:
+    return Renderer()
+
+
+def render(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    add_generation_prompt: bool,
+    mark_answers: bool,
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render a conversation and, with mark_answers, return the spans of answers that the template marks.
+
+    Raises UserError if the template rejects the conversation, is invalid or exceeds the limits, or if transformers is
+    not installed.
+    """
+    request = {
+        "template": tokenizer.chat_template,
+        "names": tokenizer.special_tokens_map,
+        "messages": messages,
+    }
+    with _lock:  # a thread must not read the reply to another
+        return _renderer().render(
+            **request, add_generation_prompt=add_generation_prompt, mark_answers=mark_answers
+        )
+
+
+def serve(cpu_seconds: int) -> None:
+    """Answer requests from standard input until it ends."""
+    replies, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        _limit(cpu_seconds)
+        try:
+            reply = _reply(**json.loads(line))
+        except MemoryError:
+            break
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def _limit(cpu_seconds: int) -> None:
+    """Limit the memory of this process, and its CPU time for the next conversation."""
+    with contextlib.suppress(
+        ImportError, ValueError, OSError
+    ):  # no limits on Windows, no memory limit on macOS
+        import resource
+        import time
+
+        seconds = int(time.process_time()) + 1 + cpu_seconds
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1])
+        )
+        resource.setrlimit(
+            resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1])
+        )
+
+
+def _reply(
+    template: str,
+    messages: list,
+    add_generation_prompt: bool,
+    mark_answers: bool,
+    names: dict[str, str],
+) -> tuple[str, list, str | None]:
+    """Return the text, the spans of answers, and an error message or None."""
+    try:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, spans = render_jinja_template(
+            [messages], chat_template=template, add_generation_prompt=add_generation_prompt,
+            return_assistant_tokens_mask=mark_answers, **names,
+        )  # fmt: skip
+    except ImportError:
+        return (
+            "",
+            [],
+            "conversations need the transformers package; run pip install transformers jinja2",
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # a template can raise any error
+        return "", [], f"the chat template rejects a conversation: {error or type(error).__name__}"
+    if len(texts[0]) > MAX_TEXT_CHARS:
+        return (
+            "",
+            [],
+            f"the chat template renders more than {MAX_TEXT_CHARS:,} characters for one conversation",
+        )
+    return texts[0], spans[0] if mark_answers else [], None

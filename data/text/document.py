@@ -1,0 +1,35 @@
+"""A document of a corpus, and the error for text that is missing."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from thinker.data.text.messages import Message
+from thinker.runtime.errors import UserError
+
+
+class MissingData(UserError):
+    """Error for text or a related file that is not where the config says."""
+
+
+Start = tuple[
+    int, Any
+]  # of a document: its number and its position, with which its source can begin again there
+BEGIN: Start = (0, None)
+
+
+@dataclass(slots=True)
+class Document:
+    """A text, or a conversation in `messages`, whose JSON is `text`."""
+
+    text: str
+    log_prob: float | None = None  # ln P(text) in nats, for generated sources
+    messages: list[Message] | None = None
+    where: str = ""  # the table row, for messages about a conversation
+    share_read: float | None = None  # of the source, up to and with this document, if known
+    number: int = 0  # in the source
+    position: Any = None  # in the files of the source, as JSON; None if the number is enough
+
+    @property
+    def start(self) -> Start:
+        """Where to begin to read the source so that this document comes first."""
+        return self.number, self.position

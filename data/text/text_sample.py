@@ -1,0 +1,53 @@
+"""A random sample of the training text of a source, to train a tokenizer on."""
+
+import hashlib
+import heapq
+from collections.abc import Iterable
+
+from tqdm import tqdm
+
+from thinker.data.text.sources import Source
+from thinker.data.text.split import SplitDocument
+
+SCANNED_BYTES = 1 << 30  # of each source; the sample is taken from these
+
+
+def sample_texts(
+    source: Source, documents: Iterable[SplitDocument], max_bytes: int, progress: bool = False
+) -> tuple[list[str], list[SplitDocument] | None]:
+    """A sample of the training split of a source, of about `max_bytes`, in the order of the source.
+
+    Keeps the texts whose hashed numbers are lowest, so that the sample depends only on the source. Reads at most
+    SCANNED_BYTES; of the hub, which may be read over a network, only as much as the sample needs.
+
+    documents: those of the source, of both splits. Returns the sample, and the documents that were read, which may be
+    all; None if they were too long to keep.
+    """
+    kept: list[
+        tuple[bytes, int, str]
+    ] = []  # a heap: (inverted hash, number, text), the highest hash first
+    read: list[SplitDocument] | None = []
+    kept_bytes = read_bytes = 0
+    limit = max_bytes if source.name == "hub" else SCANNED_BYTES
+    with tqdm(
+        desc=f"sampling {source.name}", unit="B", unit_scale=True, disable=not progress, leave=False
+    ) as bar:
+        for number, (split, document) in enumerate(documents):
+            n_bytes = len(document.text.encode())
+            read_bytes += n_bytes
+            bar.update(n_bytes)
+            if read is not None:
+                read.append((split, document))
+            if split == "train":
+                key = bytes(
+                    255 - byte for byte in hashlib.sha256(str(number).encode()).digest()[:8]
+                )
+                heapq.heappush(kept, (key, number, document.text))
+                kept_bytes += n_bytes
+            while kept_bytes > max_bytes and len(kept) > 1:
+                kept_bytes -= len(heapq.heappop(kept)[2].encode())
+            if read_bytes >= limit:
+                break
+            if read_bytes > max_bytes:
+                read = None  # too long to keep
+    return [text for _, text in sorted((number, text) for _, number, text in kept)], read

@@ -1,0 +1,1 @@
+"""Tokenizers, and conversion from and to other formats."""

@@ -1,0 +1,1 @@
+"""Optional features, one folder each."""

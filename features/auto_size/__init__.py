@@ -1,0 +1,1 @@
+"""model.size=auto: choose the model from the text and the training time."""

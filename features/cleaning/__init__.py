@@ -1,0 +1,1 @@
+"""Cleaning: drop documents by length, quality and duplication."""

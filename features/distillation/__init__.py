@@ -1,0 +1,1 @@
+"""Distillation: learn from a teacher."""

@@ -1,0 +1,1 @@
+"""Early exit: skip later layers for tokens that are already certain."""

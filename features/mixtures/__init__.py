@@ -1,0 +1,1 @@
+"""Mixtures: several sources with weights."""

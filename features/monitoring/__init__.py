@@ -1,0 +1,1 @@
+"""Monitoring: figures of attention during training and generation."""

@@ -1,0 +1,249 @@
+"""Monitor a model while it generates: figures of attention at some positions, compared with its validation set."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from thinker.model import KVCache, Thinker
+from thinker.model.attention_statistics import FIGURES, figure_names, measure_text
+from thinker.runtime.errors import UserError
+from thinker.runtime.reading import read_json
+
+if TYPE_CHECKING:
+    from thinker.generation.sequence import Sequence
+
+FILE_NAME = (
+    "validation_figures.json"  # in a run directory (features/monitoring/validation_figures.py)
+)
+NEWEST = 64  # measured positions that the figures are means of
+
+Values = dict[str, float]  # by name, as in figure_names()
+
+
+def describe_figure(name: str) -> str:
+    """A figure in words: "layer 3: attention entropy"."""
+    *path, figure = name.split(".")
+    words = {"max_logit": "maximum logit", "first_token_share": "share on the first token"}
+    words = words.get(figure, figure.replace("_", " "))
+    return f"layer {path[1]}: {words}" if path else words
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A figure outside the range of the validation set. `excess`: how far outside, 1 at its border."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    excess: float
+
+    def __str__(self) -> str:
+        side = "below" if self.value < self.low else "above"
+        limits = f"{self.low:.3g} to {self.high:.3g} of the validation set"
+        return f"{describe_figure(self.name)} {self.value:.3g} is {side} the {limits}"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The figures of a run's validation set at one step: mean and standard deviation by group of positions.
+
+    Group i has the positions 2^i to 2^(i + 1) - 1, and the last one also all later ones.
+    """
+
+    step: int
+    figures: dict[str, tuple[list[float], list[float]]]  # by name: means and standard deviations
+
+    @classmethod
+    def read(cls, path: Path) -> Reference:
+        """Read the file of a run. Raises UserError if it is damaged."""
+        content = read_json(path)
+        try:
+            step, figures = (
+                content["step"],
+                {k: (v["mean"], v["std"]) for k, v in content["figures"].items()},
+            )
+            lengths = {len(values) for pair in figures.values() for values in pair}
+            numbers = [number for pair in figures.values() for values in pair for number in values]
+            is_valid = type(step) is int and len(lengths) == 1 and min(lengths) > 0
+            is_valid = is_valid and all(
+                type(number) is float and math.isfinite(number) for number in numbers
+            )
+        except (KeyError, TypeError, AttributeError):
+            is_valid = False
+        if not is_valid:
+            raise UserError(
+                f"{path} is damaged; delete it (the next evaluation of the run writes it again)"
+            )
+        return cls(step, figures)
+
+    def find_drift(self, measured: list[tuple[int, Values]]) -> list[Drift]:
+        """Compare the means of measured positions (position, values), largest deviation first.
+
+        With n positions, a mean may deviate by 2 + 4/√n standard deviations of single positions: positions of one text
+        are alike, so that more of them tell less than as many of different texts.
+        """
+        found = []
+        for name, (means, stds) in self.figures.items():
+            values = [values[name] for _, values in measured if name in values]
+            if not values:
+                continue
+            groups = [min(position.bit_length(), len(means)) - 1 for position, _ in measured]
+            value, n = sum(values) / len(values), len(values)
+            mean, std = (
+                sum(each[group] for group in groups) / len(groups) for each in (means, stds)
+            )
+            tolerance = (2 + 4 / math.sqrt(n)) * std + 0.01 * abs(mean) + 0.01
+            if (excess := abs(value - mean) / tolerance) > 1:
+                found.append(Drift(name, value, mean - tolerance, mean + tolerance, excess))
+        return sorted(found, key=lambda drift: -drift.excess)
+
+
+def _print_warning(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class Monitor:
+    """Measures the newest position of a text from time to time, on a copy of its keys and values; no text changes.
+
+    It measures again when measuring takes at most `max_cost` of the time that decoding has taken since the last time.
+    warn(line) is called when figures begin to drift from `reference`, with the one that is farthest outside.
+    """
+
+    reference: Reference | None = None
+    max_cost: float = 0.01  # share of the time
+    warn: Callable[[str], None] = _print_warning
+    n_measured: int = field(default=0, init=False)  # positions
+    figures: Values = field(
+        default_factory=dict, init=False
+    )  # means over the newest measured positions
+    drift: list[Drift] = field(
+        default_factory=list, init=False
+    )  # figures outside their range, the farthest first
+
+    def __post_init__(self) -> None:
+        self._newest: deque[tuple[int, Values]] = deque(
+            maxlen=NEWEST
+        )  # position, and what was measured there
+        self._seconds, self._cost = (
+            0.0,
+            math.inf,
+        )  # of decoding since the last measurement; of that measurement
+        self._last_text: Sequence | None = None  # one that the last step has continued
+        self._last_step = 0.0
+
+    @torch.no_grad()
+    def calibrate(self, model: Thinker) -> None:
+        """Find out how long measuring takes. Called before decoding."""
+        n_read = max(1, model.config.prefix)
+        for _ in range(2):  # the first time takes longer
+            cache = model.new_cache(max_len=n_read + 1)
+            tokens = torch.zeros(1, n_read + 1, dtype=torch.int64, device=model.device)
+            model(tokens[:, :-1], cache=cache, last_logits_only=True)
+            start = time.perf_counter()
+            measure_text(model, tokens[:, -1:], model.config.vocab_size, cache).tolist()
+            self._cost = time.perf_counter() - start
+
+    def observe(
+        self, model: Thinker, sequences: list[Sequence], copy_row: Callable[[int], KVCache]
+    ) -> None:
+        """Called after a step, when the newest token of each sequence has not been read yet.
+
+        copy_row(index): a copy of the cache of a sequence, of which this call may change everything.
+        """
+        now = time.perf_counter()
+        if self._last_text in sequences:  # otherwise there was a pause, or a prompt was read
+            self._seconds += now - self._last_step
+            if self._cost <= self.max_cost * self._seconds:
+                index = self.n_measured % len(sequences)
+                self._measure(model, sequences[index], copy_row(index))
+                self._seconds, self._cost = 0.0, time.perf_counter() - now
+        self._last_text = sequences[-1] if sequences else None
+        self._last_step = time.perf_counter()
+
+    @torch.no_grad()
+    def _measure(self, model: Thinker, sequence: Sequence, cache: KVCache) -> None:
+        n_read = len(sequence.tokens) - 1
+        if cache.lengths != [n_read]:
+            cache.truncate([n_read])  # rejected drafts
+        token = torch.tensor([[sequence.tokens[-1]]], device=model.device)
+        row = measure_text(model, token, sequence.tokenizer.vocab_size, cache)[:, 0].tolist()
+        values = {k: v for k, v in zip(figure_names(len(model.blocks)), row) if math.isfinite(v)}
+        for layer, layer_cache in enumerate(cache.layers):
+            if layer_cache.size:  # linear attention has a state of constant size
+                n_slots = min(layer_cache.size, model.config.max_seq_len)
+                values[f"blocks.{layer}.cache_used"] = min(1.0, (n_read + 1) / n_slots)
+        self._newest.append((n_read, values))
+        self.n_measured += 1
+        columns = {
+            name: [each[name] for _, each in self._newest if name in each] for name in values
+        }
+        self.figures = {name: sum(column) / len(column) for name, column in columns.items()}
+        was_drifting = bool(self.drift)
+        self.drift = [] if self.reference is None else self.reference.find_drift(list(self._newest))
+        if self.drift and not was_drifting:
+            n_others = len(self.drift) - 1
+            others = f" ({n_others} more figures drift)" if n_others else ""
+            self.warn(f"{self.drift[0]}{others}")
+
+    def summary(self) -> dict[str, Any]:
+        """For JSON: the means over the newest measured positions, per layer, and the drifting figures in words."""
+        layers: dict[int, Values] = {}
+        for name, value in self.figures.items():
+            if name.startswith("blocks."):
+                _, layer, figure = name.split(".")
+                layers.setdefault(int(layer), {})[figure] = value
+        return {
+            "positions": self.n_measured,
+            "token_entropy": self.figures.get("token_entropy"),
+            "layers": [layers.get(layer, {}) for layer in range(max(layers, default=-1) + 1)],
+            "drift": None if self.reference is None else [str(each) for each in self.drift],
+        }
+
+    def lines(self) -> list[str]:
+        """The summary as lines of text."""
+        if not self.n_measured:
+            return [
+                f"monitor: the text was too short to measure a position at {self.max_cost:.1%} of the time"
+            ]
+        lines = [
+            f"monitor: {self.n_measured} positions, token entropy {self.figures['token_entropy']:.3g}"
+        ]
+        for layer, values in enumerate(self.summary()["layers"]):
+            words = [
+                f"{describe_figure(name)} {values[name]:.3g}"
+                for name in (*FIGURES, "cache_used")
+                if name in values
+            ]
+            lines.append(f"layer {layer}: {', '.join(words)}")
+        return lines
+
+
+def load_monitor(folder: Path, warn: Callable[[str], None] | None = None) -> Monitor:
+    """A monitor for the model in a folder: a checkpoint of a run, whose figures it compares with, or any other.
+
+    warn(line) says why there is nothing to compare with, and reports drift; by default it prints to standard error.
+    Raises UserError if the stored figures are damaged.
+    """
+    warn = warn or _print_warning
+    path, state = folder.resolve().parent.parent / FILE_NAME, folder / "state.json"
+    if not (path.is_file() and state.is_file()):
+        warn(
+            f"drift is not reported: no figures are stored with {folder}; see train.log_attention_every"
+        )
+        return Monitor(warn=warn)
+    reference, step = Reference.read(path), read_json(state).get("step")
+    if reference.step != step:
+        warn(f"drift is not reported: {path} is of step {reference.step}, not of step {step}")
+        return Monitor(warn=warn)
+    return Monitor(reference, warn=warn)

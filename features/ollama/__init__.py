@@ -1,0 +1,1 @@
+"""Ollama: a Modelfile beside a GGUF file."""

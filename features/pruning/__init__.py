@@ -1,0 +1,1 @@
+"""Pruning: remove heads, neurons, layers or single weights, during training or after it."""

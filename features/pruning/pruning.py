@@ -1,0 +1,146 @@
+"""Permanent removal of attention heads, neurons and layers."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinker.model import Thinker, ThinkerConfig
+from thinker.runtime.errors import UserError
+
+
+@torch.no_grad()
+def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
+    """Copy the model without these (layer, KV head) groups and their query heads.
+
+    Equals the model with "blocks.i.attention.heads.h" set to zero. If layers keep different numbers of heads, the
+    config has n_kv_heads_per_layer. Raises UserError for unknown groups, layers without heads, ALiBi, patterns by head.
+    """
+    old, remaining = model.config, []
+    for layer, block in enumerate(model.blocks):
+        remaining.append(
+            [head for head in range(block.attention.n_kv_heads) if (layer, head) not in groups]
+        )
+        if not remaining[-1]:
+            raise UserError(
+                f"layer {layer} would have no heads left; keep at least one in every layer"
+            )
+    existing = {
+        (i, head)
+        for i, block in enumerate(model.blocks)
+        for head in range(block.attention.n_kv_heads)
+    }
+    if unknown := set(groups) - existing:
+        raise UserError(
+            "layer {} has no KV head {}; use existing heads, counted from 0".format(*min(unknown))
+        )
+    sizes, shared = [len(kv_heads) for kv_heads in remaining], old.n_heads // old.n_kv_heads
+    values = old.to_dict() | {"n_kv_heads_per_layer": sizes}
+    ThinkerConfig.from_dict(values)  # rejects settings that cannot differ by layer
+    if len(set(sizes)) == 1:
+        values |= {
+            "n_heads": sizes[0] * shared,
+            "n_kv_heads": sizes[0],
+            "n_kv_heads_per_layer": None,
+        }
+    D, weights = old.head_dim, model.state_dict()
+    sizes = {
+        "q_proj": shared * D,
+        "k_proj": D,
+        "v_proj": D,
+        "sinks": shared,
+        "o_proj": shared * D,
+    }  # of a KV head
+    for name, weight in weights.items():
+        parts = name.split(".")
+        if (
+            parts[0] == "blocks" and parts[2] == "attention" and parts[3] in sizes
+        ):  # not a norm, which all heads share
+            dim, kept = (
+                int(parts[3] == "o_proj"),
+                torch.tensor(remaining[int(parts[1])], device=weight.device),
+            )
+            weights[name] = (
+                weight.unflatten(dim, (-1, sizes[parts[3]]))
+                .index_select(dim, kept)
+                .flatten(dim, dim + 1)
+            )
+    return _copy(model, values, weights)
+
+
+def check_count(model: Thinker, n: int) -> None:
+    """Raise UserError unless n groups can be removed with at least one left per layer."""
+    most = sum(block.attention.n_kv_heads - 1 for block in model.blocks)
+    if not 1 <= n <= most:
+        possible = f"use 1 to {most}" if most else "no layer has more than one"
+        raise UserError(
+            f"cannot remove {n} KV heads, since every layer keeps at least one; {possible}"
+        )
+
+
+def least_important(importance: Tensor, n: int) -> list[tuple[int, int]]:
+    """Choose the n least important (layer, group), with at least one left per layer. See check_count().
+
+    importance: (layers, KV heads), NaN where a layer has fewer.
+    """
+    chosen, left = [], (~importance.isnan()).sum(dim=1).tolist()
+    for flat in importance.nan_to_num(torch.inf).flatten().argsort(stable=True).tolist():
+        layer, group = divmod(flat, importance.shape[1])
+        if len(chosen) < n and left[layer] > 1:
+            chosen.append((layer, group))
+            left[layer] -= 1
+    return chosen
+
+
+@torch.no_grad()
+def prune_neurons(model: Thinker, kept: Sequence[Tensor]) -> Thinker:
+    """Copy the model with only these neurons of each layer's MLP, indices (n,), as many in every layer.
+
+    Equals the model with all other entries of "blocks.i.mlp.hidden" set to zero.
+    """
+    (n,) = {len(indices) for indices in kept}
+    weights = model.state_dict()
+    for layer, indices in enumerate(kept):
+        for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+            key = f"blocks.{layer}.mlp.{name}.weight"
+            weights[key] = weights[key].index_select(dim, indices.sort().values.to(model.device))
+    return _copy(model, model.config.to_dict() | {"d_ff": n}, weights)
+
+
+@torch.no_grad()
+def prune_layers(model: Thinker, removed: Collection[int]) -> Thinker:
+    """Copy the model without these layers, counted from 0. Raises UserError if none is left, or layers differ."""
+    config = model.config
+    kept = [layer for layer in range(config.n_layers) if layer not in removed]
+    if not kept:
+        raise UserError(f"the model has {config.n_layers} layers; keep at least one")
+    if (
+        len(set(config.patterns)) > 1
+        or config.n_kv_heads_per_layer is not None
+        or config.no_rope_layers is not None
+    ):
+        raise UserError(
+            "the layers of this model differ (attention, KV heads or RoPE), so none can be removed"
+        )
+    weights = {}
+    for name, weight in model.state_dict().items():
+        parts = name.split(".")
+        if parts[0] == "blocks":
+            if int(parts[1]) in removed:
+                continue
+            parts[1] = str(kept.index(int(parts[1])))
+        weights[".".join(parts)] = weight
+    return _copy(model, config.to_dict() | {"n_layers": len(kept)}, weights)
+
+
+def _copy(model: Thinker, values: dict[str, Any], weights: dict[str, Tensor]) -> Thinker:
+    """A model of another shape with these weights, like `model` otherwise."""
+    new = (
+        Thinker(ThinkerConfig.from_dict(values))
+        .to(model.device, model.embedding.weight.dtype)
+        .eval()
+    )
+    new.activation_dtype = model.activation_dtype
+    new.load_state_dict(weights)
+    return new

@@ -1,0 +1,77 @@
+"""Parts of a model whose weights are zero: setting them to zero, and finding them to remove them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinker.features.pruning import pruning
+from thinker.model import Thinker
+from thinker.model.transformer import Block
+
+
+def zero_groups(block: Block) -> Tensor:
+    """Which KV groups add nothing to the residual stream, (K,) bool."""
+    columns = block.attention.o_proj.weight.detach()  # (C, H · D)
+    return (columns == 0).all(dim=0).view(block.attention.n_kv_heads, -1).all(dim=1)
+
+
+def zero_neurons(block: Block) -> Tensor:
+    """Which neurons of the MLP add nothing to the residual stream, (d_ff,) bool."""
+    mlp = block.mlp
+    no_input = (mlp.gate_proj.weight == 0).all(dim=1) | (mlp.up_proj.weight == 0).all(dim=1)
+    return (mlp.down_proj.weight == 0).all(dim=0) | no_input
+
+
+@torch.no_grad()
+def set_groups_to_zero(block: Block, groups: Tensor) -> None:
+    """Set all weights of these KV groups, indices (n,), to zero, with their query heads."""
+    attention = block.attention
+    for matrix in (attention.q_proj, attention.k_proj, attention.v_proj):
+        matrix.weight.unflatten(0, (attention.n_kv_heads, -1))[groups] = (
+            0  # (K, D or shared · D, C)
+        )
+    attention.o_proj.weight.unflatten(1, (attention.n_kv_heads, -1))[:, groups] = (
+        0  # (C, K, shared · D)
+    )
+
+
+@torch.no_grad()
+def set_neurons_to_zero(block: Block, neurons: Tensor) -> None:
+    """Set all weights of these neurons of the MLP, indices (n,), to zero."""
+    block.mlp.gate_proj.weight[neurons] = 0
+    block.mlp.up_proj.weight[neurons] = 0
+    block.mlp.down_proj.weight[:, neurons] = 0
+
+
+def lowest(scores: Tensor, is_zero: Tensor, n: int) -> Tensor:
+    """The indices of the n parts with the lowest scores; parts that are zero come first."""
+    return scores.to(is_zero.device).masked_fill(is_zero, -1).argsort(stable=True)[:n]
+
+
+def remove_zeros(model: Thinker) -> tuple[Thinker, list[str]]:
+    """Copy the model without the KV groups and neurons whose weights are zero; and what was removed, in words.
+
+    Every layer keeps a KV group, and as many neurons as the layer that needs most of them.
+    """
+    words, neurons, groups = [], [zero_neurons(block) for block in model.blocks], []
+    for layer, block in enumerate(model.blocks):
+        unused = zero_groups(block).nonzero()[:, 0].tolist()
+        groups += [(layer, group) for group in unused[: block.attention.n_kv_heads - 1]]
+    d_ff = max(1, *(int((~is_zero).sum()) for is_zero in neurons))
+    if groups:
+        total = sum(block.attention.n_kv_heads for block in model.blocks)
+        words.append(
+            f"{len(groups)} of {total} KV heads ({_by_layer(groups, len(model.blocks))} by layer)"
+        )
+        model = pruning.prune(model, groups)
+    if d_ff < model.config.d_ff:
+        words.append(f"{model.config.d_ff - d_ff} of {model.config.d_ff} neurons in each layer")
+        model = pruning.prune_neurons(
+            model, [is_zero.int().argsort(stable=True)[:d_ff] for is_zero in neurons]
+        )
+    return model, words
+
+
+def _by_layer(groups: Sequence[tuple[int, int]], n_layers: int) -> str:
+    return ", ".join(str(sum(layer == i for layer, _ in groups)) for i in range(n_layers))

@@ -1,0 +1,1 @@
+"""The cost of few bits, matrix by matrix."""

@@ -1,0 +1,1 @@
+"""Retrieval: a window that also attends to the best blocks that left it."""

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts that are verified in one pass."""

@@ -1,0 +1,1 @@
+"""Streams: sources that are tokenized while they are trained on."""

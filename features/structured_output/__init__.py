@@ -1,0 +1,1 @@
+"""Structured output: texts that follow a JSON schema or a regular expression."""

@@ -1,0 +1,166 @@
+"""Constrained decoding: which tokens keep a text valid under a JSON schema or a regular expression.
+
+The grammars are compiled by the library llguidance. A token is allowed if its bytes can continue a valid text, however
+the tokenizer would split that text. The end of text is allowed where the text is complete.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.runtime.device import to_device
+from thinker.runtime.errors import UserError
+
+N_GRAMMARS = 32  # kept per tokenizer
+# Wherever JSON allows whitespace: a space, or a line break and indentation. A model could fill a text with more.
+WHITESPACE = r" |\n[ \t]{0,20}"
+
+_compilers: WeakKeyDictionary[Tokenizer, Callable[[str, str], Any]] = WeakKeyDictionary()
+
+
+class Constraint:
+    """What may follow in one text, as a set of allowed tokens.
+
+    Attributes:
+        allowed: (V / 32, rounded up) int32; bit i of number j is set if token 32 j + i may come next.
+        can_continue: whether any token may come next, the end of text included.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, json_schema: str | None, regex: str | None,
+        logit_bias: tuple[tuple[int, float], ...] = (),
+    ) -> None:  # fmt: skip
+        """One of `json_schema` and `regex`, and `logit_bias`: as in SamplingParams.
+
+        Raises UserError if it is invalid or not supported, or if no text can match it.
+        """
+        kind, source = ("regex", regex) if json_schema is None else ("json_schema", json_schema)
+        if tokenizer not in _compilers:
+            compiler = lru_cache(N_GRAMMARS)(partial(_compile, _vocabulary(tokenizer)))
+            _compilers[tokenizer] = compiler
+        self._matcher = _compilers[tokenizer](kind, source).deep_copy()
+        self._allowed = np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)
+        self.allowed = torch.from_numpy(self._allowed)
+        self._address, self._n_bytes = self._allowed.ctypes.data, self._allowed.nbytes
+        banned = [token for token, bias in logit_bias if bias == -np.inf]
+        self._permitted = None if not banned else ~pack_tokens(banned, tokenizer.vocab_size)
+        self._update()
+        if not self.can_continue:
+            raise UserError(
+                f"no token can begin a text that matches {kind}; change it or the logit bias"
+            )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text so far matches as a whole."""
+        return self._matcher.is_accepting()
+
+    def append(self, token: int) -> None:
+        """Add an allowed token, other than the end of text, to the text."""
+        self._matcher.consume_token(token)
+        self._update()
+
+    def _update(self) -> None:
+        self.can_continue = not self._matcher.is_stopped()
+        if self.can_continue:
+            self._matcher.unsafe_compute_mask_ptr(self._address, self._n_bytes)
+            self.can_continue = (
+                not self._matcher.is_error()
+            )  # no token fits, or a limit of llguidance was reached
+        if self.can_continue and self._permitted is not None:
+            self._allowed &= self._permitted
+            self.can_continue = bool(self._allowed.any())
+
+
+def pack_tokens(tokens: list[int], vocab_size: int) -> np.ndarray:
+    """Return a set of tokens in the form of Constraint.allowed."""
+    is_member = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
+    is_member[tokens] = True
+    return np.packbits(is_member, bitorder="little").view(np.int32)
+
+
+def allowed_tokens(constraints: list[Constraint | None]) -> Tensor | None:
+    """Return what may follow in each text, (N, V / 32) int32: everything without a constraint. None if none has one."""
+    first = next((one.allowed for one in constraints if one is not None), None)
+    if first is None:
+        return None
+    everything = torch.full_like(first, -1)
+    return torch.stack([everything if one is None else one.allowed for one in constraints])
+
+
+def banned_tokens(allowed: Tensor, vocab_size: int, device: torch.device) -> Tensor:
+    """Return the tokens that are not in `allowed` (N, V / 32), as (N, V) boolean on the device."""
+    octets = to_device(allowed, device).view(torch.uint8)  # (N, V / 8)
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=device)
+    return ((octets[:, :, None] & bits) == 0).flatten(1)[:, :vocab_size]
+
+
+def describe_unmet(completions: list[Any]) -> list[str]:
+    """Describe, in a line or none, how many Completions were cut before they matched their JSON schema or regex."""
+    n_unmet = sum(completion.constraint_met is False for completion in completions)
+    cut = f"{n_unmet} of {len(completions)} texts were" if len(completions) > 1 else "the text was"
+    hint = "use a higher --max-new-tokens, or a schema or regex with shorter texts"
+    return [f"{cut} cut before the JSON schema or regex was complete; {hint}"] if n_unmet else []
+
+
+def _vocabulary(tokenizer: Tokenizer) -> Any:
+    """Return llguidance's view of a tokenizer. Special tokens and gaps have no bytes, so only EOS is ever allowed."""
+    try:
+        import llguidance
+    except ModuleNotFoundError:
+        raise UserError(
+            "json_schema and regex need llguidance; install it: pip install '.[serve]'"
+        ) from None
+    eos_ids = [token for token in tokenizer.eos_ids if not tokenizer.token_bytes(token)]
+    if not eos_ids:
+        raise UserError(
+            "the tokenizer's EOS token is ordinary text; json_schema and regex need one without text"
+        )
+    tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+    for token in tokenizer.eos_ids:
+        tokens[token] = b""
+    view = SimpleNamespace(
+        tokens=tokens, special_token_ids=[], eos_token_id=eos_ids[0], bos_token_id=None
+    )
+    wrapper = llguidance.TokenizerWrapper(view)  # cannot encode: see no_forcing
+    return llguidance.LLTokenizer(wrapper, eos_token=eos_ids)
+
+
+def _compile(vocabulary: Any, kind: str, source: str) -> Any:
+    """Return a matcher at the beginning of a text. Raises UserError if the source is invalid or not supported."""
+    from llguidance import LLMatcher, regex_to_lark
+
+    if kind == "regex":
+        body = f"/{regex_to_lark(source, '')}/"
+    else:
+        body = "%json " + json.dumps(
+            {"x-guidance": {"whitespace_pattern": WHITESPACE}} | json.loads(source)
+        )
+    # Without no_forcing, llguidance asks the tokenizer to encode what must come next, and allows only that.
+    matcher = LLMatcher(
+        vocabulary, f'%llguidance {{"no_forcing": true}}\nstart: {body}', log_level=0
+    )
+    problems = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
+    if problems:
+        raise UserError(f"{kind} cannot be used: {_reason(problems[0])}")
+    return matcher
+
+
+def _reason(message: str) -> str:
+    """The one line of llguidance's message that says what is wrong."""
+    of_regex = re.search(r"^error: (.+)$", message, re.MULTILINE)
+    if of_regex:
+        return of_regex[1]
+    line = (
+        message.strip().splitlines()[0].partition(". Enable 'coerce_one_of'")[0]
+    )  # an option that is not ours
+    return re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", line)[:300]

@@ -1,0 +1,1 @@
+"""Caches: keys and values of earlier positions, in several forms."""

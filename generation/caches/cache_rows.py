@@ -1,0 +1,248 @@
+"""Rows of KV caches that sequences of a continuous batch take and give back, with the prefixes that texts share."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinker.generation.caches.quantized_cache import MAX_PER_PASS, QuantizedLayer
+from thinker.generation.sequence import SampledToken, Sequence
+from thinker.model import KVCache
+
+KEPT_TEXTS = 8  # that JoinedRows remembers
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence and the place of its keys and values."""
+
+    sequence: Sequence
+    index: int  # row of the cache
+    n_read: int  # tokens of the sequence that the cache holds
+    prompt_cache: KVCache | None = None  # of JoinedRows, until the prompt has been read
+
+    @property
+    def n_unread(self) -> int:
+        """Number of tokens that the model has not read."""
+        return len(self.sequence.tokens) - self.n_read
+
+    def next_tokens(self, n: int) -> list[int]:
+        """The next n tokens for the model to read."""
+        return self.sequence.tokens[self.n_read : self.n_read + n]
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Number of equal tokens at the start of two texts."""
+    low, high = (
+        0,
+        min(len(a), len(b)),
+    )  # comparing slices by bisection is faster than comparing tokens one by one
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
+
+
+class PooledRows:
+    """Rows of one cache of fixed size, for a batch-invariant NativeThinker, which reads any rows in one pass.
+
+    The keys of a finished text stay in its row until the row is needed; a new text copies the prefix that it shares
+    with any row.
+    """
+
+    def __init__(self, generator: Any, n_rows: int) -> None:
+        self.model = generator.decode_model
+        self.generator = generator
+        self.cache = generator.new_cache(generator.model, n_rows, int(generator.context_len))
+        for layer in self.cache.layers:  # take the memory now, not when requests come
+            for name in layer.tensors:
+                getattr(layer, name).fill_(0)
+        # The newest keys of a text that goes on differently would be missing: only all but its end is shared.
+        self.shares_prompts = not any(
+            isinstance(layer, QuantizedLayer) and layer.n_newest for layer in self.cache.layers
+        )
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        n_rows = len(self.cache.lengths)
+        self.cache.lengths = [0] * n_rows
+        self.texts: list[list[int]] = [
+            [] for _ in range(n_rows)
+        ]  # tokens whose keys each row holds
+        self.ends = [
+            0
+        ] * n_rows  # how far each row has been read, also by a text that it was copied from
+        self.free = list(range(n_rows))  # least recently used first
+
+    def open(self, sequence: Sequence) -> Row:
+        """Take a free row for a sequence, with what it shares with another row."""
+        tokens = sequence.tokens
+        shared = [common_prefix(text, tokens[:-1]) for text in self.texts]
+        if not self.shares_prompts:
+            shared = [n if end - n <= MAX_PER_PASS else 0 for n, end in zip(shared, self.ends)]
+        source = max(range(len(shared)), key=lambda row: (shared[row], row in self.free))
+        n_shared = shared[source]
+        # A row whose whole text is a prefix of the new one is not needed any more.
+        is_prefix = source in self.free and n_shared == len(self.texts[source])
+        index = source if is_prefix else self.free[0]
+        self.free.remove(index)
+        if index != source:
+            for layer in self.cache.layers:
+                for name in layer.tensors:
+                    tensor = getattr(layer, name)
+                    size = tensor.shape[2] if name.startswith("newest") else n_shared
+                    tensor[index, :, :size] = tensor[source, :, :size]
+        self.cache.lengths[index] = n_shared
+        self.ends[index] = self.ends[source] if n_shared else 0
+        self.texts[index] = sequence.tokens[:n_shared]
+        return Row(sequence, index, n_shared)
+
+    def read(self, reads: list[tuple[Row, list[int]]]) -> Tensor:
+        """Read tokens of each row. Returns the logits of the rows that have been read whole, (B, 1, V)."""
+        rows, tokens, wanted = [], [], []
+        for row, new in reads:
+            rows += [row.index] * len(new)
+            tokens += new
+            self._append(row, new)
+            if row.n_read == len(row.sequence.tokens):
+                wanted.append(len(rows) - 1)
+        return self.model.read(self.cache, rows, tokens, wanted)[:, None]
+
+    def sample(self, rows: list[Row], logits: Tensor, max_steps: int) -> list[list[SampledToken]]:
+        """Sample up to `max_steps` tokens per row; the model reads all of them but the last."""
+        sequences, indices = [row.sequence for row in rows], [row.index for row in rows]
+        sampled = self.generator.sample(sequences, self.cache, logits, max_steps, indices)
+        for row, tokens in zip(rows, sampled):
+            self._append(row, [token for token, *_ in tokens[:-1]])
+        return sampled
+
+    def _append(self, row: Row, new: list[int]) -> None:
+        """Count tokens that the model has read."""
+        row.n_read += len(new)
+        self.texts[row.index] += new
+        self.ends[row.index] = max(self.ends[row.index], len(self.texts[row.index]))
+
+    def copy(self, row: Row) -> KVCache:
+        """A copy of what has been read of a sequence."""
+        return copy_row(self.cache, row.index)
+
+    def close(self, row: Row, keep: bool = True) -> None:
+        """Give back the row of a sequence. `keep`: whether other texts may share its keys."""
+        self.free.append(row.index)
+        if not keep:
+            self.texts[row.index] = []
+
+
+class JoinedRows:
+    """For other models and devices: prompts are read in caches of their own, which then join that of the batch."""
+
+    shares_prompts = False
+
+    def __init__(self, generator: Any, n_rows: int) -> None:
+        self.generator = generator
+        self.clear()
+        self.max_len = generator.config.max_seq_len + 1  # unbounded caches are smaller than that
+        if generator.context_len < float("inf"):
+            self.max_len = int(generator.context_len)
+            generator.new_cache(
+                generator.model, n_rows, self.max_len
+            )  # raises an error if they do not fit
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.cache: KVCache | None = None
+        self.joined: list[Row] = []  # in the order of the cache's rows
+        self.kept: list[tuple[list[int], KVCache]] = []  # texts that were read, newest last
+
+    def open(self, sequence: Sequence) -> Row:
+        """Create a cache for the prompt of a sequence, with what it shares with a text that was kept."""
+        shared = [
+            (common_prefix(text, sequence.tokens[:-1]), index)
+            for index, (text, _) in enumerate(self.kept)
+        ]
+        for n_shared, index in sorted(shared, reverse=True):
+            cache = self.kept[index][1]
+            if n_shared >= max(1, self.generator.config.prefix) and cache.can_truncate([n_shared]):
+                self.kept.append(self.kept.pop(index))
+                cache = copy_row(cache, 0)
+                cache.truncate([n_shared])
+                return Row(sequence, -1, n_shared, cache)
+        return Row(sequence, -1, 0, self.generator.new_cache(self.generator.model, 1, self.max_len))
+
+    def read(self, reads: list[tuple[Row, list[int]]]) -> Tensor:
+        """Read tokens of each row. Returns the logits of the rows that have been read whole, (B, 1, V)."""
+        model, device = self.generator.model, self.generator.model.device
+        by_row = {}
+        growing = list(self.joined)
+        if growing:
+            self.cache.lengths = [row.n_read for row in growing]
+            tokens = torch.tensor([row.next_tokens(1) for row in growing], device=device)  # (B, 1)
+            for row, logits in zip(growing, self.generator.decode_model(tokens, cache=self.cache)):
+                by_row[id(row)] = logits
+                row.n_read += 1
+        for row, new in reads:
+            if row.prompt_cache is None:
+                continue
+            logits = self.generator.prefill(model, [new], row.prompt_cache)
+            row.n_read += len(new)
+            if row.n_read == len(row.sequence.tokens):
+                by_row[id(row)] = logits[0]
+                self._join(row)
+        return (
+            torch.stack([by_row[id(row)] for row, _ in reads if id(row) in by_row])
+            if by_row
+            else torch.empty(0)
+        )
+
+    def sample(self, rows: list[Row], logits: Tensor, max_steps: int) -> list[list[SampledToken]]:
+        """Sample one token per row."""
+        return self.generator.sample([row.sequence for row in rows], self.cache, logits, 1)
+
+    def copy(self, row: Row) -> KVCache:
+        """A copy of what has been read of a sequence whose prompt was read."""
+        return copy_row(self.cache, self.joined.index(row))
+
+    def close(self, row: Row, keep: bool = True) -> None:
+        """Remove a sequence from the cache. `keep`: whether other texts may share its keys."""
+        if row.prompt_cache is not None:
+            return
+        index, text = self.joined.index(row), row.sequence.tokens[: row.n_read]
+        if keep:
+            self._keep(text, copy_row(self.cache, index))
+        else:
+            self._drop_prefixes(text)
+        del self.joined[index]
+        others = [other for other in range(len(self.cache.lengths)) if other != index]
+        if others:
+            self.cache.select(others)
+        else:
+            self.cache = None
+
+    def _join(self, row: Row) -> None:
+        if self.cache is None:
+            self.cache = copy_row(row.prompt_cache, 0)
+        else:
+            self.cache.concat_rows(row.prompt_cache)
+        self._keep(list(row.sequence.tokens), row.prompt_cache)
+        row.prompt_cache, row.index = None, len(self.joined)
+        self.joined.append(row)
+
+    def _keep(self, text: list[int], cache: KVCache) -> None:
+        self._drop_prefixes(text)
+        self.kept = [*self.kept[1 - KEPT_TEXTS :], (text, cache)]
+
+    def _drop_prefixes(self, text: list[int]) -> None:
+        self.kept = [(other, cache) for other, cache in self.kept if other != text[: len(other)]]
+
+
+def copy_row(cache: KVCache, index: int) -> KVCache:
+    """A cache with a copy of one row."""
+    clone = copy.copy(cache)
+    clone.layers = [copy.copy(layer) for layer in cache.layers]
+    clone.select([index])
+    return clone

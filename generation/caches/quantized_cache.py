@@ -1,0 +1,210 @@
+"""KV cache in 8 or 4 bits: each key and value of a head is a vector of codes times a scale.
+
+With 4 bits, the newest are also kept unrounded, because a query attends most to those next to it: that takes away six
+sevenths of the change of the loss (docs/experiments.md). With 8 bits, there is nothing to gain from that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinker.model import Thinker
+from thinker.model.config import ThinkerConfig
+from thinker.model.kv_cache import KVCache, LayerCache, LinearLayer
+from thinker.model.masks import CacheSlots
+from thinker.model.patterns.patterns import Pattern
+from thinker.runtime.errors import UserError
+from thinker.runtime.memory import check_memory
+from thinker.runtime.type_checks import describe
+
+BLOCK = 16  # with 4 bits, a query reads the keys of its own block and of the block before unrounded
+RING = 4 * BLOCK  # newest positions that are kept for that
+MAX_PER_PASS = (
+    RING - 2 * BLOCK
+)  # positions of a row that a pass may add before their queries read the ring
+FORMS = {8: "int8", 4: "int4"}
+
+
+def quantize_vectors(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """x (..., D) -> codes (..., D), int8, and scale (...), bf16. The largest number becomes the lowest code."""
+    x = x.float()
+    lowest, highest = (-127, 127) if bits == 8 else (-8, 7)
+    largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+    scale = largest / lowest
+    scale = torch.where(scale.abs() < 1e-30, 1e-30, scale).to(torch.bfloat16)
+    codes = (x / scale.float()).round_().clamp_(lowest, highest).to(torch.int8)
+    return codes, scale.squeeze(-1)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes (..., D) as they are stored: (..., D) int8, or with 4 bits (..., D / 2) uint8 as in native/cached.h."""
+    if bits == 8:
+        return codes
+    low, high = (
+        (codes + 8).to(torch.uint8).unflatten(-1, (-1, 2, 8)).unbind(-2)
+    )  # (..., D / 16, 8) each
+    return (low | high << 4).flatten(-2)
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of pack_codes(), (..., D) int8."""
+    if bits == 8:
+        return packed
+    pairs = packed.unflatten(-1, (-1, 8))  # (..., D / 16, 8)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-2).flatten(-3).to(torch.int8) - 8
+
+
+@dataclass
+class QuantizedLayer(LayerCache):
+    """One layer's keys and values as codes (B, K, max_len, D or D / 2), with scales (B, K, max_len).
+
+    The vector of position p is also in slot p % n_newest of the rings (B, K, n_newest, D), which are empty with 8 bits.
+    """
+
+    bits: int
+    key_scale: Tensor
+    value_scale: Tensor
+    newest_keys: Tensor
+    newest_values: Tensor
+    tensors = ("keys", "values", "key_scale", "value_scale", "newest_keys", "newest_values")
+    no_truncate_reason = (
+        "the newest positions, which are kept unrounded, have been overwritten; use 8 bits"
+    )
+
+    @property
+    def n_newest(self) -> int:
+        """Slots of the rings."""
+        return self.newest_keys.shape[2]
+
+    def update(
+        self, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As LayerCache.update(). With 4 bits, all keys and values of the pass itself are returned unrounded."""
+        positions = slots.slot_mapping.expand(len(k), -1)  # (B, T)
+        kv_len = k.shape[2] if slots.kv_len is None else slots.kv_len
+        stored = (
+            (self.keys, self.key_scale, self.newest_keys, k), (self.values, self.value_scale, self.newest_values, v)
+        )  # fmt: skip
+        keys, values = (self._store_and_read(*each, positions, kv_len) for each in stored)
+        return q, keys, values
+
+    def _store_and_read(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        newest: Tensor,
+        x: Tensor,
+        positions: Tensor,
+        kv_len: int,
+    ) -> Tensor:
+        """Store vectors x (B, K, T, D) at positions (B, T). Returns those of the first `kv_len` positions."""
+        rows = torch.arange(len(x), device=x.device)[:, None]  # (B, 1)
+        new_codes, new_scale = quantize_vectors(x, self.bits)  # (B, K, T, D), (B, K, T)
+        codes[rows, :, positions] = pack_codes(new_codes, self.bits).transpose(1, 2)  # (B, T, K, D)
+        scale[rows, :, positions] = new_scale.transpose(1, 2)
+        y = (
+            unpack_codes(codes[:, :, :kv_len], self.bits).float()
+            * scale[:, :, :kv_len, None].float()
+        )
+        y = y.to(x.dtype)  # (B, K, kv_len, D)
+        if self.n_newest:
+            first = positions[:, :1]  # (B, 1)
+            before = first - torch.arange(1, 2 * BLOCK, device=x.device)  # (B, 31)
+            is_exact = before >= ((first // BLOCK - 1) * BLOCK).clamp_min(0)
+            at = torch.where(is_exact, before, first)  # `first` is overwritten below
+            y[rows, :, at] = newest[rows, :, at % self.n_newest]
+            y[rows, :, positions] = x.transpose(1, 2)
+            last = positions[:, -self.n_newest :]
+            newest[rows, :, last % self.n_newest] = x[:, :, -self.n_newest :].transpose(1, 2)
+        return y
+
+
+class QuantizedCache(KVCache):
+    """A KVCache that stores full layers in `bits` bits. Layers with a window or linear attention, which are small, stay
+    as they are."""
+
+    def __init__(
+        self, config: ThinkerConfig, batch_size: int, max_len: int, device: torch.device | str, dtype: torch.dtype,
+        slack: int = 0, bits: int = 8,
+    ) -> None:  # fmt: skip
+        self.bits = bits
+        super().__init__(config, batch_size, max_len, device, dtype, slack)
+
+    def _new_layer(self, pattern: Pattern, B: int, K: int) -> LayerCache | LinearLayer:
+        layer = super()._new_layer(pattern, B, K)
+        if (
+            pattern.fits_ring_buffer or type(layer) is not LayerCache
+        ):  # in a short cache, too, for the same results
+            return layer
+        width, dtype = (
+            (self.head_dim, torch.int8) if self.bits == 8 else (self.head_dim // 2, torch.uint8)
+        )
+        n_newest = 0 if self.bits == 8 else RING
+
+        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(B, K, *shape, device=self.device, dtype=dtype)
+
+        codes = [empty(self.max_len, width, dtype=dtype) for _ in range(2)]
+        scales = [empty(self.max_len, dtype=torch.bfloat16) for _ in range(2)]
+        newest = [empty(n_newest, self.head_dim, dtype=self.dtype) for _ in range(2)]
+        return QuantizedLayer(*codes, self.slack, self.bits, *scales, *newest)
+
+    def _can_truncate_layer(self, layer: LayerCache | LinearLayer, lengths: list[int]) -> bool:
+        if not isinstance(layer, QuantizedLayer) or not layer.n_newest:
+            return super()._can_truncate_layer(layer, lengths)
+        return all(
+            new in (0, old) or max(high_water, old) - new <= MAX_PER_PASS
+            for new, old, high_water in zip(lengths, self.lengths, self.high_water)
+        )
+
+
+def cache_bytes(
+    model: Thinker, batch_size: int, max_len: int, slack: int = 0, bits: int | None = None
+) -> int:
+    """Memory of a cache in `bits` bits, or with None in the dtype of the model."""
+    shape = model.config, batch_size, max_len, "meta", model.dtype, slack
+    return (KVCache(*shape) if bits is None else QuantizedCache(*shape, bits)).nbytes
+
+
+def make_cache(
+    model: Thinker, batch_size: int, max_len: int, slack: int = 0, bits: int | None = None
+) -> KVCache:
+    """An empty cache in `bits` bits, or with None that of the model. Raises UserError if it exceeds the memory."""
+    if bits is None:
+        return model.new_cache(batch_size, max_len, slack)
+    size = cache_bytes(model, batch_size, max_len, slack, bits)
+    check_memory({"cache": size}, model.device, "use fewer or shorter texts")
+    return QuantizedCache(model.config, batch_size, max_len, model.device, model.dtype, slack, bits)
+
+
+def check_cache_bits(generator: Any, compiles_on_gpu: bool) -> None:
+    """Raise UserError if generator.cache_bits does not suit the model or the other options."""
+    bits, config = generator.cache_bits, generator.config
+    if bits is None:
+        return
+    if bits not in FORMS:
+        raise UserError(
+            f"cache_bits is {describe(bits)}; use 8 or 4, or None for the dtype of the model"
+        )
+    if not generator.use_cache:
+        raise UserError("cache_bits needs the KV cache; use use_cache=True")
+    if generator.window is not None or compiles_on_gpu:
+        other = (
+            "a window, whose cache is small" if generator.window is not None else "compile on a GPU"
+        )
+        raise UserError(f"cache_bits cannot be combined with {other}")
+    layers = QuantizedCache(config, 1, config.max_seq_len, "meta", torch.bfloat16, bits=bits).layers
+    if not any(isinstance(layer, QuantizedLayer) for layer in layers):
+        raise UserError(
+            "cache_bits has no effect: no layer of this model keeps the keys of the whole text"
+        )
+    if bits == 4 and config.head_dim % 16:
+        raise UserError(
+            f"a cache in 4 bits needs a head_dim that is a multiple of 16, not {config.head_dim}; use 8 bits"
+        )
+    if bits == 4 and generator.speculate:
+        raise UserError("speculate cannot be combined with a cache in 4 bits; use 8 bits")

@@ -1,0 +1,120 @@
+"""KV cache of bounded size for texts of any length: attention sinks and a sliding window."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinker.model import Thinker
+from thinker.model.attention_dispatch import AttentionMask
+from thinker.model.kv_cache import KVCache, RingLayer
+from thinker.model.masks import CacheSlots, ForwardContext
+from thinker.model.patterns.patterns import INVALID_POSITION, Pattern, TokenInfo, global_positions
+from thinker.model.patterns.patterns import window as sliding_window
+from thinker.model.positions import apply_rotary_emb
+from thinker.runtime.device import to_device
+from thinker.runtime.errors import UserError
+
+
+@dataclass
+class SinkSlots(CacheSlots):
+    """Adds the positions from which queries attend to the sinks."""
+
+    rotation: tuple[Tensor, Tensor] | None = (
+        None  # of the sinks for a single query, or of queries for the sinks
+    )
+    is_sink: Tensor | None = None  # (S,), in a pass over several positions
+    has_new_sinks: Tensor | None = None  # (B, 1, 1, 1), rows with unwritten sinks; None: no row
+
+
+@dataclass
+class SinkLayer(RingLayer):
+    """A ring buffer whose global positions are sinks; `keys` holds them rotated for the current token."""
+
+    sinks: Tensor  # (B, K, n_global, D), the keys of the sinks with RoPE at their own positions
+    tensors = ("keys", "values", "sinks")
+    no_truncate_reason = "a sink cache cannot restore evicted positions; create a new cache"
+
+    def update(
+        self, q: Tensor, k: Tensor, v: Tensor, slots: SinkSlots
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As RingLayer.update, but several queries get twice the width, to attend to sinks from nearer."""
+        n = self.n_global
+        if k.shape[2] > 1 and slots.kv_len is not None:
+            self.keys[:, :, :n] = self.sinks
+        q, keys, values = super().update(q, k, v, slots)
+        if slots.has_new_sinks is not None:
+            self.sinks.copy_(torch.where(slots.has_new_sinks, self.keys[:, :, :n], self.sinks))
+        if slots.rotation is not None and q.shape[2] == 1:
+            self.keys[:, :, :n] = apply_rotary_emb(
+                self.sinks, slots.rotation
+            )  # `keys` is a view of them
+        elif slots.rotation is not None:
+            # To attend to the sinks from another position, the query is rotated once more. With both versions side by
+            # side, each half meets its own kind of keys.
+            is_sink = slots.is_sink[:, None]  # (S, 1)
+            q = torch.cat((q, apply_rotary_emb(q, slots.rotation)), dim=-1)  # (B, H, T, 2D)
+            keys = torch.cat((keys * ~is_sink, keys * is_sink), dim=-1)
+        return q, keys, values
+
+
+class SinkCache(KVCache):
+    """Keeps the first `sinks` positions and the newest `window`, and evicts the others.
+
+    Without sinks this is sliding-window attention. With sinks (Xiao et al. 2023, arXiv:2309.17453), a query attends to
+    them from position sinks + window − 1 at most, so that no distance exceeds the size of the cache.
+    """
+
+    def __init__(self, model: Thinker, batch_size: int, window: int, sinks: int = 0) -> None:
+        self.sinks, self.rope = sinks, model.rope
+        self.pattern = sliding_window(window) | global_positions(sinks)
+        super().__init__(model.config, batch_size, sinks + window, model.device, model.dtype)
+
+    def _new_layer(self, pattern: Pattern, B: int, K: int) -> SinkLayer:
+        keys, values = self._new_tensors(B, K, self.max_len + 1)
+        return SinkLayer(keys, values, self.slack, self.sinks, keys[:, :, : self.sinks].clone())
+
+    def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> ForwardContext:
+        """As KVCache.append, but new positions always fit. Rows of unequal length append one position at a time."""
+        is_even = min(self.lengths) == max(self.lengths)
+        if length > 1 and not is_even:
+            raise UserError(
+                f"rows of a sink cache have unequal lengths; append 1 position at a time, not {length}"
+            )
+        starts = self.reserve(batch_size, length)
+        end, begins = max(self.lengths), to_device(starts, self.device)  # (B,)
+        positions = torch.arange(length, device=self.device)
+        positions = (
+            positions + starts[0] if is_even else begins[:, None] + positions
+        )  # (T,) or (B, T)
+        ring = self.layers[0]
+        mask, slots = (
+            AttentionMask(),
+            SinkSlots(ring.slot_mapping(positions), min(end, self.max_len)),
+        )
+        if min(starts) < self.sinks:
+            slots.has_new_sinks = (begins < self.sinks)[:, None, None, None]
+        if self.sinks > 0 and end > self.max_len:
+            # A query beyond position sinks + window − 1 attends to the sinks from there.
+            nearer = (positions - self.max_len + 1).clamp_min(0)  # (T,) or (B, T)
+            cos, sin = (
+                x / self.rope.attention_scaling for x in self.rope(nearer, end, self.dtype)
+            )  # q, k include it
+            slots.rotation = (
+                cos,
+                sin if length == 1 else -sin,
+            )  # queries rotate in the other direction
+        if length == 1:
+            if not is_even:
+                is_filled = ring.slot_positions(begins + 1, slots.kv_len) != INVALID_POSITION
+                mask.allowed = is_filled[:, None, None]  # (B, 1, 1, S)
+        elif starts[0] == 0 and end <= self.max_len:
+            mask.is_causal, slots.kv_len = True, None
+        else:
+            slots.kv_len = min(starts[0], self.max_len)
+            keys = torch.cat((ring.slot_positions(begins[:1], slots.kv_len)[0], positions))  # (S,)
+            mask.allowed = self.pattern(
+                None, TokenInfo(positions[:, None]), TokenInfo(keys)
+            )  # (T, S)
+            slots.is_sink = keys < self.sinks
+        return ForwardContext(positions, end, [mask] * len(self.layers), [slots] * len(self.layers))

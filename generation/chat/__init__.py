@@ -1,0 +1,1 @@
+"""Conversations: texts that the user and the model write in turns."""

@@ -1,0 +1,1 @@
+"""Decoders: what runs the model for one or more new tokens."""

@@ -1,0 +1,1 @@
+"""Attention patterns: predicates, their parser, and patterns that depend on content."""

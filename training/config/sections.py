@@ -1,0 +1,209 @@
+"""Every key of a config but those of data (data_config.py): its type and default, followed by its description.
+
+scripts/make_reference.py generates docs/reference/config.md and configs/schema.json from these files.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from thinker.features.distillation.keys import DistillConfig
+from thinker.features.pruning.keys import PruneConfig
+from thinker.training.config.types import (
+    Beta,
+    ConfigSection,
+    Fraction,
+    Natural,
+    PathText,
+    Positive,
+    Rate,
+    Size,
+)
+
+
+class RunConfig(ConfigSection):
+    """The run directory, the seed, and the model that training starts from."""
+
+    dir: PathText | None = None
+    """Run directory. null: `runs/NAME`, where NAME is the config file's name without its extension."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
+    """Random seed for the weights, the data order and dropout."""
+    init_from: Annotated[PathText, AfterValidator(lambda path: str(Path(path)))] | None = None
+    """Run directory, checkpoint or Hugging Face folder with the initial weights and tokenizer. null: random weights."""
+
+
+class ModelConfig(ConfigSection):
+    """The architecture, with the field names of ThinkerConfig. Keys that are null get the value named in their text."""
+
+    size: Literal["auto"] | None = None
+    """auto: choose shape, tokenizer, batch, steps, dropout and decay by text and time (docs/guides/small-text.md)."""
+    vocab_size: Size | None = None
+    """Number of token ids. null: the tokenizer's size."""
+    d_model: Size = 256
+    """Width of the residual stream."""
+    n_layers: Annotated[int, Field(ge=1, le=10_000)] = 4
+    """Number of transformer blocks."""
+    n_heads: Size = 4
+    """Number of query heads per layer."""
+    n_kv_heads: Size | None = None
+    """Number of KV heads per layer; 1 is multi-query attention. null: n_heads."""
+    head_dim: Size | None = None
+    """Width of each head. null: d_model / n_heads."""
+    d_ff: Size | None = None
+    """Hidden width of the MLP. null: 8/3 of d_model, rounded up to a multiple of 64."""
+    max_seq_len: Size | None = None
+    """Context length in tokens, for training and sampling. null: data.seq_len."""
+    rope_theta: float = 10000.0
+    """Base of the RoPE frequencies."""
+    norm_eps: float = 1e-6
+    """Epsilon added to the mean square in RMSNorm."""
+    qk_norm: bool = True
+    """Apply RMSNorm to queries and keys before RoPE, as in Qwen3. false: do not, as in LLaMA."""
+    tie_embeddings: bool = False
+    """Share one weight between the embedding and the LM head."""
+    dropout: float = 0.0
+    """Dropout probability on the embedding and on the outputs of attention and MLP."""
+    init: Literal["fan_in", "normal"] = "fan_in"
+    """Weight initialization. fan_in: scaled by the input width of each matrix. normal: std 0.02, as in GPT-2."""
+    head_init_std: float = 0.0
+    """Std of the LM head's initial weights. Above 0, the model learns to copy sooner and everything else later."""
+    attention: str | list[str] = "full"
+    """A pattern such as full or window(64), a list of patterns, or letters such as LLLG (L: model.window, G: full)."""
+    window: Size | None = None
+    """Number of keys that each query attends to in layers with the letter L."""
+    positions: Literal["rope", "alibi", "learned", "sinusoidal", "none"] = "rope"
+    """Position encoding: rope, alibi, learned, sinusoidal or none."""
+    rope_scaling: dict[str, Any] | None = None
+    """RoPE scaling for longer contexts, such as `{type: yarn, factor: 4, original_max_seq_len: 256}`. null: none."""
+    attention_temperature: float = 1.0
+    """Divide attention scores by this number, in addition to √head_dim. Below 1, attention is sharper."""
+    attn_logit_softcap: float | None = None
+    """Soft cap on attention scores. null: none."""
+    attention_sinks: bool = False
+    """Give each head a learned score for attending to nothing."""
+    attention_bias: bool = False
+    """Add biases to queries, keys and values, as in Qwen2."""
+    token_shift: bool = False
+    """Add to each embedding that of the token before, scaled by a learned weight per channel."""
+    no_rope_layers: list[int] | None = None
+    """Layers without RoPE, counted from 0. null: none."""
+    n_kv_heads_per_layer: list[int] | None = None
+    """Number of KV heads in each layer, for models with pruned heads. null: n_kv_heads in every layer."""
+
+
+class OptimizerConfig(ConfigSection):
+    """AdamW for everything, or Muon for the matrices and AdamW for the embedding and the norm weights.
+
+    A learning rate left at null follows the rules in training/optim/optimizers.py. The values below apply to batches of at
+    least 16 sequences.
+    """
+
+    name: Literal["muon", "adamw"] = "muon"
+    """Optimizer. The default is adamw if run.init_from is set."""
+    lr: Rate | None = None
+    """Peak learning rate of the matrices in the blocks. null: 0.04 with muon, 1 / d_model with adamw."""
+    embedding_lr: Rate | None = None
+    """Peak learning rate of the embedding. null: 0.3 with muon, lr with adamw."""
+    head_lr: Rate | None = None
+    """Peak learning rate of an untied LM head. null: 0.05 with muon, lr with adamw."""
+    norm_lr: Rate | None = None
+    """Peak learning rate of the norm weights. null: 0.01 with muon, lr with adamw."""
+    betas: tuple[Beta, Beta] = (0.8, 0.95)
+    """Decay rates of AdamW's first and second moments."""
+    eps: Rate = 1e-10
+    """Epsilon of AdamW."""
+    weight_decay: Annotated[float, Field(ge=0, le=1e38)] = 0.0
+    """Decoupled weight decay, applied to matrices only."""
+    cautious_weight_decay: bool = False
+    """Decay a weight only in steps whose update also moves it toward zero (Muon only)."""
+    momentum: Beta | None = None
+    """Momentum of Muon; not allowed with adamw. null: 0.95."""
+
+
+class TrainConfig(ConfigSection):
+    """Length of the run, batch size, schedule, device and precision, and how often to evaluate and save."""
+
+    max_steps: Positive | None = None
+    """Number of optimizer steps to train for. null: no limit."""
+    max_minutes: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Minutes to train for; counts pauses (Ctrl-Z), but not evaluations. null: no limit."""
+    batch_size: Size = 16
+    """Sequences per optimizer step, summed over all ranks."""
+    micro_batch_size: Size | Literal["auto"] | None = None
+    """Sequences per forward pass. null: the whole batch of a rank. auto: as many as fit in memory."""
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """Strategy for training on several ranks. auto: ddp, or fsdp if the model does not fit on one rank."""
+    dist_timeout_s: Annotated[float, Field(gt=0, le=1e8)] = 600.0
+    """Seconds that a rank waits for the others before the run fails."""
+    lora_rank: Size | None = None
+    """Train only LoRA adapters of this rank; needs run.init_from. null: train all weights."""
+    lora_alpha: Rate | None = None
+    """Scale the output of the LoRA adapters by lora_alpha / lora_rank. null: twice the rank."""
+    distill: DistillConfig | None = None
+    """Learn from a teacher, such as `{teacher: runs/large}` (docs/guides/smaller-models.md). null: from text alone."""
+    prune: PruneConfig | None = None
+    """Prune during training, such as `{neurons: 0.5}` (docs/guides/smaller-models.md). null: prune nothing."""
+    checkpoint_every_n_blocks: Positive | None = None
+    """Save memory: recompute the activations of every n-th block in the backward pass. null: recompute none."""
+    offload_activations: bool = False
+    """Keep activations in host memory until the backward pass (CUDA only)."""
+    warmup_steps: Natural = 10
+    """Number of steps of linear learning-rate warmup."""
+    schedule: Literal["wsd", "cosine"] = "wsd"
+    """Learning-rate schedule after the warmup: warmup-stable-decay, or cosine."""
+    decay_fraction: Fraction | None = None
+    """Fraction of a wsd run, at its end, over which the learning rate decays linearly. null: 0.6."""
+    min_lr_ratio: Fraction = 0.0
+    """Final learning rate, as a fraction of the peak."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Evaluate and save an exponential moving average of the weights with this decay per step. null: the weights."""
+    patience: Positive | None = None
+    """Stop early after this many evaluations in a row without a new lowest validation loss. null: never."""
+    grad_clip: Rate | None = 1.0
+    """Maximum global norm of the gradients. null: do not clip."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Device. auto: a GPU if there is one, otherwise the CPU."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Precision of activations; weights are always fp32. auto: the fastest one that trains well on this device."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the blocks with torch.compile. auto: only if it saves time over the whole run."""
+    log_every: Positive = 1
+    """Steps between log lines of training metrics."""
+    log_attention_every: Positive | None = None
+    """Steps between measurements of each layer's attention; evaluations also store them. null: measure nothing."""
+    log_grad_norms: bool = False
+    """Log the gradient norm of each layer."""
+    eval_every: Positive | None = 250
+    """Steps between evaluations. null: only at the end."""
+    eval_sequences: Positive | None = None
+    """Number of validation sequences to evaluate on. null: all."""
+    save_every: Positive | None = 500
+    """Steps between checkpoints. null: only at the end."""
+    keep_last: Positive = 2
+    """Number of most recent checkpoints to keep, in addition to the best one."""
+    keep_every: Positive | None = None
+    """Also keep every checkpoint whose step is a multiple of this. null: none."""
+    async_save: bool = False
+    """Write checkpoints in the background from a copy of the state, while training continues."""
+    save_sharded: bool | Literal["auto"] = "auto"
+    """Write one checkpoint file per rank. auto: if several ranks train more than 8 GB of weights."""
+    max_nonfinite_steps: Natural = 0
+    """Skip up to this many steps with a non-finite loss or gradient; one more ends the run."""
+    deterministic: bool = False
+    """Make runs bitwise reproducible on the same machine."""
+    sample_every: Positive | None = None
+    """Steps between printed samples. null: print none."""
+    sample_prompt: str = ""
+    """Prompt of the printed samples."""
+
+
+class TrackingConfig(ConfigSection):
+    """Logging to Weights & Biases, in addition to metrics.jsonl."""
+
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases: disabled, offline or online."""
+    project: str = "thinker"
+    """Project in Weights & Biases."""
+    name: str | None = None
+    """Name of the run in Weights & Biases. null: the name of the run directory."""

@@ -1,0 +1,1 @@
+"""What is printed and drawn before, after and instead of a run."""

@@ -1,0 +1,145 @@
+"""Plan a run: estimate its memory, FLOPs, tokens and time before it starts."""
+
+import statistics
+import time
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.prefetch import Batch
+from thinker.features.auto_size.auto_size import resolve_size
+from thinker.features.distillation.teacher import Teacher, load_teacher
+from thinker.features.mixtures.reports import make_loader
+from thinker.model import KVCache, Thinker
+from thinker.runtime.constants import IGNORE_INDEX
+from thinker.runtime.device import DTYPES, choose_device, configure_backend
+from thinker.training.config.config import Config, Settings
+from thinker.training.initial_model import load_initial_model
+from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
+from thinker.training.reports.advice import recommendation
+from thinker.training.run_state import RunState
+from thinker.training.settings.memory_bound import check_run_fits
+from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
+from thinker.training.settings.resolve import resolve_precision, resolve_settings
+from thinker.training.step import TrainingStep, build_model
+from thinker.training.training_data import prepare_training_data
+
+SAMPLED_SEQUENCES = 1000  # to estimate the number of targets per sequence
+OPTIMAL_TOKENS = 20  # per parameter (Hoffmann et al. 2022, arXiv:2203.15556, table 3)
+
+
+def time_steps(
+    settings: Settings, device: torch.device, repeats: int = 3, teacher: Teacher | None = None
+) -> tuple[float, float]:
+    """Seconds of the first step, including compilation, and the median of `repeats` more, on random tokens."""
+    step = TrainingStep(
+        build_model(settings.model, settings.run.seed, device), settings, teacher=teacher
+    )
+    tokens = torch.randint(
+        settings.model.vocab_size, (settings.train.batch_size, settings.data.seq_len)
+    )
+    batch = Batch(tokens, tokens, tokens.numel())
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        float(step(batch, 1e-3)[0])
+        times.append(time.perf_counter() - start)
+    return times[0], statistics.median(times[1:])
+
+
+def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
+    """Estimate the bytes, FLOPs, tokens, epochs and seconds of a run on this machine, with recommendations.
+
+    If model.vocab_size is set, the corpus, which may be large, is not read, and the number of epochs is unknown.
+    """
+    reads_corpus, device = config.model.vocab_size is None, choose_device(config.train.device)
+    configure_backend(device)
+    precision = resolve_precision(config, device)
+    config = resolve_size(config, device, precision)
+    config, _, tokenizer = load_initial_model(config)
+    if measure:
+        check_run_fits(config, device)
+    corpus = prepare_training_data(config, tokenizer) if reads_corpus else None
+    model_config = config.thinker_config(
+        config.model.vocab_size if corpus is None else corpus.tokenizer.vocab_size
+    )
+    settings = resolve_settings(config, model_config, device, precision)
+    if corpus is not None:
+        data = config.data
+        masking = {"document_masking": data.document_masking, "prefix_len": model_config.prefix}
+        sequences = PackedDataset(corpus.train, data.seq_len, data.packing, **masking)
+        loader = make_loader(
+            settings, corpus, sequences
+        )  # raises UserError if the text is shorter than a sequence
+    train = settings.train
+    memory = estimate_memory(settings, train.micro_batch_size, device)
+    with torch.device("meta"):
+        model = Thinker(model_config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    flops = flops_per_token(model, config.data.seq_len)
+    step_positions = step_tokens = train.batch_size * config.data.seq_len
+    if corpus is not None:  # padding and prompts have no loss
+        sample = np.linspace(0, len(sequences) - 1, min(len(sequences), SAMPLED_SEQUENCES)).round()
+        if corpus.parts:
+            n_steps = min(
+                train.max_steps or SAMPLED_SEQUENCES, 1 + SAMPLED_SEQUENCES // train.batch_size
+            )
+            steps = np.linspace(0, (train.max_steps or n_steps) - 1, n_steps).round().astype(int)
+            sample = [i for step in steps.tolist() for i in loader.sample_ids(step)]
+        step_tokens = train.batch_size * np.mean(
+            [(sequences[int(i)][1] != IGNORE_INDEX).sum() for i in sample]
+        )
+    cache = KVCache(model_config, 1, model_config.max_seq_len, "meta", DTYPES[train.precision])
+    plan: dict[str, Any] = {
+        "device": str(device),
+        "precision": train.precision,
+        "micro_batch_size": train.micro_batch_size,
+        "compile": train.compile,
+        "dropout": model_config.dropout,
+        "parameters": parameters,
+        "embedding_parameters": model.embedding.weight.numel(),
+        **{f"{name}_bytes": value for name, value in asdict(memory).items()},
+        "free_bytes": free_memory(device),
+        "usable_bytes": int(usable_fraction(device) * free_memory(device)),
+        "cache_bytes": cache.nbytes,
+        "flops_per_token": flops,
+        "tokens_per_step": round(step_tokens),
+        "optimal_tokens": None
+        if config.run.init_from
+        else OPTIMAL_TOKENS * parameters,  # None: already trained
+    }
+    if measure:
+        meter = MemoryMeter(device)
+        teacher = (
+            None
+            if corpus is None
+            else load_teacher(config, model_config, corpus.tokenizer, RunState(), device)
+        )
+        first, seconds = time_steps(settings, device, teacher=teacher)
+        plan |= {
+            "first_step_s": first,
+            "step_s": seconds,
+            "tokens_per_second": step_tokens / seconds,
+        }
+        plan["measured_peak_bytes"] = meter.peak()
+        if peak := peak_flops(device, train.precision):
+            plan["mfu"] = flops * step_positions / seconds / peak
+    limits = [] if train.max_steps is None else [train.max_steps]
+    if train.max_minutes is not None and measure:
+        limits.append(1 + max(0, int((60 * train.max_minutes - first) / seconds)))
+    if limits:
+        plan |= {
+            "steps": min(limits),
+            "max_steps": train.max_steps,
+            "tokens": round(min(limits) * step_tokens),
+        }
+        if corpus is not None and not any(
+            source.buffer_tokens for source in config.data.text_sources()
+        ):
+            plan["epochs"] = max(loader.epochs(min(limits)))
+        if measure:
+            plan["seconds"] = first + (min(limits) - 1) * seconds
+    return plan | {"recommendation": recommendation(plan)}

@@ -1,0 +1,72 @@
+"""The summary and loss curve at the end of a run."""
+
+import sys
+
+from thinker.checkpoint.run_directory import RunDirectory
+from thinker.data.corpus.corpus import Corpus
+from thinker.evaluation.text_baselines import text_baselines
+from thinker.features.mixtures.reports import comparable_losses, describe_losses
+from thinker.training.reports.advice import after_training, describe_result, sampling_hint
+from thinker.training.reports.fit import (
+    assess_fit,
+    describe_baselines,
+    describe_estimates,
+    describe_fit,
+    evaluations,
+)
+from thinker.training.reports.loss_plot import plot_loss
+from thinker.training.run_state import RunState
+
+
+def print_summary(
+    run: RunDirectory,
+    state: RunState,
+    epochs: float,
+    corpus: Corpus,
+    shares: dict[str, float] | None = None,
+) -> None:
+    """Print the result, where it stands and advice, and plot the loss curve. `shares`: of the sources of a mixture."""
+    if not run.writes:
+        return
+    lines = list(run.read_metrics())
+    if not (vals := evaluations(lines)):
+        print(
+            f"finished: {state.step} steps; {run.metrics} does not contain the result",
+            file=sys.stderr,
+        )
+        return
+    val = vals[-1]
+    print(
+        "\n".join(describe_result(val, state) + describe_losses(val)), flush=True
+    )  # first, as the rest is slow
+    baselines = text_baselines(corpus)
+    messages = []
+    plot = run.path / "loss.png"
+    plot_loss(
+        lines,
+        plot,
+        f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes",
+    )
+    if (
+        shares
+    ):  # a loss below the best one is of other sequences, or of weights that were not pruned yet
+        lines = [
+            line
+            for line in lines
+            if "val_loss" not in line or line["val_loss"] >= (state.best_val_loss or 0.0)
+        ]
+        lines, state = (
+            comparable_losses(lines, shares) or lines,
+            state.model_copy(update={"best_val_loss": None}),
+        )
+    if fit := assess_fit(lines, state, epochs, baselines):
+        messages.append(describe_fit(fit))
+    if baselines:
+        messages.append(describe_baselines(val, baselines))
+    if fit and (levers := describe_estimates(val, fit, state)):
+        messages.append(levers)
+    messages += [
+        f"loss curve {plot}",
+        sampling_hint(run.path, state, corpus.train.has_conversations),
+    ]
+    print("\n".join(messages + after_training(lines, state, epochs, baselines)))

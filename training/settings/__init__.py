@@ -1,0 +1,1 @@
+"""What a config resolves to on this machine, and the memory that it needs."""
