@@ -1,1 +1,5 @@
 """Cleaning: drop documents by length, quality and duplication."""
+
+from thinker.runtime.registry import Feature
+
+FEATURE = Feature(name="cleaning")

@@ -1,1 +1,5 @@
 """Monitoring: figures of attention during training and generation."""
+
+from thinker.runtime.registry import Feature
+
+FEATURE = Feature(name="monitoring")

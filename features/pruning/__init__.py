@@ -1,1 +1,5 @@
 """Pruning: remove heads, neurons, layers or single weights, during training or after it."""
+
+from thinker.runtime.registry import Feature
+
+FEATURE = Feature(name="pruning")

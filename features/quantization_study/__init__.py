@@ -1,1 +1,5 @@
 """The cost of few bits, matrix by matrix."""
+
+from thinker.runtime.registry import Feature
+
+FEATURE = Feature(name="quantization_study")

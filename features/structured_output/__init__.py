@@ -1,1 +1,5 @@
 """Structured output: texts that follow a JSON schema or a regular expression."""
+
+from thinker.runtime.registry import Feature
+
+FEATURE = Feature(name="structured_output")

@@ -1,0 +1,125 @@
+"""Names that configs and commands may use, and the optional features that are installed.
+
+A `Registry` maps names to what they stand for: attention patterns, MLPs, norms, sources, optimizers, callbacks. Our own
+entries and those of a user's module go through the same `register()`.
+
+A `Feature` says what an optional feature offers to the road. The road asks here for whatever a config or a command
+selects; it never names a feature.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Generic, TypeVar
+
+from thinker.runtime.errors import UserError, did_you_mean
+
+T = TypeVar("T")
+
+FEATURES = "thinker.features"  # the package whose FEATURES lists the features, if it is there
+
+
+class Registry(Generic[T]):
+    """Values by name. `kind` says in messages what they are, such as "optimizer"."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._values: dict[str, T] = {}
+
+    def register(self, name: str, value: T) -> T:
+        """Add a value. Raises UserError if the name is taken by another value."""
+        if self._values.get(name, value) is not value:
+            raise UserError(f"there is already a {self.kind} called {name}; choose another name")
+        self._values[name] = value
+        return value
+
+    def get(self, name: str) -> T:
+        """The value of a name. Raises UserError that lists the names if it is unknown."""
+        if name not in self._values:
+            hint = did_you_mean(name, self._values) or f"; use one of {', '.join(self._values)}"
+            raise UserError(f"unknown {self.kind} {name}{hint}")
+        return self._values[name]
+
+    def names(self) -> list[str]:
+        """All names, in the order in which they were registered."""
+        return list(self._values)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What one optional feature offers. Each offer is "module:name", and is imported when it is used.
+
+    A feature leaves out what it does not need. docs/explanations/architecture.md shows an example.
+    """
+
+    name: str
+    builds_on: tuple[str, ...] = ()  # names of features that must be there, too
+
+    # Config: the classes whose keys join a section, by the name of that section.
+    keys: Mapping[str, str] = field(default_factory=dict)
+    complete_config: str = ""  # (tree) -> tree: fill in defaults that depend on other keys
+    check_config: str = ""  # (config) -> None: raise ValueError if keys contradict each other
+
+    # Training.
+    resolve_config: str = ""  # choices that depend on the text and the machine
+    objective: str = ""  # what a training step minimizes, or None if the config does not ask for it
+    callbacks: str = ""  # a list of callbacks
+    dataset: str = ""  # the training data, or None
+
+    # Generation: the names of the options of Generator() that the feature reads.
+    generator_options: tuple[str, ...] = ()
+    decoder: str = ""
+    cache: str = ""
+    drafter: str = ""
+    observer: str = ""
+    constraint: str = ""
+
+    # Commands: main functions by the name of the command; flags for other commands by their name.
+    commands: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, str] = field(default_factory=dict)
+
+
+def import_offer(offer: str) -> Any:
+    """Import "module:name"."""
+    module, _, name = offer.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@cache
+def features() -> tuple[Feature, ...]:
+    """All installed features, in the order of the list in features/__init__.py."""
+    if importlib.util.find_spec(FEATURES) is None:
+        return ()
+    names = importlib.import_module(FEATURES).FEATURES
+    found = [importlib.import_module(f"{FEATURES}.{name}").FEATURE for name in names]
+    known = {feature.name for feature in found}
+    for feature in found:
+        missing = [name for name in feature.builds_on if name not in known]
+        if missing:
+            raise UserError(
+                f"the feature {feature.name} builds on {missing[0]}; add it to {FEATURES}"
+            )
+    return tuple(found)
+
+
+def offers(seam: str) -> Iterator[Callable[..., Any]]:
+    """What the features offer for a seam, a field of Feature such as "objective", imported one by one."""
+    for feature in features():
+        offer = getattr(feature, seam)
+        if offer:
+            yield import_offer(offer)
+
+
+def offers_by_name(seam: str, name: str) -> Iterator[Any]:
+    """As offers(), for a field that maps names to offers, such as "keys" or "arguments"."""
+    for feature in features():
+        offer = getattr(feature, seam).get(name)
+        if offer:
+            yield import_offer(offer)
