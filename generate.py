@@ -6,10 +6,9 @@ import sys
 from dataclasses import asdict, fields
 
 try:
-    from thinker.runtime.cli import ArgumentParser, parse_bits
+    from thinker.runtime.cli import ArgumentParser, parse_bits, unescape
     from thinker.runtime.errors import UserError, run_command
     from thinker.runtime.reading import read_text_or_stdin
-    from thinker.runtime.terminal_text import unescape
 except ModuleNotFoundError:
     print(
         "error: run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt",
@@ -255,8 +254,8 @@ def main() -> int:
     from thinker.generation.mixed_bits import describe_bits
     from thinker.generation.prompts import check_cache_fits
     from thinker.interop.load import find_model, load
+    from thinker.runtime.checks import finite_json
     from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
-    from thinker.runtime.finite import finite_json
 
     show_logprobs, n_top = arguments.logprobs is not None, arguments.logprobs or 0
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed

@@ -16,9 +16,9 @@ from thinker.data.corpus.shards import TokenShards
 from thinker.evaluation.loss import batch_losses
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.positions import Rope, RopeScaling
+from thinker.runtime.checks import check_computed
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
-from thinker.runtime.finite import check_computed
 
 LOGIT_ROWS = 256  # positions whose logits are in memory at once
 

@@ -31,9 +31,9 @@ from thinker.generation.sliding import decode_sliding
 from thinker.model import KVCache, Thinker
 from thinker.native.compiler import load_library
 from thinker.native.operations import FORMATS
+from thinker.runtime.checks import check_types, describe
 from thinker.runtime.device import choose_dtype, to_device
 from thinker.runtime.errors import UserError
-from thinker.runtime.type_checks import check_types, describe
 
 Params = SamplingParams | list[SamplingParams] | None
 STEPS_PER_READ = 16  # on a GPU, to synchronize less often

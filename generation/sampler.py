@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from thinker.features.structured_output.json_schema import canonical_schema
+from thinker.runtime.checks import describe
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
-from thinker.runtime.type_checks import describe
 
 _LIMIT = 1e100  # for penalties and biases; prevents overflow in float64
 _RANGES = {  # by field of SamplingParams: type, lowest and highest value, range in words

@@ -9,9 +9,8 @@ from thinker.data.tokenizers.text_bytes import count_bytes
 from thinker.generation.batch_sampling import top_logprobs
 from thinker.generation.prompts import check_text, pass_lengths
 from thinker.generation.sequence import Score
+from thinker.runtime.checks import check_computed, describe
 from thinker.runtime.errors import UserError
-from thinker.runtime.finite import check_computed
-from thinker.runtime.type_checks import describe
 
 
 @torch.no_grad()

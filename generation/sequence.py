@@ -11,7 +11,7 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.features.structured_output.constraints import Constraint
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.streaming import TextStreamer
-from thinker.runtime.finite import check_computed
+from thinker.runtime.checks import check_computed
 
 SampledToken = tuple[int, float, dict[int, float]]  # token, log-probability, top log-probabilities
 

@@ -12,8 +12,8 @@ from thinker.generation.mixed_bits import describe_bits
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion, Score
 from thinker.generation.sliding import describe_context_end
-from thinker.runtime.finite import finite_json
-from thinker.runtime.terminal_text import for_stream
+from thinker.runtime.checks import finite_json
+from thinker.runtime.standard_streams import for_stream
 
 print_text = functools.partial(print, end="", flush=True)
 

@@ -14,8 +14,8 @@ from thinker.model.attention_temperature import (
     fold_attention_temperature,
     override_attention_temperature,
 )
+from thinker.runtime.checks import check_weights
 from thinker.runtime.errors import UserError
-from thinker.runtime.finite import check_weights
 
 DTYPES = "f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
 BLOCK = 32  # weights of a row that share a scale

@@ -14,10 +14,9 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import has_tokenizer, load_tokenizer
 from thinker.interop import huggingface, peft_adapter
 from thinker.model import Thinker
+from thinker.runtime.checks import check_types, check_weights
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
-from thinker.runtime.finite import check_weights
-from thinker.runtime.type_checks import check_types
 
 
 def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:

@@ -23,8 +23,8 @@ from thinker.interpretability.head_reports import MEASURES
 from thinker.interpretability.plots import plot_panels
 from thinker.interpretability.reports import Prompt, Report, token_label
 from thinker.model import Thinker
+from thinker.runtime.checks import check_computed
 from thinker.runtime.errors import UserError
-from thinker.runtime.finite import check_computed
 
 MAX_WEIGHTS = (
     144 * 512 * 513 // 2

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from thinker.runtime.checks import check_types, describe
 from thinker.runtime.errors import UserError, did_you_mean
-from thinker.runtime.type_checks import check_types, describe
 
 Patch = Literal["zero", "mean"] | float | Tensor | Callable[[Tensor], Tensor]
 READ_ONLY = ("q", "k", "v")

@@ -8,9 +8,8 @@ from typing import Any, get_type_hints
 from thinker.model.patterns.pattern_parser import layer_patterns
 from thinker.model.patterns.patterns import Pattern
 from thinker.model.positions import RopeScaling
-from thinker.runtime.divisors import divisors
+from thinker.runtime.checks import check_types, divisors
 from thinker.runtime.errors import UserError
-from thinker.runtime.type_checks import check_types
 
 POSITIONS = ("rope", "alibi", "learned", "sinusoidal", "none")
 MAX_SIZE = 1 << 24  # of any dimension; bounds the products of sizes from an untrusted file

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from thinker.model.config import ThinkerConfig
 from thinker.model.kv_cache import KVCache
+from thinker.runtime.checks import describe
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
-from thinker.runtime.type_checks import describe
 
 
 def check_inputs(

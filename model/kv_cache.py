@@ -13,9 +13,9 @@ from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_attention import LinearState
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
+from thinker.runtime.checks import describe
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
-from thinker.runtime.type_checks import describe
 
 
 @dataclass

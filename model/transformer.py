@@ -27,9 +27,9 @@ from thinker.model.layers import FusedKernels, Linear, RMSNorm, project_jointly
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns.patterns import Pattern, TokenInfo
 from thinker.model.positions import Rope, RopeScaling, Rotation, sinusoidal_embedding
+from thinker.runtime.checks import check_types
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import check_memory
-from thinker.runtime.type_checks import check_types
 
 
 class MLP(nn.Module):

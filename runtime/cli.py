@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,54 +11,64 @@ from typing import Any, NoReturn
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_json
 
+METAVARS = {int: "N", float: "X", Path: "PATH"}  # what help texts show for a value of this type
+SURROGATES = re.compile("[\ud800-\udfff]")
+
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Appends "(default: X)" to help texts that do not mention a default, and keeps the lines of an epilog."""
+    """Appends "(default: X)" to help texts without a default, and keeps the lines of an epilog."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if "\n" in text else super()._fill_text(text, width, indent)
+        if "\n" in text:
+            return text
+        return super()._fill_text(text, width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text, default = action.help or "", action.default
-        if (
-            default is None
-            or default is False
-            or default in ("", [], argparse.SUPPRESS)
-            or "default" in text
-        ):
+        text = action.help or ""
+        default = action.default
+        if default is None or default is False or default in ("", [], argparse.SUPPRESS):
             return text
-        values = default if isinstance(default, (list, tuple)) else [default]
-        shown = " ".join(
-            f"{value:g}" if isinstance(value, float) else str(value) for value in values
-        )
-        return f"{text} (default: {shown.replace('%', '%%')})".lstrip()
+        if "default" in text:
+            return text
+        shown = _shown_default(default).replace("%", "%%")  # argparse formats the text with %
+        return f"{text} (default: {shown})".lstrip()
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        names = {int: "N", float: "X", Path: "PATH"}
-        return names.get(action.type) or super()._get_default_metavar_for_optional(action)
+        if action.type in METAVARS:
+            return METAVARS[action.type]
+        return super()._get_default_metavar_for_optional(action)
+
+
+def _shown_default(default: Any) -> str:
+    if isinstance(default, float):
+        return f"{default:g}"
+    if isinstance(default, (list, tuple)):
+        return " ".join(_shown_default(value) for value in default)
+    return str(default)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser with the help format above; its errors are UserErrors (one line, exit status 2)."""
+    """argparse's parser with the help format above. Its errors are UserErrors."""
 
     def __init__(self, *, examples: Iterable[str] = (), **options: Any) -> None:
-        """Create a parser. `examples`: the arguments of command lines to print at the end of the help."""
-        super().__init__(**{"formatter_class": HelpFormatter} | options)
-        command = (
-            f"python {sys.argv[0]}"
-            if sys.argv[0].endswith(".py")
-            else os.path.basename(sys.argv[0])
-        )
-        lines = [
-            " ".join((command, *self.prog.split()[1:], example)).rstrip() for example in examples
-        ]
-        self.epilog = "\n  ".join(("examples:", *lines)) if lines else self.epilog
+        """Create a parser. The help ends with `examples`: the arguments of command lines."""
+        options.setdefault("formatter_class", HelpFormatter)
+        super().__init__(**options)
+        command = os.path.basename(sys.argv[0])
+        if command.endswith(".py"):
+            command = f"python {sys.argv[0]}"
+        subcommands = self.prog.split()[1:]
+        lines = ["examples:"]
+        for example in examples:
+            line = " ".join([command, *subcommands, example])
+            lines.append(line.rstrip())
+        if len(lines) > 1:
+            self.epilog = "\n  ".join(lines)
 
     def add_model(self, name: str, metavar: str, hint: str = "") -> None:
         """Add the positional argument for a model, and --checkpoint."""
-        self.add_argument(
-            name, metavar=metavar, help=f"run directory, checkpoint or Hugging Face folder{hint}"
-        )
+        path_help = f"run directory, checkpoint or Hugging Face folder{hint}"
+        self.add_argument(name, metavar=metavar, help=path_help)
         checkpoint_help = "checkpoint to load from a run directory: latest, best, a step or a name"
         self.add_argument("--checkpoint", default="latest", metavar="NAME", help=checkpoint_help)
 
@@ -66,25 +77,40 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists all flags)")
 
     def check_utf8(self, arguments: argparse.Namespace, *names: str) -> None:
-        """Raise UserError if the value of a flag is not UTF-8; Python decodes such bytes as surrogates."""
+        """Raise UserError if the value of a flag is not UTF-8.
+
+        Python decodes bytes of the command line that are not UTF-8 as surrogates.
+        """
         for name in names:
-            if any("\ud800" <= char <= "\udfff" for char in getattr(arguments, name, None) or ""):
+            text = getattr(arguments, name, None)
+            if text and SURROGATES.search(text):
                 raise UserError(
-                    f"--{name.replace('_', '-')} is not valid UTF-8; convert it, for example with iconv"
+                    f"{_flag(name)} is not valid UTF-8; convert it, for example with iconv"
                 )
 
     def check_unused(self, arguments: argparse.Namespace, when: str, names: Iterable[str]) -> None:
-        """Raise UserError if one of these flags, which have no effect `when`, is not at its default."""
+        """Raise UserError if one of these flags, which have no effect `when`, has a value."""
         for name in names:
             if getattr(arguments, name) != self.get_default(name):
-                raise UserError(f"--{name.replace('_', '-')} has no effect {when}; remove it")
+                raise UserError(f"{_flag(name)} has no effect {when}; remove it")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def unescape(text: str) -> str:
+    r"""Replace \n by a line break and \\ by a backslash, as plain shell quotes cannot."""
+    characters = {"n": "\n", "\\": "\\"}
+    return re.sub(r"\\([\\n])", lambda match: characters[match[1]], text)
 
 
 def output_file(name: str | Path) -> Path:
     """Check that a file can be written before long work begins. Raises UserError if not."""
-    path, folder = Path(name), Path(name).absolute().parent
+    path = Path(name)
     if path.is_dir():
         raise UserError(f"cannot write {name}: it is a folder; give a file name")
+    folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"cannot write {name}: its folder does not exist or is not writable")
     return path
@@ -100,10 +126,10 @@ def png_file(name: str | Path) -> Path:
 
 
 def parse_bits(text: str) -> int | dict[str, int]:
-    """Parse "8" or "4", or "mixed:FILE" as the bits of each matrix in FILE. Raises UserError for anything else."""
-    kind, _, name = text.partition(":")
+    """Parse --bits: "8", "4", or "mixed:FILE" for the bits of each matrix. Raises UserError."""
     if text in ("8", "4"):
         return int(text)
+    kind, _, name = text.partition(":")
     if kind != "mixed" or not name:
         raise UserError(f"--bits is {text}; use 8, 4 or mixed:FILE")
     bits = read_json(Path(name)).get("bits")

@@ -61,8 +61,8 @@ def main() -> int:
 
     from thinker.features.early_exit.agreement import early_exit_cost, format_table
     from thinker.interop import load
+    from thinker.runtime.checks import finite_json
     from thinker.runtime.device import choose_device, configure_backend
-    from thinker.runtime.finite import finite_json
     from thinker.training.run_data import sample_sequences
 
     device = choose_device(arguments.device)

@@ -391,8 +391,8 @@ def main() -> int:
     from thinker.evaluation import long_context
     from thinker.interop import load
     from thinker.interop.load import find_model
+    from thinker.runtime.checks import finite_json
     from thinker.runtime.device import choose_device, configure_backend
-    from thinker.runtime.finite import finite_json
 
     device = choose_device(arguments.device)
     configure_backend(device)

@@ -376,7 +376,7 @@ def main() -> int:
     """Print and write a report. Returns the exit status."""
     arguments = parse_arguments()
     from thinker.interpretability import html_report, plots
-    from thinker.runtime.finite import finite_json
+    from thinker.runtime.checks import finite_json
 
     report, start, model, tokenizer, prompt = make_report(arguments)
     text = finite_json(report.data)

@@ -56,8 +56,8 @@ def main() -> int:
     from thinker.evaluation.windowed_needle import cached_log_probs
     from thinker.generation import Generator
     from thinker.interop import load
+    from thinker.runtime.checks import finite_json
     from thinker.runtime.device import choose_device
-    from thinker.runtime.finite import finite_json
 
     model, tokenizer = load(arguments.run, choose_device(arguments.device), arguments.checkpoint)
     if tokenizer is None:

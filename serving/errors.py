@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from starlette.responses import Response
 
-from thinker.runtime.finite import finite_json
+from thinker.runtime.checks import finite_json
 
 TYPES = {
     401: "authentication_error",

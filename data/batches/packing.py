@@ -8,8 +8,7 @@ import numpy as np
 
 from thinker.data.batches.best_fit import pack_best_fit
 from thinker.data.corpus.shards import DamagedShard, Shard
-from thinker.runtime.file_array import FileArray, OpenFile
-from thinker.runtime.files import atomic_write, can_write
+from thinker.runtime.files import FileArray, OpenFile, atomic_write, can_write
 
 Table = FileArray | np.ndarray
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import RunError
-from thinker.runtime.file_array import FileArray, OpenFile
+from thinker.runtime.files import FileArray, OpenFile
 
 MAGIC = b"THNKTOKS"
 FORMAT = 1

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from thinker.runtime.checks import describe
 from thinker.runtime.errors import UserError
-from thinker.runtime.type_checks import describe
 
 ANY_OBJECT = {"type": "object"}
 EXPECTED = "use a JSON schema as a dict or JSON text, or True for any JSON object"

@@ -17,9 +17,9 @@ from thinker.model.config import ThinkerConfig
 from thinker.model.kv_cache import KVCache, LayerCache, LinearLayer
 from thinker.model.masks import CacheSlots
 from thinker.model.patterns.patterns import Pattern
+from thinker.runtime.checks import describe
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import check_memory
-from thinker.runtime.type_checks import describe
 
 BLOCK = 16  # with 4 bits, a query reads the keys of its own block and of the block before unrounded
 RING = 4 * BLOCK  # newest positions that are kept for that

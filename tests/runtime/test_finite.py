@@ -10,8 +10,8 @@ from conftest import ROOT
 
 from thinker import checkpoint, interop
 from thinker.generation import Generator, SamplingParams
+from thinker.runtime.checks import check_computed, check_weights, finite_json
 from thinker.runtime.errors import RunError
-from thinker.runtime.finite import check_computed, check_weights, finite_json
 
 COMMANDS = {  # OUT is a file that must not exist afterwards
     "generate.py": ["RUN", "--prompt", "Line"],

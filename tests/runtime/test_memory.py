@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from thinker.runtime import memory
-from thinker.runtime.divisors import divisors
+from thinker.runtime.checks import divisors
 from thinker.runtime.errors import UserError
 
 CPU, MB = torch.device("cpu"), 10**6

@@ -20,7 +20,7 @@ from thinker.model.attention_dispatch import AttentionMask, attend
 from thinker.model.kernels.blockwise_attention import blockwise_attention
 from thinker.model.masks import ForwardContext
 from thinker.runtime import memory
-from thinker.runtime.divisors import divisors
+from thinker.runtime.checks import divisors
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training.config.config import Settings

@@ -8,8 +8,8 @@ import torch
 
 from thinker.features.monitoring.layer_log import check_layer_log
 from thinker.model import Thinker, ThinkerConfig
+from thinker.runtime.checks import divisors
 from thinker.runtime.device import choose_precision, matmul_flops
-from thinker.runtime.divisors import divisors
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import format_bytes
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
