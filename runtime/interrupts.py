@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP in a command at any time: exit status 128 + signal and at most one line."""
+"""Ctrl-C, SIGTERM and SIGHUP in a command: exit status 128 + signal and at most one line."""
 
 import os
 import signal
@@ -6,16 +6,19 @@ import sys
 import time
 from types import FrameType
 
-TWICE_SECONDS = 0.1  # a repeated signal within this time is the same one: timeout(1) signals a process and its group
-_SIGNALS = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-]
+# A repeated signal within this time is the same one: timeout(1) signals a process and its group.
+TWICE_SECONDS = 0.1
+
+_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):  # Windows has none
+    _SIGNALS.append(signal.SIGHUP)
 
 
 def interrupt_once() -> None:
-    """Let the first signal raise an exception, so that `finally` clauses run; a second one ends the process.
+    """Let the first signal raise an exception, so that `finally` clauses run.
 
-    Ctrl-C raises KeyboardInterrupt, other signals SystemExit. Ignored signals stay ignored.
+    A second one ends the process. Ctrl-C raises KeyboardInterrupt, other signals SystemExit.
+    Ignored signals stay ignored.
     """
     for number in _SIGNALS:
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
@@ -23,25 +26,39 @@ def interrupt_once() -> None:
 
 
 def end_on_interrupt() -> None:
-    """Let signals end the process, as an exception during interpreter exit would print a stack trace."""
+    """Let signals end the process.
+
+    An exception while the interpreter exits would print a stack trace.
+    """
     for number in _SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _leave)
 
 
 def _interrupt(number: int, frame: FrameType) -> None:
-    """Raise the exception. Ctrl-C ends the process during an import, which might catch the exception."""
+    """Raise the exception.
+
+    During an import, which might catch the exception, Ctrl-C ends the process.
+    """
     signal.signal(number, signal.SIG_IGN)
     time.sleep(TWICE_SECONDS)
     signal.signal(number, _leave)
     if number != signal.SIGINT:
         sys.exit(128 + number)
-    code, caller = frame.f_code, frame
-    while caller := caller.f_back:
-        if caller.f_code.co_filename == "<frozen importlib._bootstrap>":
-            os.write(sys.stderr.fileno(), b"\ninterrupted by SIGINT (Ctrl-C) during an import\n")
-            _leave(number, frame)
+    if _is_in_import(frame):
+        os.write(sys.stderr.fileno(), b"\ninterrupted by SIGINT (Ctrl-C) during an import\n")
+        _leave(number, frame)
+    code = frame.f_code
     raise KeyboardInterrupt(f"in {code.co_name} ({code.co_filename}:{frame.f_lineno})")
+
+
+def _is_in_import(frame: FrameType) -> bool:
+    caller = frame.f_back
+    while caller is not None:
+        if caller.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        caller = caller.f_back
+    return False
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

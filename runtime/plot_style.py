@@ -7,7 +7,9 @@ from typing import IO, Any
 
 from thinker.runtime.errors import UserError
 
-BLUE, ORANGE, GREY = "#2f6db3", "#d9662b", "#777777"
+BLUE = "#2f6db3"
+ORANGE = "#d9662b"
+GREY = "#777777"
 
 
 def new_figure(
@@ -17,18 +19,22 @@ def new_figure(
     share: bool = True,
     layout: str | None = "constrained",
 ) -> tuple[Any, list[Any]]:
-    """A figure of width x height inches and its panels, which `share` the y axis. Needs no display."""
+    """A figure of width x height inches and its panels, which `share` the y axis.
+
+    Needs no display.
+    """
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ValueError as error:
         raise UserError(f"matplotlib failed to start; check your matplotlibrc: {error}") from error
-    if "THINKER_COMMAND" in os.environ:  # equal plots on all machines; notebooks keep their style
-        matplotlib.rcdefaults()
+    if "THINKER_COMMAND" in os.environ:
+        matplotlib.rcdefaults()  # equal plots on all machines; notebooks keep their style
     figure = Figure(figsize=(width, height), dpi=120, layout=layout)
-    FigureCanvasAgg(figure)
-    panels = list(figure.subplots(1, columns, sharey=share, squeeze=False)[0])
+    FigureCanvasAgg(figure)  # draws without a window
+    grid = figure.subplots(1, columns, sharey=share, squeeze=False)
+    panels = list(grid[0])
     for axes in panels:
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)

@@ -1,7 +1,7 @@
-"""Ranks, the processes of distributed training: how they connect, share decisions, and end together.
+"""Ranks, the processes of distributed training: how they connect, share decisions, and end.
 
-torchrun starts and numbers the ranks. They exchange tensors and objects through torch's process group, and use a shared
-key-value store to find out which ranks are alive and which failed first.
+torchrun starts and numbers the ranks. They exchange tensors and objects through torch's process
+group, and use a shared key-value store to find out which ranks are alive and which failed first.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 CONNECT_SECONDS = 60.0  # to connect to the store
 ROLL_CALL_SECONDS = 5.0  # for all live ranks to answer after one stopped responding
+POLL_SECONDS = 0.02
+MAX_NAMED_RANKS = 4  # in a message
 
 
 @dataclass
@@ -47,63 +49,71 @@ class DistContext:
         """Read the rank from torchrun's environment variables. Raises UserError or RunError."""
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return cls()
-        host, values = (
-            os.environ.get("MASTER_ADDR"),
-            [os.environ.get(name, "") for name in VARIABLES],
-        )
-        if (
-            not host
-            or not all(value.isdigit() for value in values)
-            or int(values[0]) >= int(values[1])
-        ):
-            found = ", ".join(f"{name}={value}" for name, value in zip(VARIABLES, values))
+        values = {name: os.environ.get(name, "") for name in VARIABLES}
+        host = os.environ.get("MASTER_ADDR")
+        if not host or not _describe_a_rank(values):
+            found = ", ".join(f"{name}={value}" for name, value in values.items())
             raise UserError(
-                f"the environment variables {found}, MASTER_ADDR={host} do not describe a rank; start with torchrun, "
-                "or unset them"
+                f"the environment variables {found}, MASTER_ADDR={host} do not describe a rank; "
+                "start with torchrun, or unset them"
             )
-        rank, world_size, local_rank, local_world_size, port = map(int, values)
+        rank, world_size, local_rank, local_world_size, port = map(int, values.values())
         if world_size == 1:
             return cls()
         from torch.distributed import DistError, PrefixStore, TCPStore
 
         under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        is_master, timeout = rank == 0 and not under_torchrun, timedelta(seconds=CONNECT_SECONDS)
         try:
             store = TCPStore(
-                host, port, is_master=is_master, wait_for_workers=False, timeout=timeout
+                host,
+                port,
+                is_master=rank == 0 and not under_torchrun,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=CONNECT_SECONDS),
             )
         except DistError as error:
             where = f"{host}:{port} within {CONNECT_SECONDS:.0f} s"
             raise RunError(
                 f"rank {rank} of {world_size} could not connect to rank 0 at {where}"
             ) from error
-        # The prefix hides the keys of earlier attempts, as torchrun's store outlives a restart of the ranks.
+        # torchrun's store outlives a restart of the ranks, so hide the keys of earlier attempts.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"thinker/{attempt}/{world_size}", store)
         return cls(rank, world_size, local_rank, local_world_size, store, under_torchrun)
 
     def init_process_group(self, device_type: str, timeout: float) -> None:
-        """Create torch's process group: gloo, and NCCL for GPUs. Raises RunError that names ranks that did not start.
+        """Create torch's process group: gloo, and NCCL for GPUs.
 
-        timeout: seconds that one rank waits for another, now and later.
+        timeout: seconds that one rank waits for another, now and later. Raises RunError that names
+        ranks that did not start.
         """
-        self.device_type, self.timeout = device_type, timeout
+        self.device_type = device_type
+        self.timeout = timeout
         if self.world_size == 1:
             return
         import torch.distributed
 
-        if missing := self._wait_for_ranks("here", timeout):
+        missing = self._wait_for_ranks("here", timeout)
+        if missing:
             raise RunError(f"{missing} did not start within {timeout:g} s (train.dist_timeout_s)")
+        torch.distributed.Backend.register_backend("ordered_gloo", _new_gloo, devices=["cpu"])
+        backend = "ordered_gloo"
         if device_type == "cuda":
             torch.cuda.set_device(self.local_rank)
-        torch.distributed.Backend.register_backend("ordered_gloo", _new_gloo, devices=["cpu"])
+            backend = "cpu:ordered_gloo,cuda:nccl"
         torch.distributed.init_process_group(
-            "cpu:ordered_gloo,cuda:nccl" if device_type == "cuda" else "ordered_gloo",
-            store=self.store, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=timeout),
-        )  # fmt: skip
+            backend,
+            store=self.store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout),
+        )
 
     def all_gather_scalars(self, *values: float) -> list[list[float]]:
-        """Gather the same number of values from each rank, in rank order, without waiting for devices."""
+        """Gather the same number of values from each rank, in rank order.
+
+        They travel between the CPUs, so that no rank waits for its GPU.
+        """
         if self.world_size == 1:
             return [list(values)]
         import torch.distributed
@@ -128,21 +138,23 @@ class DistContext:
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the body on rank 0 first, then on local rank 0 of other machines, then on all others. Use it only once.
+        """Run the body on rank 0 first, then on local rank 0 of other machines, then on all others.
 
-        The body may take hours, so ranks wait without a limit, but not for ranks that have failed.
+        Use it only once. The body may take hours, so ranks wait without a limit, but not for ranks
+        that have failed.
         """
         if self.world_size == 1:
             yield
             return
         done_here = f"done on/{socket.gethostname()}"
         if not self.is_main:
-            self._wait_for_keys("done/0" if self.local_rank == 0 else done_here)
+            first = "done/0" if self.local_rank == 0 else done_here
+            self._wait_for_keys(first)
         yield
         self.store.set(f"done/{self.rank}", "")
         if self.local_rank == 0:
             self.store.set(done_here, "")
-        self._wait_for_keys(*(f"done/{rank}" for rank in range(self.world_size)))
+        self._wait_for_keys(*[f"done/{rank}" for rank in range(self.world_size)])
 
     def shutdown(self) -> None:
         """Wait until rank 0 has finished, as the launcher ends the other ranks when one exits."""
@@ -153,32 +165,30 @@ class DistContext:
         if self.is_main:
             self.store.set("done all", "")
         self._wait_for_keys("done all")
+        # Destroying the group waits for gloo's thread and holds the GIL, which that thread needs to
+        # free the tensor of its last collective. So wait until that tensor is free.
         last = torch.zeros(1)
         n_references = sys.getrefcount(last)
         torch.distributed.all_reduce(last)
-        # Destroying the group waits for gloo's thread with the GIL, which that thread needs to free its tensor.
         while sys.getrefcount(last) > n_references:
             time.sleep(0.001)
         torch.distributed.destroy_process_group()
 
     def resolve_failure(self, error: BaseException) -> BaseException:
-        """The error that this rank ends with: `error` if it failed first, otherwise a silent SystemExit.
+        """The error that this rank ends with.
 
-        If a collective failed because a rank is missing, the error is a RunError that names the missing rank.
+        It is `error` if this rank failed first, otherwise a silent SystemExit. If a collective
+        failed because a rank is missing, it is a RunError that names the missing rank.
         """
         import torch.distributed
 
-        is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-        lost_contact = is_gloo or isinstance(error, torch.distributed.DistError)
         end = time.monotonic() + ROLL_CALL_SECONDS
         try:
-            if lost_contact and (missing := self._wait_for_ranks("alive", ROLL_CALL_SECONDS)):
-                reason = "ended unexpectedly"
-                if "timed out" in str(error).lower():
-                    reason = f"did not respond for {self.timeout:g} s (train.dist_timeout_s)"
-                error = RunError(f"{missing} {reason}; run the same command again to resume")
-            while not self.is_main and time.monotonic() < end and not self.store.check(["failed"]):
-                time.sleep(0.02)  # rank 0 may also have failed, and be closing files
+            if _lost_contact(error):
+                error = self._name_missing_ranks(error)
+            # Rank 0 may also have failed, and be closing files. Its error is the better one.
+            while not self.is_main and time.monotonic() < end and not self._has_failed():
+                time.sleep(POLL_SECONDS)
             first_to_fail = self.store.compare_set("failed", "", str(self.rank)).decode()
             self.store.set(f"left/{self.rank}", "")
             if self.is_main and not self.under_torchrun:  # the store ends with this process
@@ -187,38 +197,78 @@ class DistContext:
             if self.under_torchrun:
                 return SystemExit(1)
             return RunError(
-                f"rank 0 of {self.world_size} ended unexpectedly; run the same command again to resume"
+                f"rank 0 of {self.world_size} ended unexpectedly; "
+                "run the same command again to resume"
             )
         if first_to_fail == str(self.rank):
             return error
         return SystemExit(2 if isinstance(error, UserError) else 1)
 
+    def _name_missing_ranks(self, error: BaseException) -> BaseException:
+        """A RunError that names the ranks that do not answer, or `error` if all do."""
+        missing = self._wait_for_ranks("alive", ROLL_CALL_SECONDS)
+        if not missing:
+            return error
+        reason = "ended unexpectedly"
+        if "timed out" in str(error).lower():
+            reason = f"did not respond for {self.timeout:g} s (train.dist_timeout_s)"
+        return RunError(f"{missing} {reason}; run the same command again to resume")
+
+    def _has_failed(self) -> bool:
+        """Whether a rank has failed."""
+        return self.store.check(["failed"])
+
     def _wait_for_keys(self, *keys: str) -> None:
-        """Wait until the store has these keys. Raises SystemExit if a rank has failed, which prints its own error."""
+        """Wait until the store has these keys.
+
+        Raises SystemExit if a rank has failed, which prints its own error.
+        """
         while not self.store.check(list(keys)):
-            if self.store.check(["failed"]):
+            if self._has_failed():
                 raise SystemExit(1)
-            time.sleep(0.02)
+            time.sleep(POLL_SECONDS)
 
     def _wait_for_ranks(self, key: str, seconds: float, ignore_failure: bool = False) -> str:
-        """Answer under `key` and wait for all ranks to answer. Returns a description of ranks without an answer."""
+        """Answer under `key` and wait for all ranks to answer.
+
+        Returns a description of the ranks without an answer, or "".
+        """
         self.store.set(f"{key}/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
-        missing, end = list(range(self.world_size)), time.monotonic() + seconds
-        while (
-            missing
-            and time.monotonic() < end
-            and (ignore_failure or not self.store.check(["failed"]))
-        ):
+        missing = list(range(self.world_size))
+        end = time.monotonic() + seconds
+        while missing and time.monotonic() < end:
+            if not ignore_failure and self._has_failed():
+                break
             missing = [rank for rank in missing if not self.store.check([f"{key}/{rank}"])]
-            time.sleep(0.02)
+            time.sleep(POLL_SECONDS)
         if not missing:
             return ""
-        processes = dict.fromkeys(missing[:4], "")
-        for rank in processes:
-            if self.store.check([f"here/{rank}"]):  # it had started, so name its process
-                processes[rank] = f" ({self.store.get(f'here/{rank}').decode()})"
-        names = ", ".join(f"{rank}{process}" for rank, process in processes.items())
-        return f"rank {names}{' and more' if len(missing) > 4 else ''} of {self.world_size}"
+        names = ", ".join(self._describe_rank(rank) for rank in missing[:MAX_NAMED_RANKS])
+        if len(missing) > MAX_NAMED_RANKS:
+            names += " and more"
+        return f"rank {names} of {self.world_size}"
+
+    def _describe_rank(self, rank: int) -> str:
+        """Number of a rank, and its process if it had started."""
+        if not self.store.check([f"here/{rank}"]):
+            return str(rank)
+        process = self.store.get(f"here/{rank}").decode()
+        return f"{rank} ({process})"
+
+
+def _describe_a_rank(values: dict[str, str]) -> bool:
+    """Whether these values of VARIABLES make sense."""
+    if not all(value.isdigit() for value in values.values()):
+        return False
+    return int(values["RANK"]) < int(values["WORLD_SIZE"])
+
+
+def _lost_contact(error: BaseException) -> bool:
+    """Whether an error may come from a rank that is gone."""
+    from torch.distributed import DistError
+
+    is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    return is_gloo or isinstance(error, DistError)
 
 
 def _new_gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
@@ -226,11 +276,9 @@ def _new_gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()
-    options._devices, options._threads, options._timeout = (
-        [ProcessGroupGloo.create_default_device()],
-        1,
-        timeout,
-    )
+    options._devices = [ProcessGroupGloo.create_default_device()]
+    options._threads = 1
+    options._timeout = timeout
     return ProcessGroupGloo(store, rank, world_size, options)
 
 
@@ -239,19 +287,24 @@ SINGLE_PROCESS = DistContext()  # independent of the environment
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """All rows of a sharded tensor; returns other tensors unchanged. All ranks must call this."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    return tensor.full_tensor()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's rows of a sharded tensor; returns other tensors unchanged."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    return tensor.to_local()
 
 
 @contextlib.contextmanager
 def distributed_session() -> Iterator[DistContext]:
-    """Context of a rank, read from the environment. Only rank 0 prints to standard output and error.
+    """Context of a rank, read from the environment.
 
-    An error on any rank ends all of them. It is raised on the rank that failed first.
+    Only rank 0 prints to standard output and error. An error on any rank ends all of them. It is
+    raised on the rank that failed first.
     """
     dist = DistContext.from_environment()
     with contextlib.ExitStack() as stack:
@@ -267,7 +320,9 @@ def distributed_session() -> Iterator[DistContext]:
                 raise
             raise SystemExit(130) from None
         except Exception as error:
-            resolved = error if dist.world_size == 1 else dist.resolve_failure(error)
+            if dist.world_size == 1:
+                raise
+            resolved = dist.resolve_failure(error)
             if resolved is error:
                 raise
             raise resolved from error

@@ -10,30 +10,36 @@ import yaml
 
 from thinker.runtime.errors import UserError
 
-MAX_FILE_BYTES = (
-    1 << 26
-)  # the largest real file, o200k_base, has 4 MB; an untrusted file must not fill the memory
+# An untrusted file must not fill the memory. The largest real file, o200k_base, has 4 MB.
+MAX_FILE_BYTES = 64 << 20
+
 MAX_REPETITIONS = 4  # in a regular expression; each multiplies the time by the length of a name
+
+INT_TAG = "tag:yaml.org,2002:int"
+FLOAT_TAG = "tag:yaml.org,2002:float"
 
 
 class Loader(yaml.SafeLoader):
     """YAML loader that rejects aliases, and duplicate keys, of which PyYAML silently uses the last.
 
-    Nested aliases, ten levels deep with ten aliases each, make a file of a few hundred bytes take hours to read.
+    Nested aliases, ten levels deep with ten aliases each, make a file of a few hundred bytes take
+    hours to read.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         """Like the base class, but reject aliases."""
         if self.check_event(yaml.AliasEvent):
             event = self.get_event()
-            raise yaml.MarkedYAMLError(problem=f"aliases such as *{event.anchor} are not supported; repeat the value",
-                                       problem_mark=event.start_mark)  # fmt: skip
+            problem = f"aliases such as *{event.anchor} are not supported; repeat the value"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Like the base class, but reject duplicate keys."""
         names: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
             if key.value in names:
                 problem = f"duplicate key {key.value}; remove one of them"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
@@ -41,26 +47,32 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.Node) -> int | float:
-        """Like the base class, but reject 1:30, which YAML 1.1 reads as 90, and 010, which it reads as 8."""
+        """Like the base class, but reject numbers that are not decimal.
+
+        YAML 1.1 reads 1:30 as 90, and 010 as 8.
+        """
         if ":" in node.value or re.match(r"[-+]?0[0-9]", node.value):
-            raise yaml.MarkedYAMLError(
-                problem=f"{node.value} is not a decimal number", problem_mark=node.start_mark
-            )
-        is_int = node.tag == "tag:yaml.org,2002:int"
-        return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+            problem = f"{node.value} is not a decimal number"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        if node.tag == INT_TAG:
+            return self.construct_yaml_int(node)
+        return self.construct_yaml_float(node)
 
 
-for _kind in ("int", "float"):
-    Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", Loader.construct_number)
+Loader.add_constructor(INT_TAG, Loader.construct_number)
+Loader.add_constructor(FLOAT_TAG, Loader.construct_number)
 
 
 def read_bytes(path: Path, error_type: type[Exception] = UserError) -> bytes:
-    """Read a file. Raises `error_type` if it is missing, unreadable, too large, or a pipe or device."""
+    """Read a file.
+
+    Raises `error_type` if it is missing, unreadable, too large, or a pipe or device.
+    """
     try:
+        if not path.exists():
+            raise error_type(f"{path} does not exist")
         if not path.is_file():
-            raise error_type(
-                f"{path} {'is not a regular file' if path.exists() else 'does not exist'}"
-            )
+            raise error_type(f"{path} is not a regular file")
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -79,11 +91,13 @@ def read_text(path: Path) -> str:
 
 
 def read_text_or_stdin(name: str) -> str:
-    """Read a UTF-8 file, or standard input for "-". Raises UserError if it cannot be read or is not UTF-8."""
+    """Read a UTF-8 file, or standard input for "-". Raises UserError if that fails."""
     try:
-        return (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode(
-            "utf-8-sig"
-        )
+        if name == "-":
+            content = sys.stdin.buffer.read()
+        else:
+            content = Path(name).read_bytes()
+        return content.decode("utf-8-sig")  # without a byte order mark
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -93,7 +107,10 @@ def read_text_or_stdin(name: str) -> str:
 
 
 def read_json(path: Path, error_type: type[Exception] = UserError) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises `error_type` if the file is missing or contains anything else."""
+    """Read a JSON object from a file.
+
+    Raises `error_type` if the file is missing or contains anything else.
+    """
     try:
         content = json.loads(read_bytes(path, error_type))
     except (ValueError, RecursionError) as error:
@@ -104,19 +121,16 @@ def read_json(path: Path, error_type: type[Exception] = UserError) -> dict[str, 
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a mapping from a YAML file; {} if the file is empty. Raises UserError if it contains anything else."""
+    """Read a mapping from a YAML file; {} if the file is empty. Raises UserError."""
+    text = read_text(path)
     try:
-        content = yaml.load(read_text(path), Loader) or {}
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: an impossible date or number
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(
-            f"{path}{line}: invalid YAML: {getattr(error, 'problem', error)}"
-        ) from error
+        content = yaml.load(text, Loader) or {}
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}{line}: invalid YAML: {error.problem}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # ValueError: an impossible date or number.
+        raise UserError(f"{path}: invalid YAML: {error}") from error
     if not isinstance(content, dict):
         raise UserError(
             f"{path} contains a {type(content).__name__}; it must be a mapping of keys to values"
@@ -125,7 +139,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def checked_pattern(pattern: str) -> str:
-    """Return an untrusted regular expression. Raises re.error if it may take forever, such as "(a+)+b"."""
+    """Return an untrusted regular expression.
+
+    Raises re.error if a match may take forever, such as with "(a+)+b".
+    """
     is_nested = re.search(r"[*+}?][^()]*\)[*+{]", pattern)
     if is_nested or len(re.findall(r"[*+{]", pattern)) > MAX_REPETITIONS:
         raise re.error(f"it has nested repetitions, or more than {MAX_REPETITIONS}")

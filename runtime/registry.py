@@ -1,10 +1,11 @@
 """Names that configs and commands may use, and the optional features that are installed.
 
-A `Registry` maps names to what they stand for: attention patterns, MLPs, norms, sources, optimizers, callbacks. Our own
-entries and those of a user's module go through the same `register()`.
+A `Registry` maps names to what they stand for: attention patterns, MLPs, norms, sources,
+optimizers, callbacks. Our own entries and those of a user's module go through the same
+`register()`.
 
-A `Feature` says what an optional feature offers to the road. The road asks here for whatever a config or a command
-selects; it never names a feature.
+A `Feature` says what an optional feature offers to the road. The road asks here for whatever a
+config or a command selects; it never names a feature.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True)
 class Feature:
-    """What one optional feature offers. Each offer is "module:name", and is imported when it is used.
+    """What one optional feature offers.
 
-    A feature leaves out what it does not need. docs/explanations/architecture.md shows an example.
+    Each offer is "module:name", and is imported when it is used. A feature leaves out what it does
+    not need. docs/explanations/architecture.md shows an example.
     """
 
     name: str
@@ -110,7 +112,10 @@ def features() -> tuple[Feature, ...]:
 
 
 def offers(seam: str) -> Iterator[Callable[..., Any]]:
-    """What the features offer for a seam, a field of Feature such as "objective", imported one by one."""
+    """What the features offer for a seam, a field of Feature such as "objective".
+
+    Imports the offers one by one.
+    """
     for feature in features():
         offer = getattr(feature, seam)
         if offer:
