@@ -5,38 +5,38 @@ from importlib import import_module
 from thinker.benchmarks.environment import record_result
 from thinker.runtime.cli import ArgumentParser, output_file, png_file
 
-BENCHMARKS = {  # by name, the arguments of two examples
-    "ablation": ("--seeds 3 --png ablation.png", "--steps 10 --only 'window(32)' 'topk(16)'"),
-    "attention": ("--png attention.png", "--patterns full 'window(128)' --lengths 512,1024"),
-    "bigram": ("", "--minutes 5 --run runs/bigram-5"),
-    "checkpoint_overhead": ("configs/quickstart.yaml", "configs/quickstart.yaml train.batch_size=16 --saves 3"),
-    "comm_volume": ("", "--ranks 2 --layers 8 --precision fp32"),
-    "decode": ("--shape 124m", "--variants fp32,fp32-eager,int8,bf16@8"),
-    "decode_lengths": ("--png lengths.png", "--shape 124m --window 512"),
-    "decode_start": ("", "--run runs/chars --repeats 9"),
-    "equal_time": ("CONFIG.yaml --variant 'base:' --variant 'wide: model.d_model=256'", "CONFIG.yaml --variant a:"),
-    "extrapolation": ("--png extrapolation.png", "--seeds 1 --steps 10"),
-    "five-minutes": ("--out results.jsonl", "train.device=cpu"),
-    "gpu": ("--part A --out gpu-a", "--part A --out rehearsal --rehearse"),
-    "html_report": ("", "--tokens 256 --layers 6"),
-    "kv_cache": ("--runs runs/quickstart", "--shape tiny --lengths 64 --rows 1 --repeats 3"),
-    "linear_cross_entropy": ("", "--vocab 32000 --device cpu --precision fp32"),
-    "loading": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --lengths 512"),
-    "monitoring": ("", "--shape 2m --precisions fp32 --batches 1"),
-    "packing": ("", "--seq-len 256 --tokens 500000 --seeds 1"),
-    "regularization": ("my.txt", "a.txt b.txt --epochs 4 16 --seeds 3 --jobs 2"),
-    "retrieval": ("", "--shape 110m --repeats 3"),
-    "scaling": ("configs/pysource.yaml --minutes 10 --jobs 2", "configs/pysource.yaml --shapes 48x2x2,64x3x2"),
-    "serving": ("", "--precision bf16 --clients 8 --transformers /opt/peer/bin/transformers"),
-    "short_context": ("", "--tokens 32 --minutes 1 3"),
-    "size_rule": ("my.txt", "my.txt --characters 100000 --minutes 1 --jobs 2"),
-    "speculative": ("", "--drafts 4 8 --temperatures 0 --precisions fp32"),
-    "step_parts": ("configs/quickstart.yaml", "configs/quickstart.yaml train.batch_size=16 --rounds 50"),
-    "structured": ("", "--shape tiny --precisions int8,int4 --new 20"),
-    "sweep": ("CONFIG.yaml --vary optimizer.lr=x0.5,x2 --png sweep.png", "CONFIG.yaml --vary optimizer.lr=x2 --jobs 2"),
-    "time_to_loss": ("BASELINE.yaml CANDIDATE.yaml", "BASELINE.yaml CANDIDATE.yaml --tune optimizer.lr=0.004,0.008"),
-    "tokenizing": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --repeats 1"),
-    "train": ("--shape 12m", "--shape 124m --no-baseline --png train.png"),
+BENCHMARKS = {  # by room and name, the arguments of two examples
+    "losses.ablation": ("--seeds 3 --png ablation.png", "--steps 10 --only 'window(32)' 'topk(16)'"),
+    "speed.attention": ("--png attention.png", "--patterns full 'window(128)' --lengths 512,1024"),
+    "losses.bigram": ("", "--minutes 5 --run runs/bigram-5"),
+    "systems.checkpoint_overhead": ("configs/quickstart.yaml", "configs/quickstart.yaml train.batch_size=16 --saves 3"),
+    "systems.comm_volume": ("", "--ranks 2 --layers 8 --precision fp32"),
+    "speed.decode": ("--shape 124m", "--variants fp32,fp32-eager,int8,bf16@8"),
+    "speed.decode_lengths": ("--png lengths.png", "--shape 124m --window 512"),
+    "speed.decode_start": ("", "--run runs/chars --repeats 9"),
+    "losses.equal_time": ("CONFIG.yaml --variant 'base:' --variant 'wide: model.d_model=256'", "CONFIG.yaml --variant a:"),
+    "losses.extrapolation": ("--png extrapolation.png", "--seeds 1 --steps 10"),
+    "losses.five-minutes": ("--out results.jsonl", "train.device=cpu"),
+    "gpu.gpu": ("--part A --out gpu-a", "--part A --out rehearsal --rehearse"),
+    "systems.html_report": ("", "--tokens 256 --layers 6"),
+    "speed.kv_cache": ("--runs runs/quickstart", "--shape tiny --lengths 64 --rows 1 --repeats 3"),
+    "speed.linear_cross_entropy": ("", "--vocab 32000 --device cpu --precision fp32"),
+    "systems.loading": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --lengths 512"),
+    "speed.monitoring": ("", "--shape 2m --precisions fp32 --batches 1"),
+    "losses.packing": ("", "--seq-len 256 --tokens 500000 --seeds 1"),
+    "losses.regularization": ("my.txt", "a.txt b.txt --epochs 4 16 --seeds 3 --jobs 2"),
+    "speed.retrieval": ("", "--shape 110m --repeats 3"),
+    "losses.scaling": ("configs/pysource.yaml --minutes 10 --jobs 2", "configs/pysource.yaml --shapes 48x2x2,64x3x2"),
+    "systems.serving": ("", "--precision bf16 --clients 8 --transformers /opt/peer/bin/transformers"),
+    "losses.short_context": ("", "--tokens 32 --minutes 1 3"),
+    "losses.size_rule": ("my.txt", "my.txt --characters 100000 --minutes 1 --jobs 2"),
+    "speed.speculative": ("", "--drafts 4 8 --temperatures 0 --precisions fp32"),
+    "speed.step_parts": ("configs/quickstart.yaml", "configs/quickstart.yaml train.batch_size=16 --rounds 50"),
+    "speed.structured": ("", "--shape tiny --precisions int8,int4 --new 20"),
+    "losses.sweep": ("CONFIG.yaml --vary optimizer.lr=x0.5,x2 --png sweep.png", "CONFIG.yaml --vary optimizer.lr=x2 --jobs 2"),
+    "losses.time_to_loss": ("BASELINE.yaml CANDIDATE.yaml", "BASELINE.yaml CANDIDATE.yaml --tune optimizer.lr=0.004,0.008"),
+    "systems.tokenizing": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --repeats 1"),
+    "speed.train": ("--shape 12m", "--shape 124m --no-baseline --png train.png"),
 }  # fmt: skip
 
 
@@ -47,8 +47,9 @@ def main() -> int:
         description=description, examples=("decode --shape 124m", "BENCHMARK --help")
     )
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    for name, examples in BENCHMARKS.items():
-        module = import_module(f"thinker.benchmarks.{name.replace('-', '_')}")
+    for path, examples in BENCHMARKS.items():
+        name = path.partition(".")[2]
+        module = import_module(f"thinker.benchmarks.{path.replace('-', '_')}")
         doc = module.__doc__.strip().splitlines()[0].rstrip(".")
         command = commands.add_parser(
             name, help=doc[0].lower() + doc[1:], description=f"{doc}.", examples=examples

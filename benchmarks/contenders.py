@@ -19,7 +19,7 @@ from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import RunError, UserError
 from thinker.training.metrics import MemoryMeter
 
-PRELOADED = ["thinker.benchmarks.gpu", "torch._dynamo"]
+PRELOADED = ["thinker.benchmarks.gpu.gpu", "torch._dynamo"]
 WARM_UP_SHARE = 0.8  # of the time of a race; contenders that are not ready then are left out
 MEMORY_GB = 130  # of contenders that warm up side by side, by their own estimates; on an H200
 start_method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"

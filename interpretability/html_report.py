@@ -228,7 +228,8 @@ def write_html_report(
     path: Path, title: str, report: Report | None, explorer: Explorer | None, fold: bool = False
 ) -> None:
     """Write the file. `fold` collapses the table of the report. Raises UserError on failure."""
-    folder, scripts = Path(__file__).parent, []
+    folder = Path(__file__).parent / "page"
+    scripts = []
     if explorer is not None:
         facts = json.dumps(
             explorer.facts, allow_nan=False, separators=(",", ":")

@@ -40,7 +40,7 @@ def main() -> int:
         help="plot to write (default: tuning.png in --folder)",
     )
     arguments = parser.parse_command_line()
-    from thinker.benchmarks.tuning import tune
+    from thinker.benchmarks.tuning.tuning import tune
 
     tune(arguments)
     return 0

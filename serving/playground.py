@@ -4,10 +4,10 @@ import re
 from functools import cache
 from pathlib import Path
 
-# Relative to this folder; the first of each is shared with the interpretability page.
-STYLES = ("../interpretability/page_base.css", "playground.css")
+# Relative to the folder page; the first of each is shared with the interpretability page.
+STYLES = ("../../interpretability/page/page_base.css", "playground.css")
 SCRIPTS = (
-    "../interpretability/page_base.js",
+    "../../interpretability/page/page_base.js",
     "playground_api.js",
     "playground_tokens.js",
     "playground_popover.js",
@@ -22,7 +22,7 @@ SCRIPTS = (
 @cache
 def playground_page() -> str:
     """Return the page as HTML, with its style and scripts inlined."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parent / "page"
     parts = {
         "style": "".join((folder / name).read_text("utf-8") for name in STYLES),
         "script": "".join((folder / name).read_text("utf-8") for name in SCRIPTS),

@@ -39,9 +39,10 @@ def code_lines(source: str) -> int:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            if ast.get_docstring(node, clean=False) is not None:
-                docstring = node.body[0]
-                lines -= set(range(docstring.lineno, docstring.end_lineno + 1))
+            if ast.get_docstring(node, clean=False) is None:
+                continue
+            docstring = node.body[0]
+            lines -= set(range(docstring.lineno, docstring.end_lineno + 1))
     return len(lines)
 
 
@@ -60,7 +61,8 @@ def loaded_files(arguments: list[str], root: Path = ROOT, **variables: str) -> l
         {
             file
             for file in files
-            if file.suffix == ".py" and file.exists()
+            if file.suffix == ".py"
+            and file.exists()
             and file.is_relative_to(root)
             and not any(file.is_relative_to(folder) for folder in outside)
         }

@@ -34,7 +34,8 @@ def test_a_wheel_holds_the_files_that_packages_read():
     }
     folders = [ROOT / folder for folder in PACKAGES if folder.parts]
     files = {path for folder in folders for path in folder.iterdir() if path.is_file()}
-    files |= {path for path in (ROOT / "lessons" / "page").rglob("*") if path.is_file()}
+    pages = [ROOT / room / "page" for room in ("interpretability", "lessons", "serving")]
+    files |= {path for page in pages for path in page.rglob("*") if path.is_file()}
     files -= {ROOT / "lessons" / "README.md"}  # for readers of the repository
     assert {path for path in files if path.suffix not in (".py", ".pyc")} == included
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 from conftest import ROOT, run_script
 
-from thinker.benchmarks import contenders, gpu
+from thinker.benchmarks import contenders
 from thinker.benchmarks.baselines import PlainGPT
 from thinker.benchmarks.contenders import Calls, Contender, race
-from thinker.benchmarks.decode import thinker_generate
-from thinker.benchmarks.gpu_commands import OUTCOME, Command
-from thinker.benchmarks.gpu_training import Campaign, summarize
-from thinker.benchmarks.train import SHAPES, add_rates, make_step
+from thinker.benchmarks.gpu import gpu
+from thinker.benchmarks.gpu.gpu_commands import OUTCOME, Command
+from thinker.benchmarks.gpu.gpu_training import Campaign, summarize
+from thinker.benchmarks.speed.decode import thinker_generate
+from thinker.benchmarks.speed.train import SHAPES, add_rates, make_step
 
 CPU = torch.device("cpu")
 BENCHMARK = ROOT / "scripts" / "benchmark.py"

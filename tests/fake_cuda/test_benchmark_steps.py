@@ -5,9 +5,9 @@ import pytest
 import torch
 from device_trace import DeviceTrace
 
-from thinker.benchmarks.attention import AttentionPass
 from thinker.benchmarks.environment import measure_bandwidth
-from thinker.benchmarks.train import SHAPES, make_step
+from thinker.benchmarks.speed.attention import AttentionPass
+from thinker.benchmarks.speed.train import SHAPES, make_step
 from thinker.model.patterns.pattern_parser import parse_pattern
 
 SHAPE = SHAPES["tiny"]._replace(n_micro_batches=2)

@@ -14,7 +14,7 @@ from thinker.interpretability import html_report, reports
 
 browser = chromium.browser
 TEXT = "The cat <b>sat</b> on a mat."
-STYLE = (Path(html_report.__file__).parent / "html_report.css").read_text()
+STYLE = (Path(html_report.__file__).parent / "page" / "html_report.css").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, count bigrams and compare the two losses."""
     config = load_config(
-        Path(__file__).resolve().parents[1] / "configs" / "pysource.yaml",
+        Path(__file__).resolve().parents[2] / "configs" / "pysource.yaml",
         [f"run.dir={arguments.run}", f"train.max_minutes={arguments.minutes}", "train.device=cpu",
          "train.eval_every=null", "train.sample_every=null"],
     )  # fmt: skip

@@ -9,7 +9,7 @@ from thinker.benchmarks.training_runs import TrainingRun, parse_shapes, train_al
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
 
-CONFIG = Path(__file__).resolve().parents[1] / "configs" / "small-text.yaml"
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "small-text.yaml"
 QUIET = ["train.eval_every=null", "train.save_every=null", "train.sample_every=null"]
 AUTO = "auto"
 

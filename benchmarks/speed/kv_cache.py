@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from thinker.benchmarks.decode import SHAPES, make_random_model
 from thinker.benchmarks.environment import measure_seconds
+from thinker.benchmarks.speed.decode import SHAPES, make_random_model
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.evaluation.perplexity import estimate_ratio
 from thinker.generation import Generator

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from thinker.benchmarks.decode import BITS, SHAPES, make_random_model, thinker_generate
 from thinker.benchmarks.environment import time_alternately
+from thinker.benchmarks.speed.decode import BITS, SHAPES, make_random_model, thinker_generate
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.features.monitoring.monitor import Monitor
 from thinker.generation import Generator

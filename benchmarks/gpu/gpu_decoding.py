@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from thinker.benchmarks.attention import PATTERNS, AttentionPass
 from thinker.benchmarks.contenders import Calls, Contender, race
-from thinker.benchmarks.decode import make_random_model, make_variant
-from thinker.benchmarks.gpu_training import Campaign, Results
+from thinker.benchmarks.gpu.gpu_training import Campaign, Results
+from thinker.benchmarks.speed.attention import PATTERNS, AttentionPass
+from thinker.benchmarks.speed.decode import make_random_model, make_variant
 from thinker.model.patterns.pattern_parser import parse_pattern
 from thinker.runtime.device import DTYPES
 

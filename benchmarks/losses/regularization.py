@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from thinker.benchmarks.equal_time import mean_and_interval
+from thinker.benchmarks.losses.equal_time import mean_and_interval
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.runtime.errors import UserError
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config
 from thinker.training.run import train
 
-CONFIG = Path(__file__).resolve().parents[1] / "configs" / "small-text.yaml"
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "small-text.yaml"
 VAL_FRACTION, SEQ_LEN, BATCH_SIZE, BYTES_PER_TOKEN = 0.33, 128, 8, 1.95
 SHAPE = ["model.size=null", "model.d_model=64", "model.n_layers=2", "model.n_heads=2", "data.tokenizer=bpe:512",
          f"data.seq_len={SEQ_LEN}", f"data.val_fraction={VAL_FRACTION}", f"train.batch_size={BATCH_SIZE}",

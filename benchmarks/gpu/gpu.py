@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinker.benchmarks import contenders, gpu_commands, gpu_decoding, gpu_training
+from thinker.benchmarks import contenders
 from thinker.benchmarks.contenders import stream
-from thinker.benchmarks.gpu_plots import plot_part
-from thinker.benchmarks.gpu_training import Campaign, Results
+from thinker.benchmarks.gpu import gpu_commands, gpu_decoding, gpu_training
+from thinker.benchmarks.gpu.gpu_plots import plot_part
+from thinker.benchmarks.gpu.gpu_training import Campaign, Results
 from thinker.runtime.errors import RunError, UserError
 
 REPORT_SECONDS = 8.0  # for the plots
@@ -29,7 +30,7 @@ ENVIRONMENT = {  # of all processes
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
 }
 ENTRY_MODULES = (
-    "thinker.benchmarks.gpu", "thinker.training.run", "thinker.generation.terminal", "thinker.evaluation.perplexity",
+    "thinker.benchmarks.gpu.gpu", "thinker.training.run", "thinker.generation.terminal", "thinker.evaluation.perplexity",
     "matplotlib.backends.backend_agg", "scipy.stats", "transformers.models.llama.modeling_llama", "pytest",
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from thinker.benchmarks.decode import BITS, SHAPES, make_random_model
+from thinker.benchmarks.speed.decode import BITS, SHAPES, make_random_model
 from thinker.data.tokenizers.tokenizer import BOS_TOKEN, Tokenizer
 from thinker.features.structured_output.constraints import Constraint
 from thinker.generation import Completion, Generator, SamplingParams

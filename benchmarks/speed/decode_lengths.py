@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from thinker.benchmarks.decode import SHAPES, make_random_model
 from thinker.benchmarks.environment import measure_bandwidth, measure_seconds
-from thinker.benchmarks.kv_cache import fill
+from thinker.benchmarks.speed.decode import SHAPES, make_random_model
+from thinker.benchmarks.speed.kv_cache import fill
 from thinker.generation.caches.sink_cache import SinkCache
 from thinker.generation.decoders.inference_model import prepare_for_inference
 from thinker.model import Thinker

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from thinker.benchmarks.decode import SHAPES
 from thinker.benchmarks.environment import measure_seconds
+from thinker.benchmarks.speed.decode import SHAPES
 from thinker.features.retrieval.retrieval_cache import RetrievalCache, context_size
 from thinker.generation.caches.sink_cache import SinkCache
 from thinker.generation.decoders.inference_model import prepare_for_inference

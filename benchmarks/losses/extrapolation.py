@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from thinker.benchmarks.ablation import COMMON_OVERRIDES, CORPORA
+from thinker.benchmarks.losses.ablation import COMMON_OVERRIDES, CORPORA
 from thinker.benchmarks.training_runs import ROOT, TrainingRun, train_all
 from thinker.data.batches.batches import PackedDataset
 from thinker.evaluation.long_context import loss_by_position, override_rope_scaling

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from thinker.benchmarks.regularization import train_quietly
+from thinker.benchmarks.losses.regularization import train_quietly
 from thinker.data.batches.batches import PackedDataset
 from thinker.data.text.sources import open_source
 from thinker.data.tokenizers.text_bytes import token_byte_lengths
@@ -19,7 +19,7 @@ from thinker.training.config.config import Config
 from thinker.training.config.load import load_config
 from thinker.training.training_data import prepare_training_data
 
-CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 PACKINGS = ("contiguous", "documents", "best_fit")
 SHAPE = ["model.d_model=96", "model.n_layers=3", "model.n_heads=3", "data.tokenizer=bpe:2048", "data.val_fraction=0.05",
          "train.max_minutes=null", "train.batch_size=16", "train.eval_every=null", "train.save_every=null",

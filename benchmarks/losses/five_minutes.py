@@ -13,7 +13,7 @@ from typing import Any
 from thinker.benchmarks.training_runs import TrainingRun, train_all
 from thinker.runtime.files import atomic_write
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS, LEADERBOARD = ROOT / "results" / "five_minutes.jsonl", ROOT / "leaderboard.md"
 QUIET = [
     "train.save_every=null",

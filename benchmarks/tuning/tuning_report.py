@@ -1,4 +1,4 @@
-"""The table, the recommendation and the plot of a search for learning rates (benchmarks/tuning.py)."""
+"""The table, the recommendation and the plot of a search for learning rates (benchmarks/tuning/tuning.py)."""
 
 import math
 import shlex

@@ -12,7 +12,7 @@ import torch
 
 from thinker.benchmarks.environment import time_alternately
 
-GENERATE = Path(__file__).parents[1] / "generate.py"
+GENERATE = Path(__file__).parents[2] / "generate.py"
 OPTIONS = (
     "",
     "--bits 8",

@@ -15,7 +15,7 @@ import torch
 
 from thinker.benchmarks.contenders import race, stream
 from thinker.benchmarks.environment import describe_environment, device_seconds, measure_bandwidth
-from thinker.benchmarks.train import (
+from thinker.benchmarks.speed.train import (
     SHAPES,
     Shape,
     add_rates,

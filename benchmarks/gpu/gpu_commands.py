@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 
 from thinker.benchmarks.contenders import kill_group
-from thinker.benchmarks.gpu_training import Campaign, Results
+from thinker.benchmarks.gpu.gpu_training import Campaign, Results
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LONG_TEST = "test_bf16_compiled_follows_fp32_resumes_and_samples"
 CUDA_TESTS = sorted(map(str, ROOT.glob("tests/**/test_cuda*.py")))
 OUTCOME = re.compile(

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinker.benchmarks import llama_cpp
 from thinker.benchmarks.baselines import to_transformers
-from thinker.benchmarks.decode_plot import plot
 from thinker.benchmarks.environment import time_alternately
+from thinker.benchmarks.speed import llama_cpp
+from thinker.benchmarks.speed.decode_plot import plot
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.model import Thinker, ThinkerConfig

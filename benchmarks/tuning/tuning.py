@@ -13,10 +13,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from thinker.benchmarks.halving import Cost, Rung, better_half, plan_rungs
 from thinker.benchmarks.processes import train_side_by_side
 from thinker.benchmarks.training_runs import TrainingRun
-from thinker.benchmarks.tuning_report import (
+from thinker.benchmarks.tuning.halving import Cost, Rung, better_half, plan_rungs
+from thinker.benchmarks.tuning.tuning_report import (
     HEADER,
     best_result,
     best_so_far,

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from thinker.benchmarks.gpt2 import Gpt2Run
+from thinker.benchmarks.losses.gpt2 import Gpt2Run
 from thinker.benchmarks.training_runs import TrainingRun, parse_assignments, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import BLUE, GREY, new_figure

@@ -1,0 +1,1 @@
+"""The measurements on a GPU."""

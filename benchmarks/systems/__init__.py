@@ -1,0 +1,1 @@
+"""Data, checkpoints, ranks, pages and the server."""
