@@ -1,5 +1,6 @@
 # make demo   install, train the quickstart, sample three stories
-# make test   install, run all tests
+# make test   install, run the tests of every guarantee, in under five minutes on two cores
+# make test-more   the rest: lessons, documentation, pages in a browser, benchmarks, products of options
 # make prove  all tests in full: every kill, full disk, malicious file, compiled run and product of options
 # make lint   style and formatting
 # make lessons   run the lessons, and write a notebook and a page for each, in site/lessons/
@@ -13,7 +14,10 @@ demo: .venv/ready
 	.venv/bin/python generate.py runs/quickstart --num-samples 3
 
 test: .venv/ready-dev
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not more" -n 2 --dist worksteal
+
+test-more: .venv/ready-dev
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m more -n 2 --dist worksteal
 
 prove: .venv/ready-dev
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -s --stress -n 2 --dist worksteal
@@ -41,4 +45,4 @@ docs: .venv/ready-dev
 	$(PIP) -r requirements-dev.txt
 	touch $@
 
-.PHONY: demo test prove lint lessons docs
+.PHONY: demo test test-more prove lint lessons docs

@@ -90,8 +90,38 @@ def examples(number):
     return number if in_full else number // 3
 
 
+# The tests of `make test-more`: lessons, pages in a browser, documentation commands, benchmarks, products of options.
+# A path names a file, or a folder with all its files.
+MORE = (
+    "commands/test_benchmark_command.py",
+    "commands/test_gpu_benchmark.py",
+    "commands/test_tune_command.py",
+    "generation/test_attention_variants_sampling.py",
+    "generation/test_option_matrix.py",
+    "interpretability/test_html_report.py",
+    "interpretability/test_html_report_variants.py",
+    "lessons",
+    "serving/test_langchain.py",
+    "serving/test_playground.py",
+    "serving/test_playground_access.py",
+    "serving/test_playground_chat.py",
+    "test_docs.py",
+    "test_fake_cuda.py",
+    "training/test_training_options.py",
+)
+
+
+def is_in_more(path):
+    """Whether a test file belongs to `make test-more`."""
+    within = path.relative_to(ROOT / "tests")
+    return any(within.is_relative_to(name) for name in MORE)
+
+
 def pytest_collection_modifyitems(config, items):
-    """Without --stress, deselect what is marked `stress`."""
+    """Mark the tests of `make test-more`. Without --stress, deselect what is marked `stress`."""
+    for item in items:
+        if is_in_more(item.path):
+            item.add_marker("more")
     if not config.getoption("--stress"):
         deselected = [item for item in items if item.get_closest_marker("stress")]
         config.hook.pytest_deselected(items=deselected)
