@@ -9,10 +9,10 @@ from thinker.model.patterns.pattern_parser import layer_patterns
 from thinker.model.patterns.patterns import Pattern
 from thinker.model.positions import RopeScaling
 from thinker.runtime.checks import check_types, divisors
+from thinker.runtime.constants import MAX_SIZE
 from thinker.runtime.errors import UserError
 
 POSITIONS = ("rope", "alibi", "learned", "sinusoidal", "none")
-MAX_SIZE = 1 << 24  # of any dimension; bounds the products of sizes from an untrusted file
 MAX_FLOAT = 1e18  # of floats, which may be written as integers; torch accepts these up to 2^63
 
 

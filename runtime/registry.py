@@ -66,11 +66,15 @@ class Feature:
 
     # Config: the classes whose keys join a section, by the name of that section.
     keys: Mapping[str, str] = field(default_factory=dict)
-    complete_config: str = ""  # (tree) -> tree: fill in defaults that depend on other keys
+    # (tree) -> None: fill in defaults that depend on other keys, before a config is validated. The tree has all
+    # sections as dictionaries. A key that is set to None stays open.
+    complete_config: str = ""
     check_config: str = ""  # (config) -> None: raise ValueError if keys contradict each other
 
     # Training.
-    resolve_config: str = ""  # choices that depend on the text and the machine
+    # (config, device, precision, previous, dist) -> config: make choices that depend on the text and the machine.
+    # `previous`: settings of the resumed run or None. All ranks call it.
+    resolve_config: str = ""
     objective: str = ""  # what a training step minimizes, or None if the config does not ask for it
     callbacks: str = ""  # a list of callbacks
     dataset: str = ""  # the training data, or None

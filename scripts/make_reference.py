@@ -110,15 +110,15 @@ def sizes_markdown() -> str:
 
 def config_markdown() -> str:
     """A table of keys per section."""
-    from thinker.training.config.config import Config
-    from thinker.training.config.load import NESTED
+    from thinker.training.config.command_line import nested_sections
+    from thinker.training.config.config import config_sections
 
     parts = [
         "# Config keys\n",
         f"Every key of a config file. On the command line, write `section.key=value`. {GENERATED}",
     ]
-    sections = {name: field.annotation for name, field in Config.model_fields.items()}
-    nested = {".".join(location): model for location, (_, model) in NESTED.items()}
+    sections = config_sections()
+    nested = {name: section for name, (_, section) in nested_sections().items()}
     for section_name, section in (sections | nested).items():
         schema = section.model_json_schema()
         parts += [f"## {section_name}\n", f"{inspect.cleandoc(section.__doc__)}\n"]

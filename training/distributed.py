@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thinker.model import Thinker
 from thinker.runtime.process_group import DistContext
-from thinker.training.config.config import TrainSettings
+from thinker.training.settings.settings import TrainSettings
 
 
 def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.Module:

@@ -9,8 +9,9 @@ from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_text
-from thinker.training.config.config import Config, Settings
+from thinker.training.config.config import ARCHITECTURE, Config
 from thinker.training.config.load import validate_config
+from thinker.training.settings.settings import Settings
 
 # Keys that may differ from the initial model's; `init` and `head_init_std` have no effect in fine-tuning.
 MAY_CHANGE = (
@@ -81,7 +82,7 @@ def load_initial_model(
 def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
     """The initial model's architecture, with the changes that the config may make."""
     values = model_config.to_dict()
-    for name in config.model.model_fields_set - {"size"}:
+    for name in config.model.model_fields_set & ARCHITECTURE:
         value = getattr(config.model, name)
         is_size_of_weight = name == "max_seq_len" and model_config.positions == "learned"
         if value is not None and name in MAY_CHANGE and not is_size_of_weight:

@@ -14,7 +14,7 @@ from thinker.model.transformer import MLP
 from thinker.native import training as native
 from thinker.native.compiler import load_training_library
 from thinker.runtime.errors import UserError
-from thinker.training.config.config import TrainSettings
+from thinker.training.settings.settings import TrainSettings
 
 
 def choose_kernels(train: TrainSettings, device: torch.device) -> tuple[FusedKernels | None, str]:

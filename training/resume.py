@@ -14,12 +14,12 @@ from thinker.checkpoint import CorruptCheckpoint
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.tokenizers.tokenizer import FILE_NAME
 from thinker.data.tokenizers.tokenizer_factory import is_path
+from thinker.features.mixtures.keys import MixedSource
 from thinker.runtime.device import device_name
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
-from thinker.training.config.config import Settings
-from thinker.training.config.source_section import MixedSource
 from thinker.training.run_state import RunState, read_state
+from thinker.training.settings.settings import Settings
 from thinker.training.step import TrainingStep
 
 # Keys that must not change. In the sections model and data these are all keys except DATA_KEYS_OF_THE_MACHINE.

@@ -10,9 +10,10 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import is_path, load_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_text
-from thinker.training.config.config import Config, Settings
+from thinker.training.config.config import Config
 from thinker.training.resume import REMEDY
 from thinker.training.run_state import RunState
+from thinker.training.settings.settings import Settings
 from thinker.training.training_data import find_training_data, prepare_training_data
 
 

@@ -21,13 +21,14 @@ from thinker.generation.prompts import check_prompt
 from thinker.runtime.device import choose_device, configure_backend, enable_determinism
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training import resume
-from thinker.training.config.config import Config, Settings
+from thinker.training.config.config import Config
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter
 from thinker.training.reports.advice import before_training
 from thinker.training.resumed_data import own_tokenizer, read_corpus
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.resolve import check_batch_split, resolve_precision, resolve_settings
+from thinker.training.settings.settings import Settings
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.tracking import Tracker
 from thinker.training.trainer import Trainer

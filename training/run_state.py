@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from thinker import checkpoint
 from thinker.checkpoint import CorruptCheckpoint
-from thinker.training.config.config import Settings
+from thinker.training.settings.settings import Settings
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 

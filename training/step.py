@@ -17,10 +17,10 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.model.lora import add_lora
 from thinker.runtime.device import DTYPES
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
-from thinker.training.config.config import Settings
 from thinker.training.distributed import gradient_sync, parallelize
 from thinker.training.kernels import cached_weight_casts, choose_kernels, fused_kernels
 from thinker.training.optim.optimizers import Optimizers
+from thinker.training.settings.settings import Settings
 
 
 class TrainingStep:

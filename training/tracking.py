@@ -9,7 +9,7 @@ from typing import Any
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
-from thinker.training.config.config import Settings
+from thinker.training.settings.settings import Settings
 
 
 class Tracker:

@@ -25,12 +25,12 @@ from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.files import atomic_write
 from thinker.runtime.process_group import DistContext
 from thinker.training import resume
-from thinker.training.config.config import Settings
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.nonfinite import diagnose, finite_or_none, unwrapped_copy
 from thinker.training.optim.schedule import lr_multiplier
 from thinker.training.reports.summary import print_summary
 from thinker.training.run_state import RunState
+from thinker.training.settings.settings import Settings
 from thinker.training.signals import SignalHandler
 from thinker.training.step import TrainingStep
 from thinker.training.tracking import Tracker

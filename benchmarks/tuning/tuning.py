@@ -31,13 +31,13 @@ from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write, make_folder
 from thinker.runtime.reading import read_text
-from thinker.training.config.config import Settings
 from thinker.training.config.load import load_config
 from thinker.training.config.sections import OptimizerConfig
 from thinker.training.initial_model import load_initial_model
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
 from thinker.training.settings.resolve import resolve_precision, resolve_settings
+from thinker.training.settings.settings import Settings
 from thinker.training.training_data import prepare_training_data
 
 RATES = ("lr", "embedding_lr", "head_lr", "norm_lr")

@@ -2,4 +2,10 @@
 
 from thinker.runtime.registry import Feature
 
-FEATURE = Feature(name="auto_size")
+FEATURE = Feature(
+    name="auto_size",
+    keys={"model": "thinker.features.auto_size.keys:AutoSizeKeys"},
+    complete_config="thinker.features.auto_size.keys:leave_tokenizer_open",
+    check_config="thinker.features.auto_size.keys:check_auto_size",
+    resolve_config="thinker.features.auto_size.auto_size:resolve_size",
+)

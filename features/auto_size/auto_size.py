@@ -13,9 +13,10 @@ import torch
 from thinker.data.text.sources import open_source
 from thinker.runtime.device import matmul_flops
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
-from thinker.training.config.config import Config, Settings
+from thinker.training.config.config import Config
 from thinker.training.config.load import validate_config
 from thinker.training.metrics import peak_flops
+from thinker.training.settings.settings import Settings
 
 # Width, layers and heads, smallest first.
 SHAPES = [

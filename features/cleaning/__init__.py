@@ -2,4 +2,4 @@
 
 from thinker.runtime.registry import Feature
 
-FEATURE = Feature(name="cleaning")
+FEATURE = Feature(name="cleaning", keys={"data": "thinker.features.cleaning.keys:CleanKeys"})

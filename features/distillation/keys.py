@@ -1,17 +1,21 @@
 """Keys of train.distill, and what they cannot be combined with."""
 
-from typing import Annotated, Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
-from thinker.training.config.data_section import DataConfig
 from thinker.training.config.types import ConfigSection, Fraction, PathText, Positive
+
+if TYPE_CHECKING:
+    from thinker.training.config.config import Config
 
 
 class DistillConfig(ConfigSection):
     """Learning from a teacher beside the text (docs/guides/smaller-models.md)."""
 
-    teacher: PathText
+    teacher: Annotated[PathText, Field(examples=["runs/large"])]
     """Run directory, checkpoint or Hugging Face folder of the teacher, which must have the same tokenizer."""
     weight: Fraction = 1.0
     """Share of the loss that compares the logits with the teacher's; the rest compares them with the text."""
@@ -26,7 +30,7 @@ class DistillConfig(ConfigSection):
     none."""
 
     @model_validator(mode="after")
-    def _check_consistency(self) -> "DistillConfig":
+    def _check_consistency(self) -> DistillConfig:
         if not (self.weight or self.needs_activations):
             raise ValueError(
                 "weight, attention and hidden are 0, so nothing is learned from the teacher; raise one"
@@ -51,31 +55,63 @@ class DistillConfig(ConfigSection):
         return bool(self.attention or self.hidden)
 
 
-def teacher_path(tree: dict[str, Any]) -> str | None:
-    """train.distill.teacher in a config that has not been validated; None if there is none."""
-    for key in ("train", "distill", "teacher"):
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree if isinstance(tree, str) else None
+class DistillKeys(ConfigSection):
+    """Keys of the section `train`."""
+
+    distill: DistillConfig | None = None
+    """Learn from a teacher, such as `{teacher: runs/large}` (docs/guides/smaller-models.md). null: from text alone."""
 
 
-def check_distillation(train: Any, model: Any, data: DataConfig) -> None:
-    """Raise ValueError if keys of the sections train, model and data contradict train.distill."""
+def complete_config(tree: dict[str, Any]) -> None:
+    """The student has the tokenizer of its teacher, and is not compiled if its activations are compared."""
+    distill = tree["train"].get("distill")
+    if not isinstance(distill, dict):
+        return
+    teacher = distill.get("teacher")
+    if isinstance(teacher, str) and tree["run"].get("init_from") is None:
+        tree["data"].setdefault("tokenizer", teacher)
+    train = tree["train"]
+    compares_activations = distill.get("attention") or distill.get("hidden")
+    if compares_activations and train.get("compile", "auto") == "auto":
+        train["compile"] = False  # compiled blocks hide them
+
+
+def check_distillation(config: Config) -> None:
+    """Raise ValueError if other keys contradict train.distill."""
+    model, data, train = config.model, config.data, config.train
     distill = train.distill
     if distill is None:
         return
-    is_stream = any(source.buffer_tokens for source in data.text_sources())
-    for key, is_set, reason in (
-        ("model.size=auto", model.size == "auto", "does not count the time of the teacher; set the shape"),
-        ("train.micro_batch_size=auto", train.micro_batch_size == "auto",
-         "does not count the memory of the teacher; set a number"),
-        ("train.compile=true", train.compile is True and distill.needs_activations,
-         "hides the activations; remove it, or attention and hidden"),
-        ("train.checkpoint_every_n_blocks", train.checkpoint_every_n_blocks and distill.attention,
-         "does not keep attention weights; remove it, or attention"),
-        ("data.shift_windows=true", data.shift_windows and distill.cached_logits,
-         "makes other windows in every epoch; remove it, or cached_logits"),
-        ("data.buffer_tokens", is_stream and distill.cached_logits,
-         "makes windows of a stream; remove it, or cached_logits"),
-    ):  # fmt: skip
+    is_sized = getattr(model, "size", None) == "auto"
+    is_stream = any(getattr(source, "buffer_tokens", None) for source in data.text_sources())
+    conflicts = [
+        ("model.size=auto", is_sized, "does not count the time of the teacher; set the shape"),
+        (
+            "train.micro_batch_size=auto",
+            train.micro_batch_size == "auto",
+            "does not count the memory of the teacher; set a number",
+        ),
+        (
+            "train.compile=true",
+            train.compile is True and distill.needs_activations,
+            "hides the activations; remove it, or attention and hidden",
+        ),
+        (
+            "train.checkpoint_every_n_blocks",
+            train.checkpoint_every_n_blocks and distill.attention,
+            "does not keep attention weights; remove it, or attention",
+        ),
+        (
+            "data.shift_windows=true",
+            data.shift_windows and distill.cached_logits,
+            "makes other windows in every epoch; remove it, or cached_logits",
+        ),
+        (
+            "data.buffer_tokens",
+            is_stream and distill.cached_logits,
+            "makes windows of a stream; remove it, or cached_logits",
+        ),
+    ]
+    for key, is_set, reason in conflicts:
         if is_set:
             raise ValueError(f"train.distill cannot be combined with {key}, which {reason}")

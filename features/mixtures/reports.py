@@ -14,9 +14,9 @@ from thinker.data.corpus.corpus import Corpus
 from thinker.features.mixtures.mixture import Mixture, MixtureSource
 from thinker.features.streams.token_stream import TokenStream
 from thinker.runtime.constants import IGNORE_INDEX
-from thinker.training.config.config import Settings
 from thinker.training.reports.advice import most_epochs
 from thinker.training.reports.fit import format_epochs
+from thinker.training.settings.settings import Settings
 
 SHOWN_PHASES = 4  # in the description of a mixture
 SMOOTHED_LINES = 10

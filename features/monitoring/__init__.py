@@ -2,4 +2,8 @@
 
 from thinker.runtime.registry import Feature
 
-FEATURE = Feature(name="monitoring")
+FEATURE = Feature(
+    name="monitoring",
+    keys={"train": "thinker.features.monitoring.keys:LayerLogKeys"},
+    check_config="thinker.features.monitoring.keys:check_layer_log",
+)

@@ -10,10 +10,9 @@ from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.batches.prefetch import Batch
 from thinker.data.corpus.corpus import Corpus
 from thinker.features.monitoring.validation_figures import write_validation_figures
-from thinker.model import Thinker, ThinkerConfig
+from thinker.model import Thinker
 from thinker.model.attention_statistics import FIGURES, measure_attention
 from thinker.runtime.constants import IGNORE_INDEX
-from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import full_tensor
 from thinker.training.config.sections import TrainConfig
 from thinker.training.nonfinite import unwrapped_copy
@@ -21,21 +20,6 @@ from thinker.training.run_state import RunState
 from thinker.training.step import TrainingStep
 
 MAX_SEQUENCES = 4  # of a batch, to measure attention on
-
-
-def check_layer_log(train: TrainConfig, model: ThinkerConfig) -> None:
-    """Raise UserError if attention is to be logged in steps that are not logged, or has no logits."""
-    every = train.log_attention_every
-    if every is None:
-        return
-    if every % train.log_every:
-        multiple = -(-every // train.log_every) * train.log_every
-        problem = f"train.log_attention_every ({every}) is not a multiple of train.log_every ({train.log_every})"
-        raise UserError(f"{problem}; use {multiple}")
-    if all(pattern.n_features for pattern in model.patterns):
-        raise UserError(
-            "train.log_attention_every measures logits, but linear attention has no logits; remove it"
-        )
 
 
 class LayerLog:

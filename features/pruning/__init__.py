@@ -2,4 +2,8 @@
 
 from thinker.runtime.registry import Feature
 
-FEATURE = Feature(name="pruning")
+FEATURE = Feature(
+    name="pruning",
+    keys={"train": "thinker.features.pruning.keys:PruneKeys"},
+    check_config="thinker.features.pruning.keys:check_pruning",
+)

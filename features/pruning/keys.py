@@ -1,10 +1,15 @@
 """Keys of train.prune, and what they cannot be combined with."""
 
-from typing import Annotated, Any, Literal
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from thinker.training.config.types import ConfigSection, Fraction, Positive
+
+if TYPE_CHECKING:
+    from thinker.training.config.config import Config
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 EVERY = 20  # optimizer steps
@@ -29,7 +34,7 @@ class PruneConfig(ConfigSection):
     """Steps between scores. null: 20; with gates, every step."""
 
     @model_validator(mode="after")
-    def _check_consistency(self) -> "PruneConfig":
+    def _check_consistency(self) -> PruneConfig:
         if not (self.weights or self.neurons or self.heads):
             raise ValueError("weights, neurons and heads are 0, so nothing is pruned; raise one")
         start, end = self.window
@@ -64,20 +69,42 @@ class PruneConfig(ConfigSection):
         return final * (1 - (1 - (progress - start) / (end - start)) ** 3)
 
 
-def check_pruning(train: Any, model: Any) -> None:
-    """Raise ValueError if keys of the sections train and model contradict train.prune."""
-    prune = train.prune
+class PruneKeys(ConfigSection):
+    """Keys of the section `train`."""
+
+    prune: PruneConfig | None = None
+    """Prune during training, such as `{neurons: 0.5}` (docs/guides/smaller-models.md). null: prune nothing."""
+
+
+def check_pruning(config: Config) -> None:
+    """Raise ValueError if other keys contradict train.prune."""
+    train, prune = config.train, config.train.prune
     if prune is None:
         return
-    has_gates = prune.by == "gates"
-    for name, key, is_set, reason in (
-        ("train.prune", "train.lora_rank", train.lora_rank is not None, "does not train the matrices"),
-        ("train.prune", "model.size=auto", model.size == "auto", "chooses the shape itself; set the shape"),
-        ("train.prune", "train.patience", train.patience is not None, "may end the run before pruning is complete"),
-        ("train.prune", "train.parallel=fsdp", train.parallel == "fsdp", "splits the matrices; use ddp"),
-        ("train.prune.by=gates", "train.ema_decay", has_gates and train.ema_decay, "averages weights without gates"),
-        ("train.prune.by=gates", "train.precision=fp16", has_gates and train.precision == "fp16",
-         "scales the gradients; use bf16 or fp32"),
-    ):  # fmt: skip
+    is_sized = getattr(config.model, "size", None) == "auto"
+    conflicts = [
+        ("train.lora_rank", train.lora_rank is not None, "does not train the matrices"),
+        ("model.size=auto", is_sized, "chooses the shape itself; set the shape"),
+        (
+            "train.patience",
+            train.patience is not None,
+            "may end the run before pruning is complete",
+        ),
+        ("train.parallel=fsdp", train.parallel == "fsdp", "splits the matrices; use ddp"),
+    ]
+    for key, is_set, reason in conflicts:
         if is_set:
-            raise ValueError(f"{name} cannot be combined with {key}, which {reason}")
+            raise ValueError(f"train.prune cannot be combined with {key}, which {reason}")
+    if prune.by != "gates":
+        return
+    conflicts = [
+        ("train.ema_decay", train.ema_decay is not None, "averages weights without gates"),
+        (
+            "train.precision=fp16",
+            train.precision == "fp16",
+            "scales the gradients; use bf16 or fp32",
+        ),
+    ]
+    for key, is_set, reason in conflicts:
+        if is_set:
+            raise ValueError(f"train.prune.by=gates cannot be combined with {key}, which {reason}")

@@ -6,8 +6,8 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 from thinker.training.after_step import AfterStep
-from thinker.training.config.config import Settings
 from thinker.training.optim.optimizers import Optimizers
+from thinker.training.settings.settings import Settings
 from thinker.training.weight_average import WeightAverage
 
 

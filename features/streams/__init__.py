@@ -2,4 +2,8 @@
 
 from thinker.runtime.registry import Feature
 
-FEATURE = Feature(name="streams")
+FEATURE = Feature(
+    name="streams",
+    keys={"source": "thinker.features.streams.keys:StreamKeys"},
+    check_config="thinker.features.streams.keys:check_streams",
+)

@@ -15,8 +15,9 @@ from thinker.features.streams.stream_index import HEAD_BYTES
 from thinker.features.streams.stream_writer import BLOCKS, StreamText
 from thinker.features.streams.token_stream import TokenStream
 from thinker.runtime.errors import UserError
-from thinker.training.config.config import Config, Settings
+from thinker.training.config.config import Config
 from thinker.training.config.source_section import TextSource
+from thinker.training.settings.settings import Settings
 
 
 def make_streams(

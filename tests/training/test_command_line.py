@@ -8,7 +8,7 @@ from conftest import ROOT, run_script
 
 from thinker.runtime.errors import UserError
 from thinker.training.config.command_line import ConfigArgumentParser
-from thinker.training.config.config import Config
+from thinker.training.config.config import config_sections
 
 PLAN = [ROOT / "scripts" / "plan.py", ROOT / "tests" / "fixtures" / "base.yaml"]
 
@@ -64,8 +64,8 @@ def test_all_keys_are_listed_with_their_defaults(parse, capsys):
     lines = capsys.readouterr().out.splitlines()
     expected = [
         f"{name}.{key}={json.dumps(field.default)}"
-        for name, section in Config.model_fields.items()
-        for key, field in section.annotation.model_fields.items()
+        for name, section in config_sections().items()
+        for key, field in section.model_fields.items()
     ]
     assert [line.split("  ")[0] for line in lines] == expected
     with pytest.raises(SystemExit):

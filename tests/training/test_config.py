@@ -12,7 +12,7 @@ from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS
 from thinker.scripts.make_reference import config_markdown, config_schema
-from thinker.training.config.config import Config
+from thinker.training.config.config import config_sections
 from thinker.training.config.load import load_config, validate_config
 from thinker.training.config.sections import ModelConfig
 from thinker.training.settings.resolve import check_batch_split
@@ -37,12 +37,11 @@ def test_every_key_is_read_somewhere():
     root_files = [
         p for room in ("training", "model", "data", "features") for p in (ROOT / room).rglob("*.py")
     ]
-    of_config = {
-        ROOT / "training" / "config" / n for n in ("config.py", "sections.py", "data_section.py")
-    }
+    of_config = set((ROOT / "training" / "config").glob("*.py"))
+    of_config |= set((ROOT / "features").glob("*/keys.py"))
     code = "".join(path.read_text() for path in root_files if path not in of_config)
-    for name, section in Config.model_fields.items():
-        for key in section.annotation.model_fields:
+    for name, section in config_sections().items():
+        for key in section.model_fields:
             assert f".{key}" in code or f'"{key}"' in code, f"{name}.{key}"
 
 
@@ -68,8 +67,8 @@ def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
 
 def test_descriptions_refer_to_pages_that_know_the_key():
     """A page that is named, from the root of the repository, says something about the key."""
-    for name, section in Config.model_fields.items():
-        for key, field in section.annotation.model_fields.items():
+    for name, section in config_sections().items():
+        for key, field in section.model_fields.items():
             for page in re.findall(r"[\w/-]+\.md", field.description):
                 assert f"`{name}.{key}" in (ROOT / page).read_text(encoding="utf-8"), (
                     f"{name}.{key}: {page}"
@@ -199,8 +198,8 @@ def test_the_default_sequence_length_follows_a_shorter_context():
 
 def test_every_number_has_an_upper_bound():
     """In the section `model`, numbers that are no sizes are bounded by ThinkerConfig."""
-    for name, section in Config.model_fields.items():
-        for key, schema in section.annotation.model_json_schema()["properties"].items():
+    for name, section in config_sections().items():
+        for key, schema in section.model_json_schema()["properties"].items():
             for kind in schema.get("anyOf", [schema]):
                 is_checked_elsewhere = name == "model" and kind.get("type") == "number"
                 if kind.get("type") in ("integer", "number") and not is_checked_elsewhere:
@@ -280,14 +279,14 @@ def test_model_keys_are_those_of_thinker_config():
     """Same names, order and defaults, but for vocab_size and max_seq_len, which follow from tokenizer and data."""
     fields = {field.name: field.default for field in dataclasses.fields(ThinkerConfig)}
     keys = {name: field.default for name, field in ModelConfig.model_fields.items()}
-    assert keys.pop("size") is None  # chosen before there is a ThinkerConfig
+    keys.pop("size", None)  # of a feature; chosen before there is a ThinkerConfig
     assert list(fields) == list(keys)
     assert {name for name in keys if keys[name] != fields[name]} == {"vocab_size", "max_seq_len"}
 
 
 def test_every_key_has_a_description():
-    for name, section in Config.model_fields.items():
-        for key, field in section.annotation.model_fields.items():
+    for name, section in config_sections().items():
+        for key, field in section.model_fields.items():
             assert field.description, f"{name}.{key}"
 
 
@@ -299,10 +298,10 @@ def test_the_documentation_names_keys_configs_and_pages_that_exist(path):
     text = path.read_text(encoding="utf-8")
     end = r"\b" if path.name == "coming-from-nanogpt.md" else "="
     for section, key in re.findall(
-        rf"(?<![\w./-])({'|'.join(Config.model_fields)})\.([a-z_]+){end}", text
+        rf"(?<![\w./-])({'|'.join(config_sections())})\.([a-z_]+){end}", text
     ):
         is_file = f"{section}.{key}" in ("train.py", "data.py")
-        assert is_file or key in Config.model_fields[section].annotation.model_fields, (
+        assert is_file or key in config_sections()[section].model_fields, (
             f"{section}.{key}"
         )
     for config in re.findall(r"(?<![\w/])configs/\w[\w-]*\.yaml", text):

@@ -1,5 +1,7 @@
 """Command line of commands that take a config: CONFIG section.key=value ..., and the list of keys."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import re
@@ -7,8 +9,11 @@ import shlex
 import sys
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, did_you_mean
+from thinker.training.config.types import ConfigSection, nested_section
 
 
 class ConfigArgumentParser(ArgumentParser):
@@ -31,16 +36,15 @@ class ConfigArgumentParser(ArgumentParser):
 
     def parse_command_line(self) -> argparse.Namespace:
         """Parse this process's arguments. Raises UserError for an unknown flag, with the key that it may stand for."""
-        if flag := next((word for word in sys.argv[1:] if self._is_unknown(word)), None):
-            raise UserError(f"unknown flag {flag}{_suggest_key(flag)}")
+        for word in sys.argv[1:]:
+            if self._is_unknown(word):
+                raise UserError(f"unknown flag {word}{_suggest_key(word)}")
         return self.parse_intermixed_args()
 
     def _is_unknown(self, word: str) -> bool:
-        return (
-            word.startswith("-")
-            and word != "--"
-            and word.partition("=")[0] not in self._option_string_actions
-        )
+        if not word.startswith("-") or word == "--":
+            return False
+        return word.partition("=")[0] not in self._option_string_actions
 
 
 class _ListKeys(argparse.Action):
@@ -57,72 +61,68 @@ class _ListKeys(argparse.Action):
 
 def list_keys(section: str | None = None) -> str:
     """One line per key of a section, or of all sections: name, default and meaning. Raises UserError."""
-    nested = (
-        _nested_keys()
-        if section in ("data.sources", "data.clean", "train.distill", "train.prune")
-        else {}
-    )
-    keys = {
-        name: texts
-        for name, texts in (_keys() | nested).items()
-        if section is None or name.startswith(f"{section}.")
-    }
-    if not keys:
-        sections = list(dict.fromkeys(name.partition(".")[0] for name in _keys()))
+    keys = _keys()
+    nested = nested_sections()
+    if section in nested:
+        prefix, model = nested[section]
+        shown = {f"{prefix}.{key}": field for key, field in model.model_fields.items()}
+    elif section is None:
+        shown = keys
+    else:
+        shown = {name: field for name, field in keys.items() if name.startswith(f"{section}.")}
+    if not shown:
+        sections = list(dict.fromkeys(name.partition(".")[0] for name in keys))
         raise UserError(f"unknown config section {section}; use one of {', '.join(sections)}")
-    lines = [(f"{name}={default}", meaning) for name, (default, meaning) in keys.items()]
+    lines = []
+    for name, field in shown.items():
+        lines.append((f"{name}={_default(field)}", " ".join(field.description.split())))
     width = max(len(key) for key, _ in lines)
     return "\n".join(f"{key:{width}}  {meaning}" for key, meaning in lines)
 
 
-def _keys() -> dict[str, tuple[str, str]]:
-    """Map the name of each key to its default and meaning."""
-    from thinker.training.config.config import Config  # imported here because it imports torch
+def nested_sections() -> dict[str, tuple[str, type[ConfigSection]]]:
+    """The sections in sections, such as data.clean: how the names of their keys begin, and their class.
 
-    return {
-        f"{section}.{key}": (
-            json.dumps(field.default, ensure_ascii=False),
-            " ".join(field.description.split()),
-        )
-        for section, part in Config.model_fields.items()
-        for key, field in part.annotation.model_fields.items()
-    }
+    Of a list of sections, such as data.sources, it is the name of the first one.
+    """
+    nested = {}
+    for name, field in _keys().items():
+        section, is_list = nested_section(field)
+        if section is not None:
+            nested[name] = (f"{name}.0" if is_list else name, section)
+    return nested
 
 
-def _nested_keys() -> dict[str, tuple[str, str]]:
-    """The keys of data.clean, train.distill and train.prune, and of the first source in data.sources."""
-    from thinker.features.distillation.keys import DistillConfig
-    from thinker.features.pruning.keys import PruneConfig
-    from thinker.training.config.source_section import CleanConfig, MixedSource
+def _keys() -> dict[str, FieldInfo]:
+    """All keys by name, such as train.max_steps."""
+    from thinker.training.config.config import config_sections  # here because it imports torch
 
-    nested = {
-        "data.sources.0": MixedSource,
-        "data.clean": CleanConfig,
-        "train.distill": DistillConfig,
-        "train.prune": PruneConfig,
-    }
-    return {
-        f"{name}.{key}": (
-            "" if field.is_required() else json.dumps(field.default),
-            " ".join(field.description.split()),
-        )
-        for name, model in nested.items()
-        for key, field in model.model_fields.items()
-    }
+    keys = {}
+    for name, section in config_sections().items():
+        for key, field in section.model_fields.items():
+            keys[f"{name}.{key}"] = field
+    return keys
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return ""
+    return json.dumps(field.default, ensure_ascii=False)
 
 
 def _suggest_key(flag: str) -> str:
     """End of the message about an unknown flag: the key that it stands for, with its value."""
     word, equals, value = flag.lstrip("-").partition("=")
-    following = sys.argv[sys.argv.index(flag) + 1 :][:1]
+    following = sys.argv[sys.argv.index(flag) + 1 :]
     if not equals and following and not re.match(r"-\D|[^=]+=", following[0]):
         value = following[0]
-    word, names = word.replace("-", "_"), list(_keys())
-    meant = [name for name in names if word in (name, name.partition(".")[2])]
+    word = word.replace("-", "_")
+    names = list(_keys())
+    keys = [name.partition(".")[2] for name in names]
+    meant = [name for name, key in zip(names, keys) if word in (name, key)]
     if not meant:
-        likely = did_you_mean(word, names) or did_you_mean(
-            word, [name.partition(".")[2] for name in names]
-        )
-        return f"{likely or '; write config keys as section.key=value'} (--keys lists them)"
+        likely = did_you_mean(word, names) or did_you_mean(word, keys)
+        likely = likely or "; write config keys as section.key=value"
+        return f"{likely} (--keys lists them)"
     value = shlex.quote(value) if value else "..."
     return "; write " + " or ".join(f"{name}={value}" for name in meant)

@@ -1,5 +1,6 @@
-"""Every key of a config but those of data (data_config.py): its type and default, followed by its description.
+"""The keys of a config except those of data (data_section.py) and of features (features/NAME/keys.py).
 
+Each has its type and default, followed by its description.
 scripts/make_reference.py generates docs/reference/config.md and configs/schema.json from these files.
 """
 
@@ -8,8 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from thinker.features.distillation.keys import DistillConfig
-from thinker.features.pruning.keys import PruneConfig
 from thinker.training.config.types import (
     Beta,
     ConfigSection,
@@ -19,9 +18,11 @@ from thinker.training.config.types import (
     Positive,
     Rate,
     Size,
+    with_feature_keys,
 )
 
 
+@with_feature_keys("run")
 class RunConfig(ConfigSection):
     """The run directory, the seed, and the model that training starts from."""
 
@@ -33,11 +34,10 @@ class RunConfig(ConfigSection):
     """Run directory, checkpoint or Hugging Face folder with the initial weights and tokenizer. null: random weights."""
 
 
+@with_feature_keys("model")
 class ModelConfig(ConfigSection):
     """The architecture, with the field names of ThinkerConfig. Keys that are null get the value named in their text."""
 
-    size: Literal["auto"] | None = None
-    """auto: choose shape, tokenizer, batch, steps, dropout and decay by text and time (docs/guides/small-text.md)."""
     vocab_size: Size | None = None
     """Number of token ids. null: the tokenizer's size."""
     d_model: Size = 256
@@ -92,6 +92,7 @@ class ModelConfig(ConfigSection):
     """Number of KV heads in each layer, for models with pruned heads. null: n_kv_heads in every layer."""
 
 
+@with_feature_keys("optimizer")
 class OptimizerConfig(ConfigSection):
     """AdamW for everything, or Muon for the matrices and AdamW for the embedding and the norm weights.
 
@@ -121,6 +122,7 @@ class OptimizerConfig(ConfigSection):
     """Momentum of Muon; not allowed with adamw. null: 0.95."""
 
 
+@with_feature_keys("train")
 class TrainConfig(ConfigSection):
     """Length of the run, batch size, schedule, device and precision, and how often to evaluate and save."""
 
@@ -140,10 +142,6 @@ class TrainConfig(ConfigSection):
     """Train only LoRA adapters of this rank; needs run.init_from. null: train all weights."""
     lora_alpha: Rate | None = None
     """Scale the output of the LoRA adapters by lora_alpha / lora_rank. null: twice the rank."""
-    distill: DistillConfig | None = None
-    """Learn from a teacher, such as `{teacher: runs/large}` (docs/guides/smaller-models.md). null: from text alone."""
-    prune: PruneConfig | None = None
-    """Prune during training, such as `{neurons: 0.5}` (docs/guides/smaller-models.md). null: prune nothing."""
     checkpoint_every_n_blocks: Positive | None = None
     """Save memory: recompute the activations of every n-th block in the backward pass. null: recompute none."""
     offload_activations: bool = False
@@ -170,10 +168,6 @@ class TrainConfig(ConfigSection):
     """Compile the blocks with torch.compile. auto: only if it saves time over the whole run."""
     log_every: Positive = 1
     """Steps between log lines of training metrics."""
-    log_attention_every: Positive | None = None
-    """Steps between measurements of each layer's attention; evaluations also store them. null: measure nothing."""
-    log_grad_norms: bool = False
-    """Log the gradient norm of each layer."""
     eval_every: Positive | None = 250
     """Steps between evaluations. null: only at the end."""
     eval_sequences: Positive | None = None
@@ -198,6 +192,7 @@ class TrainConfig(ConfigSection):
     """Prompt of the printed samples."""
 
 
+@with_feature_keys("tracking")
 class TrackingConfig(ConfigSection):
     """Logging to Weights & Biases, in addition to metrics.jsonl."""
 

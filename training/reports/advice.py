@@ -15,7 +15,6 @@ from thinker.evaluation.perplexity import format_excess
 from thinker.evaluation.text_baselines import NGRAM
 from thinker.features.auto_size.auto_size import MAX_EPOCHS
 from thinker.runtime.memory import format_bytes
-from thinker.training.config.config import Settings
 from thinker.training.reports.fit import (
     FAR_FROM_FLOOR,
     GOOD_EPOCHS,
@@ -26,6 +25,7 @@ from thinker.training.reports.fit import (
     is_worse_than_ngrams,
 )
 from thinker.training.run_state import RunState
+from thinker.training.settings.settings import Settings
 
 MANY_EPOCHS = 10  # without dropout
 MIN_DROPOUT = 0.1  # with which MAX_EPOCHS still help

@@ -16,7 +16,7 @@ from thinker.features.mixtures.reports import make_loader
 from thinker.model import KVCache, Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import DTYPES, choose_device, configure_backend
-from thinker.training.config.config import Config, Settings
+from thinker.training.config.config import Config
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.reports.advice import recommendation
@@ -24,6 +24,7 @@ from thinker.training.run_state import RunState
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
 from thinker.training.settings.resolve import resolve_precision, resolve_settings
+from thinker.training.settings.settings import Settings
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.training_data import prepare_training_data
 

@@ -23,8 +23,8 @@ from thinker.runtime import memory
 from thinker.runtime.checks import divisors
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
-from thinker.training.config.config import Settings
 from thinker.training.kernels import fused_kernels
+from thinker.training.settings.settings import Settings
 from thinker.training.step import TrainingStep
 
 

@@ -6,14 +6,13 @@ import sys
 
 import torch
 
-from thinker.features.monitoring.layer_log import check_layer_log
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.checks import divisors
 from thinker.runtime.device import choose_precision, matmul_flops
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import format_bytes
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
-from thinker.training.config.config import Config, Settings, TrainSettings
+from thinker.training.config.config import Config
 from thinker.training.metrics import flops_per_token, peak_flops
 from thinker.training.optim.optimizers import resolve_learning_rates
 from thinker.training.settings.memory_estimate import (
@@ -22,6 +21,7 @@ from thinker.training.settings.memory_estimate import (
     largest_micro_batch,
     usable_fraction,
 )
+from thinker.training.settings.settings import Settings, TrainSettings
 
 # Seconds to compile the blocks, and the share of a step that it saves by width, widest first. Measured on a CPU in fp32
 # (docs/benchmarks.md); a guess on a GPU.
@@ -47,7 +47,6 @@ def resolve_settings(
     """
     train = config.train
     check_batch_split(config, dist)
-    check_layer_log(train, model_config)
     if train.offload_activations and device.type != "cuda":
         remedy = "set train.checkpoint_every_n_blocks=1 to save memory"
         raise UserError(
@@ -179,8 +178,6 @@ def resolve_compile(
     """Whether to compile the blocks. Raises UserError if a compiled run is resumed without a compiler."""
     if config.train.compile != "auto":
         return config.train.compile
-    if config.train.distill is not None and config.train.distill.needs_activations:
-        return False  # compiled blocks hide them
     if previous is not None:
         if previous.train.compile and not has_compiler(device):
             remedy = (
