@@ -12,7 +12,6 @@ from thinker.data.batches.prefetch import Prefetcher
 from thinker.data.corpus.corpus import Corpus
 from thinker.data.tokenizers.text_bytes import scaled_byte_lengths
 from thinker.evaluation.loss import Evaluator
-from thinker.features.auto_size.auto_size import resolve_size
 from thinker.features.distillation.teacher import load_teacher
 from thinker.features.mixtures.mixture_loss import MixtureEvaluator, split_limit
 from thinker.features.mixtures.reports import describe_mixture, make_loader
@@ -27,7 +26,12 @@ from thinker.training.metrics import MemoryMeter
 from thinker.training.reports.advice import before_training
 from thinker.training.resumed_data import own_tokenizer, read_corpus
 from thinker.training.settings.memory_bound import check_run_fits
-from thinker.training.settings.resolve import check_batch_split, resolve_precision, resolve_settings
+from thinker.training.settings.resolve import (
+    check_batch_split,
+    resolve_open_keys,
+    resolve_precision,
+    resolve_settings,
+)
 from thinker.training.settings.settings import Settings
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.tracking import Tracker
@@ -58,7 +62,7 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     # Resolve the settings that the data needs, and read the data.
     configure_backend(device)
     precision = resolve_precision(config, device, previous, dist)
-    config = resolve_size(config, device, precision, previous, dist)
+    config = resolve_open_keys(config, device, precision, previous, dist)
     config, initial_model, tokenizer = load_initial_model(
         config, previous, own_tokenizer(run, previous, config)
     )

@@ -26,7 +26,6 @@ from thinker.benchmarks.tuning.tuning_report import (
     recommendation,
 )
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.features.auto_size.auto_size import chosen_overrides
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write, make_folder
@@ -36,7 +35,12 @@ from thinker.training.config.sections import OptimizerConfig
 from thinker.training.initial_model import load_initial_model
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
-from thinker.training.settings.resolve import resolve_precision, resolve_settings
+from thinker.training.settings.resolve import (
+    changed_overrides,
+    resolve_open_keys,
+    resolve_precision,
+    resolve_settings,
+)
 from thinker.training.settings.settings import Settings
 from thinker.training.training_data import prepare_training_data
 
@@ -92,7 +96,7 @@ class Search:
         self.precision = resolve_precision(self.config, self.device)
         self.rungs: list[Rung] = []
         self.rows: list[dict[str, Any]] = []  # results of trials
-        self.size: list[str] = []  # what model.size=auto has chosen, as overrides
+        self.size: list[str] = []  # keys that were open, as overrides
 
     def open(self, question: dict[str, Any]) -> None:
         """Read earlier results. `question`: all that the results depend on, besides the data."""
@@ -141,11 +145,9 @@ class Search:
 
     def prepare(self) -> None:
         """Read the initial model and the data, which also puts the tokens into the cache for all trials."""
-        if self.config.model.size is not None and not self.size:
-            self.size = [
-                "model.size=null",
-                *chosen_overrides(self.config, self.device, self.precision),
-            ]
+        if not self.size:
+            resolved = resolve_open_keys(self.config, self.device, self.precision)
+            self.size = changed_overrides(self.config, resolved)
         self.config = load_config(self.path, [*self.overrides, *self.size])
         self.complete_config, _, tokenizer = load_initial_model(self.config)
         tokenizer = prepare_training_data(self.complete_config, tokenizer).tokenizer

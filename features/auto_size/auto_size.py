@@ -42,12 +42,17 @@ WEIGHT_DECAY, DECAY_EPOCHS = 0.1, 3.0  # the decay, and the least number of epoc
 MAX_EPOCHS = 24.0  # more make the validation loss rise
 FEW_BYTES = 50_000  # too little text to learn a language from
 COUNTED_BYTES = 1 << 30  # stop counting here; longer texts are seldom repeated
-CHOSEN_KEYS = {  # by section
-    "model": ("d_model", "n_layers", "n_heads", "dropout"),
-    "data": ("tokenizer", "seq_len"),
-    "optimizer": ("weight_decay",),
-    "train": ("batch_size", "max_steps"),
-}
+CHOSEN_KEYS = [  # with their section
+    ("model", "d_model"),
+    ("model", "n_layers"),
+    ("model", "n_heads"),
+    ("model", "dropout"),
+    ("data", "tokenizer"),
+    ("data", "seq_len"),
+    ("optimizer", "weight_decay"),
+    ("train", "batch_size"),
+    ("train", "max_steps"),
+]
 
 
 @dataclass(frozen=True)
@@ -108,51 +113,56 @@ def choose(n_bytes: int, minutes: float, flops_per_second: float, is_gpu: bool =
 
 
 def resolve_size(
-    config: Config, device: torch.device, precision: str, previous: Settings | None = None,
+    config: Config,
+    device: torch.device,
+    precision: str,
+    previous: Settings | None = None,
     dist: DistContext = SINGLE_PROCESS,
-) -> Config:  # fmt: skip
+) -> Config:
     """Fill in the keys that model.size=auto chooses; keys that the config sets stay. Prints the choice to stderr.
 
     A resumed run (with the settings `previous`) keeps its choice. Raises UserError if the text cannot be read.
     """
     if config.model.size is None:
         return config
-    written = {
-        key: getattr(getattr(config, section), key)
-        for section, keys in CHOSEN_KEYS.items() for key in keys if key in getattr(config, section).model_fields_set
-    }  # fmt: skip
-    if previous is not None:
-        saved = previous.model_dump(mode="json")
-        chosen = {
-            key: saved[section][key] for section, keys in CHOSEN_KEYS.items() for key in keys
-        } | written
+    written = _written_keys(config)
+    if previous is None:
+        chosen = _choose_for(config, device, precision, dist, written)
     else:
-        with dist.main_process_first():
-            n_bytes = count_bytes(config)
-        rate = dist.broadcast_object(
-            peak_flops(device, precision) or matmul_flops(device, precision, repeats=50)
-        )
-        choice = choose(round(n_bytes * (1 - config.data.val_fraction)), config.train.max_minutes,
-                        rate * dist.world_size, device.type == "cuda")  # fmt: skip
-        print(
-            "\n".join(describe(choice, n_bytes, config.train.max_minutes, written)), file=sys.stderr
-        )
-        chosen = vars(choice) | written
+        saved = previous.model_dump(mode="json")
+        chosen = {key: saved[section][key] for section, key in CHOSEN_KEYS}
+    chosen |= written
     tree = config.model_dump(exclude={"model": {"size"}})
-    for section, keys in CHOSEN_KEYS.items():
-        tree[section] |= {key: chosen[key] for key in keys}
+    for section, key in CHOSEN_KEYS:
+        tree[section][key] = chosen[key]
     return validate_config(tree)
 
 
-def chosen_overrides(config: Config, device: torch.device, precision: str) -> list[str]:
-    """What resolve_size() fills in, as overrides section.key=value."""
-    resolved = resolve_size(config, device, precision)
-    values = {
-        f"{s}.{key}": getattr(getattr(resolved, s), key)
-        for s, keys in CHOSEN_KEYS.items()
-        for key in keys
-    }
-    return [f"{key}={'null' if value is None else value}" for key, value in values.items()]
+def _written_keys(config: Config) -> dict[str, Any]:
+    """The keys that the config sets itself. A tokenizer of None is left open (keys.py)."""
+    written = {}
+    for section, key in CHOSEN_KEYS:
+        values = getattr(config, section)
+        if key in values.model_fields_set:
+            written[key] = getattr(values, key)
+    if written.get("tokenizer", "") is None:
+        del written["tokenizer"]
+    return written
+
+
+def _choose_for(
+    config: Config, device: torch.device, precision: str, dist: DistContext, written: dict[str, Any]
+) -> dict[str, Any]:
+    """Choose by the text of a config and the speed of the device, and print the choice. All ranks call it."""
+    with dist.main_process_first():
+        n_bytes = count_bytes(config)
+    rate = peak_flops(device, precision) or matmul_flops(device, precision, repeats=50)
+    rate = dist.broadcast_object(rate) * dist.world_size
+    minutes = config.train.max_minutes
+    train_bytes = round(n_bytes * (1 - config.data.val_fraction))
+    choice = choose(train_bytes, minutes, rate, device.type == "cuda")
+    print("\n".join(describe(choice, n_bytes, minutes, written)), file=sys.stderr)
+    return dict(vars(choice))
 
 
 def count_bytes(config: Config) -> int:
@@ -160,11 +170,11 @@ def count_bytes(config: Config) -> int:
     n_bytes = 0
     for source in config.data.text_sources():
         opened = open_source(seed=config.run.seed, **source.source_options())
-        for size in (
-            [opened.n_bytes]
-            if opened.n_bytes is not None
-            else (len(d.text.encode()) for d in opened.documents())
-        ):
+        if opened.n_bytes is not None:
+            sizes = iter([opened.n_bytes])
+        else:
+            sizes = (len(document.text.encode()) for document in opened.documents())
+        for size in sizes:
             n_bytes += size
             if n_bytes >= COUNTED_BYTES:
                 return n_bytes

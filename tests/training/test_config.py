@@ -301,9 +301,7 @@ def test_the_documentation_names_keys_configs_and_pages_that_exist(path):
         rf"(?<![\w./-])({'|'.join(config_sections())})\.([a-z_]+){end}", text
     ):
         is_file = f"{section}.{key}" in ("train.py", "data.py")
-        assert is_file or key in config_sections()[section].model_fields, (
-            f"{section}.{key}"
-        )
+        assert is_file or key in config_sections()[section].model_fields, f"{section}.{key}"
     for config in re.findall(r"(?<![\w/])configs/\w[\w-]*\.yaml", text):
         assert (ROOT / config).is_file(), config
     for link in re.findall(r"\]\(([\w./-]+\.\w+)", text):

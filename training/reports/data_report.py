@@ -19,7 +19,6 @@ from thinker.data.batches.batches import PackedDataset
 from thinker.data.corpus.corpus import Corpus
 from thinker.data.corpus.corpus_cache import INDEX
 from thinker.data.corpus.shards import TokenShards
-from thinker.features.auto_size.auto_size import resolve_size
 from thinker.features.mixtures.reports import make_loader
 from thinker.features.streams.make_streams import make_streams
 from thinker.runtime.constants import IGNORE_INDEX
@@ -28,7 +27,7 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure, plain_text, save_figure
 from thinker.training.config.config import Config
 from thinker.training.initial_model import load_initial_model
-from thinker.training.settings.resolve import resolve_precision
+from thinker.training.settings.resolve import resolve_open_keys, resolve_precision
 from thinker.training.training_data import prepare_training_data
 
 CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"} | {
@@ -91,7 +90,7 @@ class DataReport:
 def make_data_report(config: Config, step: int, n_sequences: int) -> DataReport:
     """Prepare the corpus of a config, as training does, and describe it. `step` counts from 0."""
     device = choose_device(config.train.device)
-    config = resolve_size(config, device, resolve_precision(config, device))
+    config = resolve_open_keys(config, device, resolve_precision(config, device))
     config, _, tokenizer = load_initial_model(config)
     corpus = prepare_training_data(config, tokenizer)
     data, prefix = config.data, config.thinker_config(corpus.tokenizer.vocab_size).prefix

@@ -10,7 +10,6 @@ import torch
 
 from thinker.data.batches.batches import PackedDataset
 from thinker.data.batches.prefetch import Batch
-from thinker.features.auto_size.auto_size import resolve_size
 from thinker.features.distillation.teacher import Teacher, load_teacher
 from thinker.features.mixtures.reports import make_loader
 from thinker.model import KVCache, Thinker
@@ -23,7 +22,7 @@ from thinker.training.reports.advice import recommendation
 from thinker.training.run_state import RunState
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
-from thinker.training.settings.resolve import resolve_precision, resolve_settings
+from thinker.training.settings.resolve import resolve_open_keys, resolve_precision, resolve_settings
 from thinker.training.settings.settings import Settings
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.training_data import prepare_training_data
@@ -59,7 +58,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     reads_corpus, device = config.model.vocab_size is None, choose_device(config.train.device)
     configure_backend(device)
     precision = resolve_precision(config, device)
-    config = resolve_size(config, device, precision)
+    config = resolve_open_keys(config, device, precision)
     config, _, tokenizer = load_initial_model(config)
     if measure:
         check_run_fits(config, device)

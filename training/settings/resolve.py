@@ -1,5 +1,6 @@
 """Resolve a config to settings: make every choice that depends on the machine, the ranks or the data."""
 
+import json
 import math
 import shutil
 import sys
@@ -12,6 +13,7 @@ from thinker.runtime.device import choose_precision, matmul_flops
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import format_bytes
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.runtime.registry import offers
 from thinker.training.config.config import Config
 from thinker.training.metrics import flops_per_token, peak_flops
 from thinker.training.optim.optimizers import resolve_learning_rates
@@ -30,6 +32,33 @@ SHARDED_SAVE_BYTES = (
     8e9  # beyond this, the other ranks wait too long while one rank gathers and writes the weights
 )
 EXPECTED_MFU = 0.4  # for a first estimate of the time per step
+
+
+def resolve_open_keys(
+    config: Config,
+    device: torch.device,
+    precision: str,
+    previous: Settings | None = None,
+    dist: DistContext = SINGLE_PROCESS,
+) -> Config:
+    """Let features fill in the keys that depend on the text and the machine (Feature.resolve_config).
+
+    All ranks must call it. A resumed run (with the settings `previous`) keeps what was chosen.
+    """
+    for resolve in offers("resolve_config"):
+        config = resolve(config, device, precision, previous, dist)
+    return config
+
+
+def changed_overrides(before: Config, after: Config) -> list[str]:
+    """The keys that resolve_open_keys() has changed, as overrides section.key=value."""
+    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
+    overrides = []
+    for section, values in new.items():
+        for key, value in values.items():
+            if value != old[section][key]:
+                overrides.append(f"{section}.{key}={json.dumps(value)}")
+    return overrides
 
 
 def resolve_settings(

@@ -32,10 +32,9 @@ def test_every_choice_is_a_valid_config_and_expects_no_more_epochs_than_help(
     n_bytes, minutes, rate, is_gpu
 ):
     choice = choose(n_bytes, minutes, rate, is_gpu)
-    tree = {
-        section: {key: getattr(choice, key) for key in keys}
-        for section, keys in CHOSEN_KEYS.items()
-    }
+    tree = {}
+    for section, key in CHOSEN_KEYS:
+        tree.setdefault(section, {})[key] = getattr(choice, key)
     config = validate_config(tree | {"train": tree["train"] | {"max_minutes": minutes}})
     assert (config.model.d_model, config.model.n_layers, config.model.n_heads) in SHAPES
     assert 0 < choice.epochs <= MAX_EPOCHS
