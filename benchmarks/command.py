@@ -24,6 +24,7 @@ BENCHMARKS = {  # by room and name, the arguments of two examples
     "systems.loading": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --lengths 512"),
     "speed.monitoring": ("", "--shape 2m --precisions fp32 --batches 1"),
     "losses.packing": ("", "--seq-len 256 --tokens 500000 --seeds 1"),
+    "pages.pages": ("",),
     "losses.regularization": ("my.txt", "a.txt b.txt --epochs 4 16 --seeds 3 --jobs 2"),
     "speed.retrieval": ("", "--shape 110m --repeats 3"),
     "losses.scaling": ("configs/pysource.yaml --minutes 10 --jobs 2", "configs/pysource.yaml --shapes 48x2x2,64x3x2"),
@@ -38,6 +39,7 @@ BENCHMARKS = {  # by room and name, the arguments of two examples
     "systems.tokenizing": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --repeats 1"),
     "speed.train": ("--shape 12m", "--shape 124m --no-baseline --png train.png"),
 }  # fmt: skip
+WITHOUT_RESULT = ("gpu", "pages")  # they write their own files
 
 
 def main() -> int:
@@ -55,7 +57,7 @@ def main() -> int:
             name, help=doc[0].lower() + doc[1:], description=f"{doc}.", examples=examples
         )
         module.add_arguments(command)
-        if name != "gpu":  # writes its own files
+        if name not in WITHOUT_RESULT:
             command.add_argument(
                 "--out", type=output_file, metavar="FILE", help="append a line of JSON to FILE"
             )
@@ -63,6 +65,6 @@ def main() -> int:
     arguments = parser.parse_args()
     if getattr(arguments, "png", None) is not None:
         png_file(arguments.png)
-    out = None if arguments.benchmark == "gpu" else arguments.out
+    out = None if arguments.benchmark in WITHOUT_RESULT else arguments.out
     record_result(arguments.benchmark, arguments.run_benchmark(arguments), out)
     return 0

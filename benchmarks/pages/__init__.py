@@ -1,0 +1,1 @@
+"""The benchmark pages of the documentation: tables made from recorded results."""
