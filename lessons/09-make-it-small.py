@@ -183,7 +183,7 @@ assert is_fast() or max(abs(loss - fp32) for loss in cache_losses.values()) < 0.
 # %% [markdown]
 # **Bytes**: at 4,096 tokens, 4 bits take 17% of fp32. But at 256 tokens, they need *more* than 8
 # bits. The reason: with 4 bits, Thinker also keeps the newest 64 tokens in fp32, since that took
-# away most of the harm when we tried it (`docs/experiments.md`). The sum for 256 tokens:
+# away most of the harm when we tried it (`docs/development/experiments.md`). The sum for 256 tokens:
 #
 # - A token has a key and a value in 8 heads of 2 layers: 2 · 8 · 2 = 32 vectors of 128 / 8 = 16
 #   numbers.

@@ -37,7 +37,7 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
     """Round a matrix (n_out, n_in) to `bits` bits.
 
     With 8 bits, the largest weight of a group determines its scale. With 4 bits, the scale with the smallest squared
-    error among a few is used (docs/experiments.md compares the forms).
+    error among a few is used (docs/development/experiments.md compares the forms).
     """
     n_in = weight.shape[1]
     groups = F.pad(weight.detach().float(), (0, -n_in % GROUP)).unflatten(

@@ -145,7 +145,7 @@ def choose_decoding_precision(name: str, device: torch.device) -> str:
 
     "auto" prefers bf16 on a GPU and is fp32 on a CPU. It does not depend on a measurement, so that
     a seed always returns the same text. On CPUs, with and without AMX, bf16 was hardly faster for
-    one row (docs/benchmarks.md), and the largest logits of some rows are exactly equal.
+    one row (docs/benchmarks/decoding.md), and the largest logits of some rows are equal.
     """
     if device.type != "cpu":
         return choose_precision(name, device)

@@ -38,7 +38,7 @@ from thinker.training.tracking import Tracker
 from thinker.training.trainer import Trainer
 
 BACKGROUND_CPU_SHARE = (
-    0.005  # of a core for background saves, as training needs every core (docs/benchmarks.md)
+    0.005  # of a core for background saves, as training needs every core (docs/benchmarks/exactness.md)
 )
 
 

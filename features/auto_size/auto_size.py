@@ -1,6 +1,6 @@
 """model.size=auto: choose the model, tokenizer, batch and dropout from the size of the text and the training time.
 
-Some constants come from short runs (docs/experiments.md), the others are guesses. docs/reference/sizes.md has tables.
+Some constants come from short runs (docs/development/experiments.md), the others are guesses. docs/reference/sizes.md has tables.
 """
 
 import math

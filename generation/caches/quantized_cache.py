@@ -1,7 +1,7 @@
 """KV cache in 8 or 4 bits: each key and value of a head is a vector of codes times a scale.
 
 With 4 bits, the newest are also kept unrounded, because a query attends most to those next to it: that takes away six
-sevenths of the change of the loss (docs/experiments.md). With 8 bits, there is nothing to gain from that.
+sevenths of the change of the loss (docs/development/experiments.md). With 8 bits, there is nothing to gain from that.
 """
 
 from __future__ import annotations

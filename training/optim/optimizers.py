@@ -46,7 +46,7 @@ class Optimizers:
 
     Muon moves each matrix by its orthogonalized momentum, which has the same size in every direction. It also trains
     the head, often left to AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), as it separates rare words with similar
-    neighbors better (docs/experiments.md). `optimizer_config` must contain every learning rate. is_fused: see Muon.
+    neighbors better (docs/development/experiments.md). `optimizer_config` must contain every learning rate. is_fused: see Muon.
     """
 
     def __init__(

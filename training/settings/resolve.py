@@ -26,7 +26,7 @@ from thinker.training.settings.memory_estimate import (
 from thinker.training.settings.settings import Settings, TrainSettings
 
 # Seconds to compile the blocks, and the share of a step that it saves by width, widest first. Measured on a CPU in fp32
-# (docs/benchmarks.md); a guess on a GPU.
+# (docs/benchmarks/training.md); a guess on a GPU.
 COMPILE_COST = {"cpu": (35.0, {384: 0.12, 256: 0.04, 0: 0.0}), "cuda": (60.0, {0: 0.3})}
 SHARDED_SAVE_BYTES = (
     8e9  # beyond this, the other ranks wait too long while one rank gathers and writes the weights
