@@ -1,5 +1,6 @@
 """What the documentation promises: its commands and its Python run, its links lead somewhere, the site builds."""
 
+import itertools
 import os
 import re
 import shlex
@@ -14,7 +15,9 @@ import chromium
 import pytest
 from conftest import ROOT, TINY_OVERRIDES, run_script
 
-from thinker.benchmarks import command
+from thinker.benchmarks import command, pages
+from thinker.benchmarks.page_tables import TABLES
+from thinker.benchmarks.recorded import load_results
 from thinker.scripts.make_reference import (
     api_markdown,
     commands_markdown,
@@ -23,6 +26,7 @@ from thinker.scripts.make_reference import (
 )
 
 browser = chromium.browser  # a fixture
+DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DEFAULT_ADDRESS = "http://127.0.0.1:8000"  # of a server
@@ -229,6 +233,80 @@ def test_reference_pages_are_current():
     assert (reference / "commands.md").read_text(encoding="utf-8") == commands_markdown(), hint
     assert (reference / "python-api.md").read_text(encoding="utf-8") == api_markdown(), hint
     assert (reference / "sizes.md").read_text(encoding="utf-8") == sizes_markdown(), hint
+
+
+@pytest.fixture(scope="module")
+def results():
+    return load_results(pages.RESULTS)
+
+
+@pytest.mark.parametrize(
+    "path", pages.benchmark_pages(), ids=lambda path: str(path.relative_to(DOCS))
+)
+def test_benchmark_pages_are_current(path, results):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("<!-- table: ") == text.count("<!-- end -->") == len(pages.table_names(text))
+    assert pages.with_tables(text, results) == text, "run python scripts/benchmark.py pages"
+
+
+def test_every_table_and_every_recorded_figure_is_on_a_page(results):
+    shown = set()
+    for path in pages.benchmark_pages():
+        shown |= set(pages.table_names(path.read_text(encoding="utf-8")))
+    recorded = {record["name"] for record in results["recorded"]}
+    assert shown == (TABLES.keys() | recorded) - {"linear-cross-entropy-bf16"}  # in another table
+    assert not TABLES.keys() & recorded
+
+
+def test_tables_name_the_results_that_they_come_from(results):
+    """Each file is used, and a table follows its numbers."""
+    used = set()
+    for make in TABLES.values():
+        used |= {source["file_name"] for source in make(results).sources}
+    assert used == {path.name for path in pages.RESULTS.iterdir()}
+    (run,) = results["packing"]
+    changed = results | {"packing": [run | {"rows": [run["rows"][0] | {"loss": 9.8765}]}]}
+    assert "| 9.877 ± 0.001 |" in TABLES["packing"](changed).markdown()
+
+
+def test_every_result_has_a_machine_and_a_date(results):
+    for record in itertools.chain.from_iterable(results.values()):
+        if record["file_name"] == "gpu.jsonl" and record["name"] == "worker":
+            continue  # precedes the line with the environment
+        environment = record["environment"]
+        assert environment["processor"]
+        date = environment.get("date") or environment["recorded"]
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", date)
+
+
+def test_the_page_of_main_figures_is_short():
+    lines = (DOCS / "benchmarks.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 200
+
+
+def test_the_index_and_the_navigation_list_every_page():
+    every = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\(([\w/-]+\.md)\)", index)) == every - {"index.md"}
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    assert sorted(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == sorted(every)
+
+
+@pytest.mark.parametrize(
+    ("path", "end"),
+    [
+        (README, "\n## Install"),
+        (DOCS / "index.md", "\n## Reference"),
+        (DOCS / "getting-started.md", "\n```"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_start_pages_do_not_open_with_jargon(path, end):
+    text = path.read_text(encoding="utf-8")
+    assert end in text
+    opening = text.partition(end)[0]
+    jargon = r"AVX|AMX|VNNI|EPYC|Xeon|bf16|fp32|decoder-only|SDPA|MFU|GFLOP|Inductor"
+    assert re.findall(jargon, opening, re.IGNORECASE) == []
 
 
 @pytest.fixture(scope="module")
