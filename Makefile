@@ -31,6 +31,7 @@ lessons: .venv/ready-dev
 
 docs: .venv/ready-dev
 	.venv/bin/python scripts/make_reference.py
+	.venv/bin/python scripts/benchmark.py pages
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 	@echo "read it: .venv/bin/python -m http.server --directory site 8000, then open http://localhost:8000"
 
