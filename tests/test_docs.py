@@ -15,9 +15,10 @@ import chromium
 import pytest
 from conftest import ROOT, TINY_OVERRIDES, run_script
 
-from thinker.benchmarks import command, pages
-from thinker.benchmarks.page_tables import TABLES
-from thinker.benchmarks.recorded import load_results
+from thinker.benchmarks import command
+from thinker.benchmarks.pages import pages
+from thinker.benchmarks.pages.page_tables import TABLES
+from thinker.benchmarks.pages.recorded import load_results
 from thinker.scripts.make_reference import (
     api_markdown,
     commands_markdown,
