@@ -37,9 +37,8 @@ from thinker.training.step import TrainingStep, build_model
 from thinker.training.tracking import Tracker
 from thinker.training.trainer import Trainer
 
-BACKGROUND_CPU_SHARE = (
-    0.005  # of a core for background saves, as training needs every core (docs/benchmarks/exactness.md)
-)
+# Of a core, for background saves, as training needs every core: see docs/benchmarks/exactness.md.
+BACKGROUND_CPU_SHARE = 0.005
 
 
 def train(config: Config, dist: DistContext = SINGLE_PROCESS) -> int:
