@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinker.generation import Completion, Generator, SamplingParams
-    from thinker.interop import load
+    from thinker.interop import load, save
     from thinker.model import KVCache, Thinker, ThinkerConfig
 
 _MODULES = {
@@ -24,6 +24,7 @@ _MODULES = {
     "ThinkerConfig": "thinker.model",
     "UserError": "thinker.runtime.errors",
     "load": "thinker.interop",
+    "save": "thinker.interop",
 }
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "ThinkerConfig",
     "UserError",
     "load",
+    "save",
 ]
 __version__ = "0.1.0"
 

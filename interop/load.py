@@ -7,7 +7,8 @@ from typing import get_type_hints
 
 import torch
 
-from thinker.checkpoint import CorruptCheckpoint, list_checkpoints, load_model, verify
+from thinker.checkpoint import CorruptCheckpoint, list_checkpoints, load_model, read_json, verify
+from thinker.checkpoint.format import STATE
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.checkpoint.sharded import is_sharded
 from thinker.data.tokenizers.tokenizer import Tokenizer
@@ -17,6 +18,7 @@ from thinker.model import Thinker
 from thinker.runtime.checks import check_types, check_weights
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
+from thinker.runtime.extensions import import_extensions
 
 
 def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
@@ -101,6 +103,7 @@ def load(
             elif huggingface.is_hf_folder(folder):
                 model, places = huggingface.load_pretrained(folder), (folder,)
             else:
+                _import_extensions(folder)
                 model, places = load_model(folder), (folder, folder.resolve().parent.parent)
             break
         except CorruptCheckpoint:
@@ -112,6 +115,21 @@ def load(
         raise UserError(f"the tokenizer of {folder} has {sizes}; use the tokenizer of this model")
     check_weights(model.named_parameters(), folder)
     return model.to(device), tokenizer
+
+
+def _import_extensions(folder: Path) -> None:
+    """Import the modules that registered the names in a model, as the state of its checkpoint records them."""
+    state = read_json(folder / STATE)
+    settings = state.get("settings")
+    places = [state, settings] if isinstance(settings, dict) else [state]
+    recorded = []
+    for place in places:
+        entries = place.get("extensions")
+        if isinstance(entries, list):
+            recorded += [entry for entry in entries if isinstance(entry, str)]
+    folder = folder.resolve()
+    is_in_run = folder.parent.name == "checkpoints"
+    import_extensions(recorded, opened=folder.parent.parent if is_in_run else folder)
 
 
 def find_run_directory(path: Path) -> Path | None:

@@ -111,13 +111,15 @@ def sizes_markdown() -> str:
 def config_markdown() -> str:
     """A table of keys per section."""
     from thinker.training.config.command_line import nested_sections
-    from thinker.training.config.config import config_sections
+    from thinker.training.config.config import Config, config_sections
 
     parts = [
         "# Config keys\n",
         f"Every key of a config file. On the command line, write `section.key=value`. {GENERATED}",
     ]
     sections = config_sections()
+    meaning = Config.model_fields["extensions"].description
+    parts.append(f"Beside the sections, there is one key, `extensions`, a list: {meaning}\n")
     nested = {name: section for name, (_, section) in nested_sections().items()}
     for section_name, section in (sections | nested).items():
         schema = section.model_json_schema()

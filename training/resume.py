@@ -109,7 +109,7 @@ def warn_about_changes(state: RunState, machine: dict[str, str], settings: Setti
     """Print to stderr which keys have changed, and which changes make results differ from an uninterrupted run."""
     previous, now = (
         state.settings.model_dump(mode="json"),
-        settings.model_dump(mode="json", exclude={"run"}),
+        settings.model_dump(mode="json", exclude={"run", "extensions"}),
     )
     changes = [
         f"{section}.{key} {previous[section][key]} -> {value}"

@@ -67,7 +67,9 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     )
     if previous is not None:
         resume.check_unchanged(
-            run, previous, config.model_dump(mode="json", exclude={"model", "tracking"})
+            run,
+            previous,
+            config.model_dump(mode="json", exclude={"model", "tracking", "extensions"}),
         )
     check_batch_split(config, dist)
     check_run_fits(config, device, dist)

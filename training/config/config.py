@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.registry import offers
 from thinker.training.config import sections
 from thinker.training.config.data_section import DEFAULT_SEQ_LEN, DataConfig
-from thinker.training.config.types import ConfigSection
+from thinker.training.config.types import ConfigSection, nested_section
 from thinker.training.settings.settings import Settings, TrainSettings  # noqa: F401 (moved)
 
 ARCHITECTURE = {field.name for field in dataclasses.fields(ThinkerConfig)}
@@ -28,15 +28,20 @@ class Config(ConfigSection):
     optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
     train: sections.TrainConfig = sections.TrainConfig()
     tracking: sections.TrackingConfig = sections.TrackingConfig()
+    extensions: list[str] = Field(default=[])
+    """Modules of yours to import, such as `[my_module]`, which register names (docs/guides/change-the-model.md)."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_dependent_defaults(cls, tree: Any) -> Any:
         """Fill in defaults that depend on other keys."""
-        tree = {name: tree.get(name, {}) for name in config_sections()} | tree
-        if not all(isinstance(section, dict) for section in tree.values()):
-            return tree  # validation reports the error
-        tree = {name: dict(section) for name, section in tree.items()}
+        filled = dict(tree)
+        for name in config_sections():
+            section = tree.get(name, {})
+            if not isinstance(section, dict):
+                return tree  # validation reports the error
+            filled[name] = dict(section)
+        tree = filled
         run, model, data, optimizer = (tree[name] for name in ("run", "model", "data", "optimizer"))
         for key in ("source", "tokenizer"):
             if data.get(key, "") is None:
@@ -156,4 +161,9 @@ class Config(ConfigSection):
 
 def config_sections() -> dict[str, type[ConfigSection]]:
     """The sections of a config by name."""
-    return {name: field.annotation for name, field in Config.model_fields.items()}
+    sections = {}
+    for name, field in Config.model_fields.items():
+        section, _ = nested_section(field)
+        if section is not None:
+            sections[name] = section
+    return sections

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from thinker.runtime.errors import UserError
+from thinker.runtime.extensions import import_extensions
 from thinker.runtime.reading import read_yaml
 from thinker.training.config.config import Config
 from thinker.training.config.error_messages import describe_error
@@ -26,19 +27,32 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
     tree = read_yaml(path)
     for name, section in tree.items():
         if section is None:  # a section without keys
-            tree[name] = {}
-    if _is_in_run_directory(path):
+            tree[name] = [] if name == "extensions" else {}
+    is_of_run = path.name == "config.yaml" and _is_in_run_directory(path)
+    if is_of_run:
         tree = known_keys(tree, Config)
     for override in overrides:
         apply_override(tree, override, path)
     run = tree.setdefault("run", {})
     if isinstance(run, dict) and run.get("dir") is None:
         run["dir"] = str(Path("runs") / path.stem)
-    return validate_config(tree)
+    if is_of_run:
+        return validate_config(tree, opened=path.parent)
+    return validate_config(tree, folder=path.parent)
 
 
-def validate_config(tree: dict[str, Any]) -> Config:
-    """Make a Config from plain dictionaries. Raises UserError that names the first wrong key."""
+def validate_config(
+    tree: dict[str, Any], folder: Path | None = None, opened: Path | None = None
+) -> Config:
+    """Make a Config from plain dictionaries. Raises UserError that names the first wrong key.
+
+    Its extensions are imported first, as they may register names that it uses. They are searched in `folder`, in the
+    current folder and on the Python path, but not in the run directory `opened` (runtime/extensions.py).
+    """
+    entries = tree.get("extensions")
+    if isinstance(entries, list) and all(isinstance(entry, str) for entry in entries):
+        folders = [] if folder is None else [folder]
+        tree = {**tree, "extensions": import_extensions(entries, folders, opened)}
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

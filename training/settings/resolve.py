@@ -14,7 +14,7 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.memory import format_bytes
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.runtime.registry import offers
-from thinker.training.config.config import Config
+from thinker.training.config.config import Config, config_sections
 from thinker.training.metrics import flops_per_token, peak_flops
 from thinker.training.optim.optimizers import resolve_learning_rates
 from thinker.training.settings.memory_estimate import (
@@ -54,8 +54,8 @@ def changed_overrides(before: Config, after: Config) -> list[str]:
     """The keys that resolve_open_keys() has changed, as overrides section.key=value."""
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
     overrides = []
-    for section, values in new.items():
-        for key, value in values.items():
+    for section in config_sections():
+        for key, value in new[section].items():
             if value != old[section][key]:
                 overrides.append(f"{section}.{key}={json.dumps(value)}")
     return overrides

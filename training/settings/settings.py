@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from thinker.model import ThinkerConfig
 from thinker.training.config import sections
@@ -35,6 +35,7 @@ class Settings(ConfigSection):
     optimizer: sections.OptimizerConfig
     train: TrainSettings
     tracking: sections.TrackingConfig
+    extensions: list[str] = Field(default=[])
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,158 @@
+"""Extensions: modules of the user that a config names, and that every command imports again with the run."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from thinker import UserError, load, save
+from thinker.model import Thinker, ThinkerConfig
+from thinker.runtime import extensions
+from thinker.training.config.load import load_config, validate_config
+
+TREE = {"train": {"max_steps": 1}}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Forget imported modules, and folders on the Python path, after each test."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(extensions, "_imported", {})
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("my_"):
+            del sys.modules[name]
+
+
+def write_module(folder, name="my_names", text="VALUE = 1\n"):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.py").write_text(text)
+
+
+def write_config(folder, **tree):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({**TREE, **tree}))
+    return path
+
+
+def test_a_module_beside_the_config_is_imported_and_recorded_with_its_folder(tmp_path):
+    write_module(tmp_path / "project")
+    config = load_config(write_config(tmp_path / "project", extensions=["my_names"]), [])
+    assert config.extensions == [f"my_names @ {tmp_path / 'project'}"]
+    assert sys.modules["my_names"].VALUE == 1
+    assert validate_config(config.model_dump()) == config  # twice is as good as once
+
+
+def test_a_module_in_the_current_folder_or_on_the_python_path_is_found(tmp_path, monkeypatch):
+    write_module(tmp_path / "here", "my_first")
+    write_module(tmp_path / "installed" / "my_package", "__init__")
+    write_module(tmp_path / "installed" / "my_package", "second")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    path = write_config(tmp_path / "project", extensions=["my_first", "my_package.second"])
+    recorded = load_config(path, []).extensions
+    assert recorded == [f"my_first @ {tmp_path / 'here'}", "my_package.second"]
+
+
+def test_a_module_of_the_user_may_import_its_neighbours_also_later(tmp_path):
+    write_module(tmp_path, "my_helper")
+    write_module(
+        tmp_path, "my_names", "def use():\n    import my_helper\n    return my_helper.VALUE\n"
+    )
+    load_config(write_config(tmp_path, extensions=["my_names"]), [])
+    assert sys.modules["my_names"].use() == 1
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (["my_missing"], "there is no extension my_missing in .*, nor on the Python path; add"),
+        (["my_package.missing"], "there is no extension my_package.missing in "),
+        (["my names"], "extensions has 'my names'; write the name of a module"),
+        (["thinker.model"], "extensions has thinker.model, a module of Thinker itself"),
+        (["json"], r"the extension json in .* has the name of another module \(.*\); rename it"),
+        ("my_names", "extensions is 'my_names'; it must be a list"),
+        ([1], r"extensions\[0\] is 1; it must be text"),
+    ],
+)
+def test_what_is_no_extension_is_refused_in_one_line(tmp_path, entries, message):
+    write_module(tmp_path, "json")
+    with pytest.raises(UserError, match=message) as error:
+        load_config(write_config(tmp_path, extensions=entries), [])
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_finds_its_module_where_it_was_or_in_the_current_folder(tmp_path, monkeypatch):
+    run, project = tmp_path / "run", tmp_path / "project"
+    write_module(project)
+    (run / "checkpoints").mkdir(parents=True)
+    recorded = [f"my_names @ {project}"]
+    path = run / "config.yaml"
+    path.write_text(yaml.safe_dump({**TREE, "extensions": recorded}))
+    assert load_config(path, []).extensions == recorded
+
+    project.rename(tmp_path / "moved")
+    del sys.modules["my_names"]
+    message = f"no extension my_names in {project} or "
+    with pytest.raises(UserError, match=message):
+        load_config(path, [])
+    monkeypatch.chdir(tmp_path / "moved")
+    assert load_config(path, []).extensions == [f"my_names @ {tmp_path / 'moved'}"]
+
+
+def test_a_run_does_not_bring_modules_of_its_own(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    for folder in (run, run / "checkpoints"):
+        write_module(folder, "my_code", "raise AssertionError('imported')\n")
+    monkeypatch.chdir(run)
+    for entry in ("my_code", f"my_code @ {run}", "my_code @ .", f"my_code @ {run}/checkpoints"):
+        path = run / "config.yaml"
+        path.write_text(yaml.safe_dump({**TREE, "extensions": [entry]}))
+        with pytest.raises(UserError, match="there is no extension my_code"):
+            load_config(path, [])
+
+
+def test_a_saved_model_opens_and_imports_its_extensions(tmp_path, monkeypatch):
+    write_module(tmp_path / "project")
+    load_config(write_config(tmp_path / "project", extensions=["my_names"]), [])
+    model = Thinker(ThinkerConfig(vocab_size=257, d_model=32, n_layers=1, n_heads=2))
+    save(model, None, tmp_path / "saved" / "model")
+    del sys.modules["my_names"]
+    again, tokenizer = load(tmp_path / "saved" / "model")
+    assert tokenizer is None
+    assert "my_names" in sys.modules
+    for name, tensor in model.state_dict().items():
+        assert tensor.equal(again.state_dict()[name])
+    save(again, None, tmp_path / "saved" / "model")  # replaces it
+    with pytest.raises(UserError, match="is not empty; save the model in a new folder"):
+        save(model, None, tmp_path / "project")
+
+
+def test_a_run_records_its_extensions_and_commands_import_them(train_args, tmp_path):
+    project, run = tmp_path / "project", tmp_path / "run"
+    write_module(project, text="import sys\nprint('my_names is here', file=sys.stderr)\n")
+    _, config, *overrides = map(str, train_args)
+    tree = yaml.safe_load((ROOT / config).read_text()) | {"extensions": ["my_names"]}
+    path = write_config(project, **tree)
+    overrides += [f"run.dir={run}", "train.max_steps=2"]
+
+    def start(*words):
+        command = [sys.executable, *map(str, words)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("my_names is here") == 1
+        return done
+
+    start(ROOT / "train.py", path, *overrides)
+    recorded = [f"my_names @ {project}"]
+    assert yaml.safe_load((run / "config.yaml").read_text())["extensions"] == recorded
+    state = json.loads((run / "checkpoints" / "step-00000002" / "state.json").read_text())
+    assert state["settings"]["extensions"] == recorded
+    start(ROOT / "train.py", run / "config.yaml", "train.max_steps=4")
+    start(ROOT / "generate.py", run, "--max-new-tokens", "3")
