@@ -25,7 +25,9 @@ def load_results(folder: Path) -> Results:
 def load_records(path: Path) -> list[Record]:
     """Load the results of one file: a line each, or one on many lines."""
     text = path.read_text(encoding="utf-8")
-    lines = [text] if text.startswith("{\n") else text.splitlines()
+    lines = text.splitlines()
+    if lines[0] == "{":
+        lines = [text]
     # The rows of recorded.jsonl are shown as they are, with their digits: 0.540 stays "0.540".
     parse_float = str if path.stem == "recorded" else float
     environment = None
@@ -133,7 +135,9 @@ def describe_machine(environment: Record) -> str:
     if "features" in environment:
         name += f" with {environment['features']}"
     threads = environment["threads"]
-    return f"{name}, {threads} thread" if threads == "1" else f"{name}, {threads} threads"
+    if threads == "1":
+        return f"{name}, 1 thread"
+    return f"{name}, {threads} threads"
 
 
 def recorded_table(results: Results, name: str) -> Table:
@@ -141,12 +145,11 @@ def recorded_table(results: Results, name: str) -> Table:
     sources = [record for record in results["recorded"] if record["name"] == name]
     if not sources:
         raise UserError(f"page_tables.py and results/recorded.jsonl have no table {name!r}")
-    rows = [row for source in sources for row in source.get("rows", [])]
-    headings = tuple(rows[0]) if rows else ()
+    headings = tuple(sources[0].get("rows", [{}])[0])
     table = Table(headings, sources)
-    for row in rows:
-        table.add(*(as_recorded(row[heading]) for heading in headings))
     for source in sources:
+        for row in source.get("rows", []):
+            table.add(*(as_recorded(row[heading]) for heading in headings))
         table.notes += source.get("notes", [])
     return table
 
