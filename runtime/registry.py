@@ -132,3 +132,12 @@ def offers_by_name(seam: str, name: str) -> Iterator[Any]:
         offer = getattr(feature, seam).get(name)
         if offer:
             yield import_offer(offer)
+
+
+def feature_command(name: str) -> Callable[[], int]:
+    """The main function of a feature's command. Raises UserError if the feature is missing."""
+    for main in offers_by_name("commands", name):
+        return main
+    raise UserError(
+        f"the command {name} belongs to a feature that is not installed; add it to {FEATURES}"
+    )

@@ -6,4 +6,5 @@ FEATURE = Feature(
     name="pruning",
     keys={"train": "thinker.features.pruning.keys:PruneKeys"},
     check_config="thinker.features.pruning.keys:check_pruning",
+    commands={"prune": "thinker.features.pruning.command:main"},
 )

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from thinker.evaluation.perplexity import estimate_ratio
+from thinker.evaluation.sequence_losses import sequence_losses
 from thinker.generation.decoders.inference_model import fused_matrices
 from thinker.model import Thinker
 from thinker.model.layers import Linear
 from thinker.native.quantization import GROUP, quantize
-from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
-BATCH_TOKENS, CONFIDENCE = 4096, 0.95
+CONFIDENCE = 0.95
 SCALE_BYTES = 2  # per group of 32 weights
 
 
@@ -133,17 +133,6 @@ def rounded_sums(model: Thinker, layer: int, head: int, bits: int) -> Iterator[N
 
         with model.patch({f"{name}.heads.{head}": replace}):
             yield
-
-
-@torch.no_grad()
-def sequence_losses(model: Thinker, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the losses in nats and number of targets of each sequence, (N,) float64 each, from (N, T) tokens."""
-    rows, nats = max(1, BATCH_TOKENS // tokens.shape[1]), []
-    for part, wanted in zip(tokens.split(rows), targets.split(rows)):
-        losses = torch.empty(wanted.shape, device=tokens.device)
-        model(part, targets=wanted, target_losses=losses)
-        nats.append(losses.double().sum(1))
-    return torch.cat(nats).cpu(), (targets != IGNORE_INDEX).sum(1).double().cpu()
 
 
 def measure(
