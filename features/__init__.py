@@ -1,11 +1,13 @@
 """Optional features, one folder each. Remove a name from this list to be without a feature."""
 
+# Where features offer the same thing, such as an objective, the order counts: distillation chooses the objective, and
+# mixtures measure its loss by source.
 FEATURES = [
     "auto_size",
+    "distillation",
     "mixtures",
     "streams",
     "cleaning",
-    "distillation",
     "pruning",
     "monitoring",
     "early_exit",

@@ -75,8 +75,13 @@ class Feature:
     # (config, device, precision, previous, dist) -> config: make choices that depend on the text and the machine.
     # `previous`: settings of the resumed run or None. All ranks call it.
     resolve_config: str = ""
-    objective: str = ""  # what a training step minimizes, or None if the config does not ask for it
-    callbacks: str = ""  # a list of callbacks
+    # (config, ThinkerConfig, corpus, device, objective) -> objective: what a step minimizes. Return `objective` if the
+    # config does not ask for another, or wrap it. Asked in the order of the list of features.
+    objective: str = ""
+    callbacks: str = ""  # (settings) -> list of callbacks, empty if the config does not ask for any
+    # Keys that decide weights or batches, such as "train.prune", and for each a function that says whether it may
+    # change when a run resumes: (training.resume.KeyChange) -> the reason why not, or "". "": it may not.
+    fixed_keys: Mapping[str, str] = field(default_factory=dict)
     dataset: str = ""  # the training data, or None
 
     # Generation: the names of the options of Generator() that the feature reads.

@@ -34,15 +34,12 @@ KNOW_A_FEATURE = {
     "generation/sequence.py",
     "generation/sliding.py",
     "generation/terminal.py",
-    "training/nonfinite.py",
+    "training/batches.py",
     "training/reports/advice.py",
     "training/reports/data_report.py",
     "training/reports/plan.py",
     "training/reports/summary.py",
-    "training/resume.py",
     "training/run.py",
-    "training/step.py",
-    "training/trainer.py",
     "training/training_data.py",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -13,46 +13,58 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thinker.model import Thinker
-from thinker.runtime.process_group import DistContext
+from thinker.model.lora import RANK_OF, add_lora
+from thinker.runtime.process_group import DistContext, full_tensor
 from thinker.training.settings.settings import TrainSettings
 
 
 def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.Module:
-    """Wrap the model for training: compilation, then activation checkpointing, then DDP or FSDP2.
-
-    "ddp": every rank has the whole model, and gradients are summed during the backward pass. "fsdp": every rank has
-    some rows of each parameter, and gathers the parameters of a block when it runs (ZeRO-3, Rajbhandari et al. 2020,
-    arXiv:1910.02054), in the precision of the activations. Embedding and head are gathered in fp32: in bf16, the sum
-    of the thousands of gradients of a frequent token was 40% off.
-    """
+    """Wrap the model for training: compilation, then activation checkpointing, then DDP or FSDP2."""
     if train.compile:
-        # Each kind of layer needs a graph. Beyond this limit (default: 8) torch silently stops compiling.
-        torch._dynamo.config.recompile_limit = 256
-        for block in model.blocks:  # in place, which keeps the names of parameters
-            block.forward = torch.compile(block.forward)
-        model.is_compiled = True
+        _compile_blocks(model)
     if train.checkpoint_every_n_blocks:  # Chen et al. 2016 (arXiv:1604.06174)
         for block in model.blocks[:: train.checkpoint_every_n_blocks]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if dist.world_size == 1:
         return model
+    return _with_ddp(model) if train.parallel == "ddp" else _with_fsdp(model, dist)
+
+
+def _compile_blocks(model: Thinker) -> None:
+    # Each kind of layer needs a graph. Beyond this limit (default: 8) torch silently stops compiling.
+    torch._dynamo.config.recompile_limit = 256
+    for block in model.blocks:  # in place, which keeps the names of parameters
+        block.forward = torch.compile(block.forward)
+    model.is_compiled = True
+
+
+def _with_ddp(model: Thinker) -> nn.Module:
+    """Every rank has the whole model, and gradients are summed during the backward pass."""
     # Imported here because it takes half a second and only several ranks need it.
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    if train.parallel == "ddp":
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        wrapped.register_comm_hook(None, _sum_gradients)
-        return wrapped
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    wrapped.register_comm_hook(None, _sum_gradients)
+    return wrapped
+
+
+def _with_fsdp(model: Thinker, dist: DistContext) -> nn.Module:
+    """Every rank has some rows of each parameter, and gathers the parameters of a block when it runs.
+
+    That is ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054). Blocks are gathered in the precision of the activations.
+    Embedding and head are gathered in fp32: in bf16, the sum of the thousands of gradients of a frequent token was 40%
+    off.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     cast = MixedPrecisionPolicy(
         param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     mesh = init_device_mesh(dist.device_type, (dist.world_size,))
     for module in (*model.blocks, model):
-        fully_shard(
-            module, mesh=mesh, mp_policy=MixedPrecisionPolicy() if module is model else cast
-        )
+        policy = MixedPrecisionPolicy() if module is model else cast
+        fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)  # a sum
         module.set_force_sum_reduction_for_comms(True)
     return model
@@ -71,3 +83,17 @@ def gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[Non
     elif hasattr(model, "no_sync") and not is_last:  # DDP
         return model.no_sync()
     return contextlib.nullcontext()
+
+
+def unwrapped_copy(model: Thinker) -> Thinker:
+    """Copy a model for evaluation, without compilation and sharding. All ranks must call this."""
+    weights = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
+    with torch.device("meta"):
+        copy = Thinker(model.config)
+    if RANK_OF in weights:
+        add_lora(copy, len(weights[RANK_OF]))
+    copy.load_state_dict(weights, assign=True)
+    if model.config.tie_embeddings:
+        copy.lm_head.weight = copy.embedding.weight
+    copy.activation_dtype = model.activation_dtype
+    return copy.requires_grad_().eval()

@@ -1,12 +1,15 @@
-"""Speed and memory metrics: FLOPs per token, peak FLOP/s of GPUs, and peak memory."""
+"""Numbers for metrics.jsonl: losses, FLOPs per token, peak FLOP/s of GPUs, and peak memory."""
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from thinker.evaluation.loss import Evaluation
 from thinker.model import Thinker
+from thinker.training.callback import TrainingParts
 
 # Dense peak FLOP/s in bf16 and fp16 with fp32 accumulation, from the vendors' data sheets. Keys are parts of the device
 # names that torch reports. Other devices have no MFU.
@@ -14,6 +17,36 @@ PEAK_FLOPS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
     "A10G": 70e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
+
+
+def part_losses(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """The mean of each part of the loss that has targets. sums: of each part its sum, then its number of targets."""
+    losses = {}
+    for name, total, n_targets in zip(names, sums[::2], sums[1::2]):
+        if n_targets:
+            losses[name] = total / n_targets
+    return losses
+
+
+def evaluation_line(evaluation: Evaluation) -> dict[str, float]:
+    """The losses of an evaluation, and of each source of a mixture."""
+    line = {"val_loss": evaluation.loss, "val_bits_per_byte": evaluation.bits_per_byte}
+    for name, part in evaluation.parts.items():
+        line[f"val_loss/{name}"] = part.loss
+        line[f"val_bits_per_byte/{name}"] = part.bits_per_byte
+    if evaluation.entropy_floor is not None:
+        line["entropy_floor"] = evaluation.entropy_floor
+    return line
+
+
+def speed(parts: TrainingParts, device: torch.device, tokens_per_second: float) -> dict[str, float]:
+    """Tokens and FLOPs per second of all ranks, and the share of the devices' peak if that is known."""
+    flops = tokens_per_second * flops_per_token(parts.model, parts.settings.data.seq_len)
+    speeds = {"tokens_per_second": tokens_per_second, "flops_per_second": flops}
+    peak = peak_flops(device, parts.settings.train.precision)
+    if peak:
+        speeds["mfu"] = flops / (peak * parts.dist.world_size)
+    return speeds
 
 
 def flops_per_token(model: Thinker, seq_len: int) -> int:
@@ -33,14 +66,18 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or precision == "fp32":
         return None
     words = f" {torch.cuda.get_device_name(device)} ".replace("-", " ")
-    return next((peak for part, peak in PEAK_FLOPS.items() if f" {part} " in words), None)
+    for part, peak in PEAK_FLOPS.items():
+        if f" {part} " in words:
+            return peak
+    return None
 
 
 class MemoryMeter:
     """Peak memory since creation: allocated memory on a GPU, otherwise growth of the process's resident set."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.before = device, 0
+        self.device = device
+        self.before = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
@@ -56,7 +93,8 @@ class MemoryMeter:
 
 
 def _peak_resident_bytes() -> int:
-    if (status := Path("/proc/self/status")).exists():  # getrusage would include the parent process
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would include the parent process
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
     try:
         import resource

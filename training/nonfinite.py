@@ -1,20 +1,79 @@
-"""Diagnose a step with a non-finite loss or gradient: its samples, and the first module that overflows."""
+"""Steps with a non-finite loss or gradient: a report, and the end of the run if there are too many."""
 
+import json
 import math
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thinker import checkpoint
+from thinker.checkpoint import CheckpointManager
+from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.batches.batch_loader import BatchLoader
+from thinker.data.batches.batches import WindowRemoved
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.features.streams.stream_writer import BlockRemoved
 from thinker.model import Thinker
-from thinker.model.lora import RANK_OF, add_lora
-from thinker.runtime.process_group import full_tensor
+from thinker.runtime.errors import RunError
+from thinker.runtime.files import atomic_write
+from thinker.training.distributed import unwrapped_copy
 
 MAX_TEXT_CHARS = 200  # per sample of a report
+
+
+@dataclass
+class NonfiniteSteps:
+    """Reports non-finite steps, which changed no weights, and ends the run after too many."""
+
+    model: Thinker
+    loader: BatchLoader
+    tokenizer: Tokenizer
+    directory: RunDirectory
+    checkpoints: CheckpointManager
+    n_allowed: int  # train.max_nonfinite_steps
+
+    def report(self, step: int, loss: float, grad_norm: float, n_skipped: int) -> str:
+        """Write a report on a step, counted from 0. `n_skipped`: non-finite steps so far, with this one.
+
+        Returns one line for users. All ranks must call this.
+        """
+        report = {
+            "step": step + 1,
+            "loss": finite_or_none(loss),
+            "grad_norm": finite_or_none(grad_norm),
+            "sample_ids": self.loader.sample_ids(step),
+        }
+        is_last = n_skipped > self.n_allowed
+        if is_last:
+            report |= diagnose(self.model, self.loader, self.tokenizer, step)
+        path = self.directory.path / f"nonfinite-step-{step + 1:08d}.json"
+        if self.directory.writes:
+            atomic_write(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        message = f"step {step + 1}: loss {loss:g}, gradient norm {grad_norm:g}"
+        if is_last:
+            return f"{message}; {self._explain(path, report)}"
+        return f"{message}; step skipped ({n_skipped} of {self.n_allowed}, see {path})"
+
+    def end_run(self, step: int, message: str, resume_hint: str) -> None:
+        """Save the weights and raise RunError."""
+        state = {"step": step + 1}
+        files = checkpoint.checkpoint_files(self.model, state)
+        self.checkpoints.save("nonfinite", step + 1, files)
+        self.checkpoints.dist.all_gather_scalars(step)  # the first rank to end ends the others
+        raise RunError(f"{message}; {resume_hint}")
+
+    def _explain(self, path: Path, report: dict[str, Any]) -> str:
+        name, size = report["largest_weight"]
+        size = "not finite" if size is None else f"{size:g}"
+        folder = f"{self.directory.checkpoints}/nonfinite-{report['step']:08d}"
+        return (
+            f"the weights are unchanged. {path} lists the samples of this step. {folder} contains "
+            f"the weights (largest absolute value: {size}, in {name}). Lower optimizer.lr, or skip "
+            f"rare bad samples with train.max_nonfinite_steps={self.n_allowed + 1}"
+        )
 
 
 def diagnose(
@@ -24,77 +83,81 @@ def diagnose(
 
     Returns "samples": id, loss (nats per token), gradient norm and first characters of each sample;
     "first_not_finite": the first module with a non-finite output; "gradients_not_finite": the parameters with a
-    non-finite gradient; "largest_weight": [name, absolute value]. Non-finite numbers become None. Samples of a stream
-    that was read long before are left out.
+    non-finite gradient; "largest_weight": [name, absolute value]. Non-finite numbers become None. Samples whose text is
+    no longer on the disk are left out.
     """
     copy = unwrapped_copy(model)
-    samples: list[dict[str, Any]] = []
-    modules: list[str] = []  # with a non-finite output, in the order of the forward pass
+    modules = _record_nonfinite_outputs(copy)
     parameters: set[str] = set()  # with a non-finite gradient
-
-    def record_nonfinite(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        if not all(bool(part.isfinite().all()) for part in outputs if isinstance(part, Tensor)):
-            modules.append(name)
-
-    for name, module in copy.named_modules():
-        module.register_forward_hook(partial(record_nonfinite, name or "loss"))
+    samples: list[dict[str, Any]] = []
     for row, sample_id in enumerate(loader.sample_ids(step)):
         try:
             inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
-        except BlockRemoved:
-            break  # the step was long ago, and its text is no longer on the disk
-        document_ids = loader.dataset.document_ids(inputs)
-        document_ids = None if document_ids is None else document_ids.to(model.device)
-        loss_sum, n_targets = copy(
-            inputs.to(model.device), targets=targets.to(model.device), document_ids=document_ids
-        )
-        loss = loss_sum / max(int(n_targets), 1)
-        loss.backward()
-        loss = loss.detach()
+        except WindowRemoved:
+            break  # the step was long ago
+        loss = _backward(copy, inputs, targets, loader.dataset.document_ids(inputs))
         gradients = {name: p.grad for name, p in copy.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not math.isfinite(norm):
-            parameters |= {
-                name for name, gradient in gradients.items() if not math.isfinite(gradient.norm())
-            }
+            for name, gradient in gradients.items():
+                if not math.isfinite(gradient.norm()):
+                    parameters.add(name)
         copy.zero_grad(set_to_none=True)
-        text = tokenizer.decode(inputs[0].tolist())[:MAX_TEXT_CHARS]
         samples.append(
             {
                 "id": sample_id,
                 "loss": finite_or_none(loss),
                 "grad_norm": finite_or_none(norm),
-                "text": text,
+                "text": tokenizer.decode(inputs[0].tolist())[:MAX_TEXT_CHARS],
             }
         )
-    largest_of = {
-        name: parameter.detach().abs().max().item() for name, parameter in copy.named_parameters()
-    }
-    sizes = {name: math.inf if math.isnan(size) else size for name, size in largest_of.items()}
-    largest = max(sizes, key=sizes.__getitem__)
     return {
         "samples": samples,
-        "first_not_finite": next(iter(modules), None),
+        "first_not_finite": modules[0] if modules else None,
         "gradients_not_finite": sorted(parameters),
-        "largest_weight": [largest, finite_or_none(sizes[largest])],
+        "largest_weight": _largest_weight(copy),
     }
+
+
+def _record_nonfinite_outputs(model: Thinker) -> list[str]:
+    """A list that gets the names of modules with a non-finite output, in the order of the forward pass."""
+    names: list[str] = []
+
+    def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        tensors = [part for part in outputs if isinstance(part, Tensor)]
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+            names.append(name)
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(partial(record, name or "loss"))
+    return names
+
+
+def _backward(
+    model: Thinker, inputs: Tensor, targets: Tensor, document_ids: Tensor | None
+) -> Tensor:
+    """Run forward and backward on (1, T) tokens. Returns the loss in nats per token."""
+    if document_ids is not None:
+        document_ids = document_ids.to(model.device)
+    loss_sum, n_targets = model(
+        inputs.to(model.device), targets=targets.to(model.device), document_ids=document_ids
+    )
+    loss = loss_sum / max(int(n_targets), 1)
+    loss.backward()
+    return loss.detach()
+
+
+def _largest_weight(model: Thinker) -> list[str | float | None]:
+    """The name of the parameter with the largest absolute value, and that value."""
+    sizes = {}
+    for name, parameter in model.named_parameters():
+        size = parameter.detach().abs().max().item()
+        sizes[name] = math.inf if math.isnan(size) else size
+    largest = max(sizes, key=sizes.__getitem__)
+    return [largest, finite_or_none(sizes[largest])]
 
 
 def finite_or_none(value: Tensor | float) -> float | None:
     """The number, or None for nan and inf, which JSON does not have."""
     return float(value) if math.isfinite(value) else None
-
-
-def unwrapped_copy(model: Thinker) -> Thinker:
-    """Copy a model for evaluation, without compilation and sharding. All ranks must call this."""
-    weights = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
-    with torch.device("meta"):
-        copy = Thinker(model.config)
-    if RANK_OF in weights:
-        add_lora(copy, len(weights[RANK_OF]))
-    copy.load_state_dict(weights, assign=True)
-    if model.config.tie_embeddings:
-        copy.lm_head.weight = copy.embedding.weight
-    copy.activation_dtype = model.activation_dtype
-    return copy.requires_grad_().eval()

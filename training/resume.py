@@ -4,48 +4,134 @@ import contextlib
 import hashlib
 import shutil
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thinker import checkpoint
 from thinker.checkpoint import CorruptCheckpoint
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.tokenizers.tokenizer import FILE_NAME
 from thinker.data.tokenizers.tokenizer_factory import is_path
-from thinker.features.mixtures.keys import MixedSource
 from thinker.runtime.device import device_name
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
+from thinker.runtime.registry import features, import_offer
+from thinker.training.callback import Callback
 from thinker.training.run_state import RunState, read_state
 from thinker.training.settings.settings import Settings
 from thinker.training.step import TrainingStep
 
-# Keys that must not change. In the sections model and data these are all keys except DATA_KEYS_OF_THE_MACHINE.
+# Keys that must not change. In the sections model and data these are all keys except DATA_KEYS_OF_THE_MACHINE, and
+# features add theirs.
 FIXED_KEYS = {
-    "optimizer": ("name",), "run": ("seed", "init_from"),
-    "train": ("batch_size", "lora_rank", "lora_alpha", "ema_decay", "distill", "prune"),
-}  # fmt: skip
+    "optimizer": ("name",),
+    "run": ("seed", "init_from"),
+    "train": ("batch_size", "lora_rank", "lora_alpha", "ema_decay"),
+}
 DATA_KEYS_OF_THE_MACHINE = (
     "cache_dir",
     "num_workers",
     "streaming",
 )  # do not affect text or batches
-PATHS = (
-    "path",
-    "val_tokens",
-    "tokenizer",
-    "chat_template",
-)  # in data; files may move, but must not change
-ROUNDING_KEYS = (
-    "micro_batch_size",
-    "precision",
-    "compile",
-    "deterministic",
-)  # in train; they change the last bits
+PATHS = ("path", "val_tokens", "tokenizer", "chat_template")  # in data; files may move, not change
+# In train; they change the last bits.
+ROUNDING_KEYS = ("micro_batch_size", "precision", "compile", "deterministic")
 PLAIN = "plain PyTorch"
 REMEDY = "undo the change, choose another run.dir, or delete that folder to start over"
+
+
+# ---------------------------------------------------------------- keys
+
+
+@dataclass(frozen=True)
+class KeyChange:
+    """A key of the config that has another value than when the run started."""
+
+    name: str  # section.key
+    was: Any
+    value: Any
+    previous: Settings  # that the run started with
+    folder: Path  # of the run
+
+    @property
+    def reason(self) -> str:
+        """Why the run cannot resume, if it cannot."""
+        return (
+            f"{self.name} is {self.value!r}, but the run in {self.folder} started with {self.was!r}"
+        )
+
+
+def check_unchanged(
+    run: RunDirectory, previous: Settings, sections: dict[str, dict[str, Any]]
+) -> None:
+    """Raise UserError if a key that affects weights or batches has changed since the run started."""
+    started_with = previous.model_dump(mode="json")
+    rules = _rules_of_features()
+    for section, values in sections.items():
+        for key, value in values.items():
+            was = started_with[section].get(key)
+            if value == was:
+                continue
+            change = KeyChange(f"{section}.{key}", was, value, previous, run.path)
+            reason = rules.get(change.name, _reason)(change)
+            if reason:
+                raise UserError(f"{reason}; {REMEDY}")
+
+
+def _reason(change: KeyChange) -> str:
+    """Why a key may not change; "" if it may."""
+    section, _, key = change.name.partition(".")
+    if key not in FIXED_KEYS.get(section, (key,)) or key in DATA_KEYS_OF_THE_MACHINE:
+        return ""
+    is_moved = key in PATHS and change.value is not None and change.was is not None
+    if is_moved and (key != "tokenizer" or is_path(change.value)):
+        return ""
+    return change.reason
+
+
+def _rules_of_features() -> dict[str, Callable[[KeyChange], str]]:
+    rules: dict[str, Callable[[KeyChange], str]] = {}
+    for feature in features():
+        for name, offer in feature.fixed_keys.items():
+            rules[name] = import_offer(offer) if offer else _always_fixed
+    return rules
+
+
+def _always_fixed(change: KeyChange) -> str:
+    return change.reason
+
+
+def warn_about_changes(state: RunState, machine: dict[str, str], settings: Settings) -> None:
+    """Print to stderr which keys have changed, and which changes make results differ from an uninterrupted run."""
+    previous = state.settings.model_dump(mode="json")
+    now = settings.model_dump(mode="json", exclude={"run", "extensions"})
+    changes = []
+    for section, keys in now.items():
+        for key, value in keys.items():
+            before = previous[section].get(key)
+            if before != value:
+                changes.append(f"{section}.{key} {before} -> {value}")
+    if changes:
+        print(f"changed since the last save: {', '.join(changes)}", file=sys.stderr)
+
+    old = {"ranks": "1", "kernels": PLAIN} | state.machine | _rounding_keys(previous)
+    new = {"ranks": "1", "kernels": PLAIN} | machine | _rounding_keys(now)
+    for key in old | new:
+        before, after = old.get(key), new.get(key)
+        if before != after:
+            print(
+                f"{key}: {before} -> {after}; results differ slightly from an uninterrupted run",
+                file=sys.stderr,
+            )
+
+
+def _rounding_keys(tree: dict[str, Any]) -> dict[str, Any]:
+    return {f"train.{key}": tree["train"][key] for key in ROUNDING_KEYS}
 
 
 def describe_machine(step: TrainingStep, dist: DistContext, parallel: str) -> dict[str, str]:
@@ -54,85 +140,14 @@ def describe_machine(step: TrainingStep, dist: DistContext, parallel: str) -> di
         "device": device_name(step.device),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
+        "kernels": PLAIN if step.kernels is None else "fused",
     }
-    machine["kernels"] = PLAIN if step.kernels is None else "fused"
-    return machine | ({"ranks": f"{dist.world_size} ({parallel})"} if dist.world_size > 1 else {})
+    if dist.world_size > 1:
+        machine["ranks"] = f"{dist.world_size} ({parallel})"
+    return machine
 
 
-def check_unchanged(
-    run: RunDirectory, previous: Settings, sections: dict[str, dict[str, Any]]
-) -> None:
-    """Raise UserError if a key that affects weights or batches has changed since the run started."""
-    started_with = previous.model_dump(mode="json")
-    has_schedule = any(len(source.weights) > 1 for source in previous.data.sources or ())
-    fixed_keys = FIXED_KEYS | (
-        {"train": (*FIXED_KEYS["train"], "max_steps")} if has_schedule else {}
-    )
-    for section, values in sections.items():
-        for key, value in values.items():
-            was, is_fixed = started_with[section][key], key in fixed_keys.get(section, (key,))
-            may_move = (
-                key in PATHS and None not in (value, was) and (key != "tokenizer" or is_path(value))
-            )
-            if key == "distill" and None not in (value, was):
-                may_move = (
-                    value | {"teacher": was["teacher"]} == was
-                )  # its weights are compared (features/distillation/teacher.py)
-            if key == "sources" and None not in (value, was):
-                may_move = [_without_place(source) for source in value] == [
-                    _without_place(source) for source in was
-                ]
-            if is_fixed and value != was and key not in DATA_KEYS_OF_THE_MACHINE and not may_move:
-                reason = (
-                    f"{section}.{key} is {value!r}, but the run in {run.path} started with {was!r}"
-                )
-                if key == "sources":
-                    reason = f"data.sources has changed since the run in {run.path} started"
-                    names = [MixedSource(**source).label for source in was or ()]
-                    reason += (
-                        f" (a source that was moved needs the name that it had: {', '.join(names)})"
-                    )
-                raise UserError(f"{reason}; {REMEDY}")
-
-
-def _without_place(source: dict[str, Any]) -> dict[str, Any]:
-    """A source of a mixture without the keys that may change, and with the name that it has in messages."""
-    kept = {
-        key: value
-        for key, value in source.items()
-        if key not in (*PATHS, *DATA_KEYS_OF_THE_MACHINE)
-    }
-    return kept | {"name": MixedSource(**source).label}
-
-
-def warn_about_changes(state: RunState, machine: dict[str, str], settings: Settings) -> None:
-    """Print to stderr which keys have changed, and which changes make results differ from an uninterrupted run."""
-    previous, now = (
-        state.settings.model_dump(mode="json"),
-        settings.model_dump(mode="json", exclude={"run", "extensions"}),
-    )
-    changes = [
-        f"{section}.{key} {previous[section][key]} -> {value}"
-        for section, keys in now.items()
-        for key, value in keys.items()
-        if previous[section][key] != value
-    ]
-    if changes:
-        print(f"changed since the last save: {', '.join(changes)}", file=sys.stderr)
-    bits = [
-        {f"train.{key}": tree["train"][key] for key in ROUNDING_KEYS} for tree in (previous, now)
-    ]
-    old, new = (
-        {"ranks": "1", "kernels": PLAIN} | where | keys
-        for where, keys in zip((state.machine, machine), bits)
-    )
-    for key in old | new:
-        before, after = old.get(key), new.get(key)
-        if before != after:
-            print(
-                f"{key}: {before} -> {after}; results differ slightly from an uninterrupted run",
-                file=sys.stderr,
-            )
+# ---------------------------------------------------------------- the run directory
 
 
 def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunState]:
@@ -167,6 +182,9 @@ def create_run(run: RunDirectory, is_new: bool, dist: DistContext) -> None:
         checkpoint.quarantine(folder, "earlier")
 
 
+# ---------------------------------------------------------------- state and tensors
+
+
 def resume_run(
     run: RunDirectory,
     folder: Path,
@@ -175,13 +193,12 @@ def resume_run(
     settings: Settings,
     dist: DistContext,
 ) -> None:
-    """Restore model, optimizers and scaler from a checkpoint, and adapt its state to changed keys."""
+    """Restore model, optimizers, scaler and callbacks from a checkpoint, and adapt its state to changed keys."""
     if dist.is_main:
         for newer in checkpoint.list_checkpoints(run.checkpoints):
             if newer.name > folder.name:
-                checkpoint.quarantine(
-                    newer, "damaged"
-                )  # so that it does not count towards keep_last
+                # So that it does not count towards keep_last.
+                checkpoint.quarantine(newer, "damaged")
     if state.skipped > settings.train.max_nonfinite_steps:
         remedy = f"set train.max_nonfinite_steps to at least {state.skipped}"
         raise UserError(
@@ -189,35 +206,45 @@ def resume_run(
         )
     restore(folder, step, state)
     warn_about_changes(state, describe_machine(step, dist, settings.train.parallel), settings)
+    if state.settings.train.eval_sequences != settings.train.eval_sequences:
+        # Losses so far were of other sequences.
+        state.best_val_loss = None
+        state.lowest_val_loss = None
+        state.evaluations_since_lowest = 0
+    else:
+        state.best_val_loss = dist.broadcast_object(_best_loss(run, state, dist))
+
+
+def _best_loss(run: RunDirectory, state: RunState, dist: DistContext) -> float | None:
+    """The lowest loss of the checkpoints best-*, which are kept even if the run resumes from an earlier step."""
     losses = [state.best_val_loss]
-    for best in checkpoint.list_checkpoints(run.checkpoints, "best") if dist.is_main else ():
-        with contextlib.suppress(
-            CorruptCheckpoint
-        ):  # kept, even if the run resumes from an earlier step
+    folders = checkpoint.list_checkpoints(run.checkpoints, "best") if dist.is_main else []
+    for best in folders:
+        with contextlib.suppress(CorruptCheckpoint):
             checkpoint.verify(best)
             losses.append(checkpoint.read_json(best / "state.json").get("val_loss"))
-    if state.settings.train.eval_sequences != settings.train.eval_sequences:
-        losses, state.lowest_val_loss, state.evaluations_since_lowest = (
-            [],
-            None,
-            0,
-        )  # of other sequences
-    state.best_val_loss = dist.broadcast_object(
-        min((x for x in losses if isinstance(x, float)), default=None)
-    )
+    return min((loss for loss in losses if isinstance(loss, float)), default=None)
 
 
 def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
-    """Load a checkpoint into model, optimizers and scaler. Raises CorruptCheckpoint if names or shapes differ."""
-    expected = step.after_step.expected_tensors()
-    has_optimizer_state = (
-        checkpoint.read_header(folder, checkpoint.TRAINING).keys() > expected.keys()
-    )
+    """Load a checkpoint into model, optimizers, scaler and callbacks.
+
+    Raises UserError if the run has other callbacks, CorruptCheckpoint if names or shapes differ otherwise.
+    """
+    saved_names = checkpoint.read_header(folder, checkpoint.TRAINING).keys()
+    expected = {}
+    for callback in step.callbacks:
+        for name, tensor in callback.tensors().items():
+            expected[name] = torch.empty_like(tensor)
+    has_optimizer_state = saved_names > expected.keys()
     if has_optimizer_state:  # there is none before the first step
         expected |= step.optimizers.expected_state()
     tensors = checkpoint.load_tensors(folder, checkpoint.TRAINING, expected)
     checkpoint.load_weights(step.model, folder)
-    step.after_step.load(tensors)
+    for callback in step.callbacks:
+        own = {name: tensors.pop(name) for name in callback.tensors()}
+        if own:
+            callback.load_tensors(own)
     if has_optimizer_state:
         step.optimizers.load_state(tensors)
     if state.scaler:
@@ -228,8 +255,45 @@ def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
     step.n_nonfinite.fill_(state.skipped)
 
 
+def training_tensors(step: TrainingStep) -> dict[str, Tensor]:
+    """What a checkpoint has besides the model: the tensors of optimizers and callbacks."""
+    tensors = step.optimizers.tensors()
+    for callback in step.callbacks:
+        tensors |= callback.tensors()
+    return tensors
+
+
+def collect_state(state: RunState, callbacks: Sequence[Callback]) -> None:
+    """Put what callbacks save into the state of the run."""
+    for callback in callbacks:
+        for key, value in callback.state_dict().items():
+            assert key not in RunState.model_fields, f"{key} is a key of the run's own state"
+            setattr(state, key, value)
+
+
+def give_state_to_callbacks(state: RunState, callbacks: Sequence[Callback], folder: Path) -> None:
+    """Give callbacks what they have saved. Raises UserError if the run that is resumed has other callbacks."""
+    left = dict(state.of_callbacks)
+    for callback in callbacks:
+        keys = callback.state_dict().keys()
+        missing = [key for key in keys if key not in left]
+        if missing:
+            name = type(callback).__name__
+            raise UserError(
+                f"{folder} was saved without the callback {name}, so it has no {missing[0]}; {REMEDY}"
+            )
+        if keys:
+            callback.load_state_dict({key: left.pop(key) for key in keys})
+    for key, value in left.items():
+        if value:
+            raise UserError(
+                f"{folder / 'state.json'} has {key}, which this run does not read; pass the callbacks and "
+                "install the features that the run started with"
+            )
+        del state.of_callbacks[key]
+
+
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed dropout for this step and rank, independently of interruptions."""
-    torch.manual_seed(
-        int.from_bytes(hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()[:7], "little")
-    )
+    digest = hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "little"))

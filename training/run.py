@@ -1,28 +1,26 @@
 """Train from a config: open the run, resolve settings, prepare data, build the model, restore, fit."""
 
 import sys
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.batches.batches import PackedDataset
-from thinker.data.batches.prefetch import Prefetcher
 from thinker.data.corpus.corpus import Corpus
-from thinker.data.tokenizers.text_bytes import scaled_byte_lengths
-from thinker.evaluation.loss import Evaluator
-from thinker.features.distillation.teacher import load_teacher
-from thinker.features.mixtures.mixture_loss import MixtureEvaluator, split_limit
-from thinker.features.mixtures.reports import describe_mixture, make_loader
-from thinker.features.streams.make_streams import make_streams
-from thinker.generation.prompts import check_prompt
+from thinker.features.mixtures.reports import describe_mixture
+from thinker.model import ThinkerConfig
 from thinker.runtime.device import choose_device, configure_backend, enable_determinism
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.runtime.registry import offers
 from thinker.training import resume
+from thinker.training.batches import build_batches
+from thinker.training.callback import Callback
+from thinker.training.callbacks.setup import callbacks_of_output, callbacks_of_weights
 from thinker.training.config.config import Config
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter
+from thinker.training.objective import Objective, next_token_loss
 from thinker.training.reports.advice import before_training
 from thinker.training.resumed_data import own_tokenizer, read_corpus
 from thinker.training.settings.memory_bound import check_run_fits
@@ -34,19 +32,33 @@ from thinker.training.settings.resolve import (
 )
 from thinker.training.settings.settings import Settings
 from thinker.training.step import TrainingStep, build_model
-from thinker.training.tracking import Tracker
 from thinker.training.trainer import Trainer
 
-# Of a core, for background saves, as training needs every core: see docs/benchmarks/exactness.md.
+# Of a core, for saves in the background, as training needs every core (docs/benchmarks/exactness.md).
 BACKGROUND_CPU_SHARE = 0.005
 
 
-def train(config: Config, dist: DistContext = SINGLE_PROCESS) -> int:
-    """Start or resume the run of a config. Returns the exit status: 0, or 128 + the signal that ended it."""
-    return build_trainer(config, dist).train()
+def train(
+    config: Config,
+    dist: DistContext = SINGLE_PROCESS,
+    callbacks: Sequence[Callback] = (),
+    objective: Objective | None = None,
+) -> int:
+    """Start or resume the run of a config. Returns the exit status: 0, or 128 + the signal that ended it.
+
+    Args:
+        callbacks: what happens around steps, in this order (training/callback.py). To resume a run, pass the same ones.
+        objective: what a step minimizes (training/objective.py). None: the cross-entropy with the text.
+    """
+    return build_trainer(config, dist, callbacks, objective).train()
 
 
-def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer:
+def build_trainer(
+    config: Config,
+    dist: DistContext = SINGLE_PROCESS,
+    callbacks: Sequence[Callback] = (),
+    objective: Objective | None = None,
+) -> Trainer:
     """Check the config before writing any file, build the trainer, and restore the newest checkpoint of the run."""
     if config.train.deterministic:
         enable_determinism()
@@ -62,15 +74,11 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     configure_backend(device)
     precision = resolve_precision(config, device, previous, dist)
     config = resolve_open_keys(config, device, precision, previous, dist)
-    config, initial_model, tokenizer = load_initial_model(
-        config, previous, own_tokenizer(run, previous, config)
-    )
+    tokenizer = own_tokenizer(run, previous, config)
+    config, initial_model, tokenizer = load_initial_model(config, previous, tokenizer)
     if previous is not None:
-        resume.check_unchanged(
-            run,
-            previous,
-            config.model_dump(mode="json", exclude={"model", "tracking", "extensions"}),
-        )
+        sections = config.model_dump(mode="json", exclude={"model", "tracking", "extensions"})
+        resume.check_unchanged(run, previous, sections)
     check_batch_split(config, dist)
     check_run_fits(config, device, dist)
     with dist.main_process_first():
@@ -80,102 +88,93 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
         resume.check_unchanged(run, previous, {"model": model_config.to_dict()})
 
     # Resolve the rest.
-    teacher = load_teacher(config, model_config, corpus.tokenizer, state, device)
+    objective, its_callbacks = build_objective(config, model_config, corpus, device, objective)
     settings = resolve_settings(config, model_config, device, precision, previous, dist)
-    train = settings.train
 
     # Build batches, model and optimizers.
     batches, evaluator = build_batches(settings, corpus, device, dist)
     memory = MemoryMeter(device)
-    is_sharded = (
-        dist.world_size > 1 and train.parallel == "fsdp"
-    )  # then the whole model need not fit on a device
-    model_device = torch.device("cpu") if is_sharded else device
-    model = build_model(model_config, settings.run.seed, model_device, initial_model)
-    step = TrainingStep(model, settings, dist=dist, teacher=teacher)
-    if train.sample_every:
-        prompt = [0, *corpus.tokenizer.encode(train.sample_prompt)]
-        check_prompt(prompt, corpus.tokenizer, model_config, model_config.max_cached_len)
+    model = build_model(
+        model_config, settings.run.seed, _model_device(settings, device, dist), initial_model
+    )
+    all_callbacks = [
+        *its_callbacks,
+        *callbacks_of_weights(settings),
+        *callbacks,
+        *callbacks_of_output(settings, corpus.tokenizer),
+    ]
+    step = TrainingStep(model, settings, objective, all_callbacks, dist=dist)
+    if folder is not None:
+        resume.give_state_to_callbacks(state, all_callbacks, folder)
 
     # All checks are done. Write files from here on.
     resume.create_run(run, is_new=folder is None, dist=dist)
-    if teacher is not None:
-        teacher.create_files(run.path, batches, corpus, dist)
     if folder is not None:
         resume.resume_run(run, folder, state, step, settings, dist)
     run.truncate_metrics(state.step, state.evaluated_at)
-    tracker = Tracker(settings, run)
-    state.settings, state.tokenizer, state.corpus = (
-        settings,
-        corpus.tokenizer.content_hash,
-        corpus.sha256,
-    )
-    state.machine = resume.describe_machine(step, dist, train.parallel)
-    saved = None if folder is None else state.model_copy(deep=True)
-    cpu_share = BACKGROUND_CPU_SHARE if device.type == "cpu" else 1.0
-    checkpoints = CheckpointManager(
-        run.checkpoints,
-        train.keep_last,
-        train.keep_every,
-        train.async_save,
-        cpu_share,
-        dist,
-        train.save_sharded,
-    )
+    state.settings = settings
+    state.tokenizer = corpus.tokenizer.content_hash
+    state.corpus = corpus.sha256
+    state.machine = resume.describe_machine(step, dist, settings.train.parallel)
+    resume.collect_state(state, all_callbacks)
     trainer = Trainer(
-        settings,
-        step,
-        state,
-        run,
-        corpus,
-        batches,
-        evaluator,
-        checkpoints,
-        tracker,
-        memory,
-        dist,
-        saved,
+        settings=settings,
+        step=step,
+        state=state,
+        run=run,
+        corpus=corpus,
+        batches=batches,
+        evaluator=evaluator,
+        checkpoints=_checkpoint_manager(run, settings, device, dist),
+        memory=memory,
+        dist=dist,
+        saved=None if folder is None else state.model_copy(deep=True),
     )
     if not trainer.is_finished:
         run.write_config(settings.model_dump(mode="json"))
         lines = before_training(settings, corpus, batches.loader, step.kernel_problem)
-        print(
-            "\n".join(lines + describe_mixture(settings, corpus, batches.loader)), file=sys.stderr
-        )
+        lines += describe_mixture(settings, corpus, batches.loader)
+        print("\n".join(lines), file=sys.stderr)
     if dist.is_main:
         corpus.tokenizer.save(run.path)
     return trainer
 
 
-def build_batches(
-    settings: Settings, corpus: Corpus, device: torch.device, dist: DistContext
-) -> tuple[Prefetcher, Evaluator | MixtureEvaluator]:
-    """The training batches of this rank, and the evaluator of the validation split."""
-    data, train = settings.data, settings.train
-    masking = {"document_masking": data.document_masking, "prefix_len": settings.model.prefix}
-    pack = partial(PackedDataset, seq_len=data.seq_len, packing=data.packing, **masking)
-    streams = make_streams(
-        settings, corpus, pack, RunDirectory(settings.run.dir).streams, progress=dist.is_main
+def build_objective(
+    config: Config,
+    model_config: ThinkerConfig,
+    corpus: Corpus,
+    device: torch.device,
+    objective: Objective | None = None,
+) -> tuple[Objective, list[Callback]]:
+    """What a step minimizes: `objective`, or the cross-entropy with the text, as the features change it.
+
+    Also returns those of the objectives that are callbacks.
+    """
+    objectives = [objective or next_token_loss]
+    for offer in offers("objective"):
+        changed = offer(config, model_config, corpus, device, objectives[-1])
+        if changed is not objectives[-1]:
+            objectives.append(changed)
+    return objectives[-1], [each for each in objectives if isinstance(each, Callback)]
+
+
+def _model_device(settings: Settings, device: torch.device, dist: DistContext) -> torch.device:
+    """Where the model is made: with FSDP2 on the host, as the whole model need not fit on a device."""
+    is_sharded = dist.world_size > 1 and settings.train.parallel == "fsdp"
+    return torch.device("cpu") if is_sharded else device
+
+
+def _checkpoint_manager(
+    run: RunDirectory, settings: Settings, device: torch.device, dist: DistContext
+) -> CheckpointManager:
+    train = settings.train
+    return CheckpointManager(
+        run.checkpoints,
+        train.keep_last,
+        train.keep_every,
+        train.async_save,
+        BACKGROUND_CPU_SHARE if device.type == "cpu" else 1.0,
+        dist,
+        train.save_sharded,
     )
-    loader = make_loader(settings, corpus, pack(corpus.train), streams)
-    n_rows = train.batch_size // dist.world_size
-    rows = slice(dist.rank * n_rows, (dist.rank + 1) * n_rows)
-    batches = Prefetcher(loader, device.type == "cuda", rows, data.num_workers)
-    parts = {name: part for name, part in (corpus.parts or {"": corpus}).items() if part.val.shards}
-    val_sets = [
-        PackedDataset(part.val, data.seq_len, data.val_packing, **masking)
-        for part in parts.values()
-    ]
-    evaluators = {}
-    for name, val_set, limit in zip(
-        parts, val_sets, split_limit(train.eval_sequences, [*map(len, val_sets)])
-    ):
-        byte_lengths = scaled_byte_lengths(parts[name].val, corpus.tokenizer)
-        evaluators[name] = Evaluator(
-            val_set, train.micro_batch_size, byte_lengths, limit, dist, progress=True
-        )
-    if corpus.parts:
-        return batches, MixtureEvaluator(
-            evaluators, dict(zip(corpus.parts, loader.mixture.mean_token_shares()))
-        )
-    return batches, evaluators[""]

@@ -15,6 +15,10 @@ from thinker.runtime.errors import UserError
 Packing = Literal["contiguous", "documents", "best_fit"]
 
 
+class WindowRemoved(Exception):
+    """Error for a window whose text was there once, and is no longer on the disk."""
+
+
 class PackedDataset:
     """Token shards split into windows of seq_len inputs and targets; targets are the tokens one position later.
 

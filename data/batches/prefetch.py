@@ -22,9 +22,21 @@ class Batch(NamedTuple):
     n_targets: int  # targets other than IGNORE_INDEX
     document_ids: Tensor | None = None  # (B, T) int64, with document_masking only
     sources: Tensor | None = None  # (B,) int64, the source of each sequence, in a mixture only
-    windows: Tensor | None = (
-        None  # (B,) int64, the index of each sequence in the dataset or its stream
-    )
+    windows: Tensor | None = None  # (B,) int64, the index of each sequence in its dataset or stream
+    target_losses: Tensor | None = None  # (B, T) fp32, which an objective fills if it is there
+
+    def rows(self, rows: slice, device: torch.device) -> "Batch":
+        """Some rows, with the tokens on a device. n_targets stays that of the whole batch."""
+        document_ids = self.document_ids
+        if document_ids is not None:
+            document_ids = document_ids[rows].to(device, non_blocking=True)
+        return self._replace(
+            inputs=self.inputs[rows].to(device, non_blocking=True),
+            targets=self.targets[rows].to(device, non_blocking=True),
+            document_ids=document_ids,
+            sources=None if self.sources is None else self.sources[rows],
+            windows=None if self.windows is None else self.windows[rows],
+        )
 
 
 class Prefetcher:

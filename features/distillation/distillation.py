@@ -5,19 +5,25 @@ by the similarity of positions as in Tung & Mori 2019 (arXiv:1907.09682), which 
 """
 
 import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinker.data.batches.prefetch import Batch
+from thinker.data.corpus.corpus import Corpus
 from thinker.features.distillation.keys import DistillConfig
-from thinker.features.distillation.teacher import Teacher, paired_layer
+from thinker.features.distillation.teacher import Teacher, load_teacher, paired_layer
 from thinker.features.distillation.teacher_logits import TopLogits
-from thinker.model import Thinker
-from thinker.model.layers import FusedKernels
+from thinker.model import ThinkerConfig
 from thinker.runtime.constants import IGNORE_INDEX
+from thinker.runtime.errors import UserError
+from thinker.training.callback import Callback, TrainingParts, TrainingRun
+from thinker.training.config.config import Config
 from thinker.training.kernels import cached_weight_casts, fused_kernels
+from thinker.training.objective import Loss, Objective, next_token_loss
+from thinker.training.resume import KeyChange
 
 
 class Comparison(NamedTuple):
@@ -110,123 +116,97 @@ class LogitLoss:
         return losses, grad.mul_(is_counted[:, None]).to(logits.dtype)
 
 
-class Loss(NamedTuple):
-    """The loss of a micro-batch, on the device."""
+class DistillationLoss(Callback):
+    """The loss of a student that learns from the text and from a teacher: an objective of training.
 
-    objective: Tensor  # sum over the targets, to be minimized
-    cross_entropy: Tensor  # sum in nats
-    part_sums: Tensor  # (P, 2): of each part of the objective its sum, and the number of targets
-
-
-class TextLoss:
-    """The cross-entropy with the text."""
-
-    parts = ()
-
-    def __init__(self, model: nn.Module) -> None:
-        """`model`: a Thinker, which may be wrapped for several ranks."""
-        self.model = model
-
-    def __call__(
-        self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None = None,
-        target_losses: Tensor | None = None, windows: Tensor | None = None,
-    ) -> Loss:  # fmt: skip
-        """Run the model on (B, T) tokens; arguments as in Thinker.forward()."""
-        total, _ = self.model(
-            inputs, targets=targets, document_ids=document_ids, target_losses=target_losses
-        )
-        return Loss(total, total.detach(), total.new_zeros(0, 2))
-
-
-class DistilledLoss:
-    """The loss of a student that learns from the text and from a teacher.
-
-    `parts` are their names in metrics.jsonl: KL divergences in nats per token, and squared differences.
+    Its parts are KL divergences in nats per token, and squared differences.
     """
 
-    def __init__(
-        self, model: nn.Module, student: Thinker, teacher: Teacher, kernels: FusedKernels | None
-    ) -> None:
-        """`model`: the student, which may be wrapped for several ranks; `kernels`: those of the student."""
-        self.model, self.student, self.teacher = (
-            model,
-            student,
-            teacher.model.eval().requires_grad_(False),
-        )
-        self.options, self.files = (
-            teacher.options,
-            teacher,
-        )  # which has `logits` when training begins
-        self.teacher.activation_dtype = student.activation_dtype
+    def __init__(self, teacher: Teacher) -> None:
+        self.files = teacher  # which has `logits` when training begins
+        self.options = teacher.options
+        self.teacher = teacher.model.eval().requires_grad_(False)
         self._contexts = contextlib.ExitStack()  # never closed: the teacher does nothing else
+
+    def setup(self, parts: TrainingParts) -> None:
+        """Let the teacher run as the student does, and choose what is recorded of both."""
+        self.student = parts.model
+        self.dist = parts.dist
+        self.teacher.activation_dtype = self.student.activation_dtype
         self._contexts.enter_context(cached_weight_casts(self.teacher))
-        self._contexts.enter_context(fused_kernels(self.teacher, kernels))
-        n_student, n_teacher = len(student.blocks), len(self.teacher.blocks)
-        self.maps, hidden = [], []  # names of activations of the student and of the teacher
+        self._contexts.enter_context(fused_kernels(self.teacher, parts.kernels))
+        self.maps: list[tuple[str, str]] = []  # names of activations of the student, of the teacher
         if self.options.attention:
-            pairs = [
-                (layer, paired_layer(layer, n_student, n_teacher)) for layer in range(n_student)
-            ]
-            self.maps = [
-                tuple(f"blocks.{layer}.attention.weights" for layer in pair) for pair in pairs
-            ]
+            n_student, n_teacher = len(self.student.blocks), len(self.teacher.blocks)
+            for layer in range(n_student):
+                paired = paired_layer(layer, n_student, n_teacher)
+                names = (f"blocks.{i}.attention.weights" for i in (layer, paired))
+                self.maps.append(tuple(names))
+        self._recorded = list(self.maps)
         if self.options.hidden:
-            hidden = [("norm", "norm")]
-        self._names = list(zip(*self.maps, *hidden)) or [(), ()]  # what to record of each model
-        self.parts = (
-            "distill_kl",
-            *["distill_attention"] * bool(self.maps),
-            *["distill_hidden"] * bool(hidden),
-        )
+            self._recorded.append(("norm", "norm"))
 
-    def __call__(
-        self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None = None,
-        target_losses: Tensor | None = None, windows: Tensor | None = None,
-    ) -> Loss:  # fmt: skip
-        """Run both models on (B, T) tokens.
+    def on_start(self, run: TrainingRun) -> None:
+        """Create the files for the teacher's logits."""
+        n_windows, seq_len = len(run.dataset), run.parts.settings.data.seq_len
+        self.files.create_files(run.directory.path, n_windows, seq_len, run.corpus, self.dist)
 
-        target_losses: (B, T) fp32, contiguous; is filled with the cross-entropy of each target.
-        windows: (B,) indices of the sequences, for stored logits.
-        """
-        names, teacher_names = self._names
+    def state_dict(self) -> dict[str, Any]:
+        """Which teacher the run has."""
+        return {"teacher": self.files.fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise UserError if the run had another teacher."""
+        if state["teacher"] != self.files.fingerprint:
+            raise UserError(
+                f"train.distill.teacher={self.options.teacher} has other weights than the teacher "
+                "that this run started with; restore it"
+            )
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Loss:
+        """Run both models on a micro-batch."""
         with contextlib.ExitStack() as stack:
-            if names:
-                recorded = stack.enter_context(self.student.record(*names))
+            if self._recorded:
+                names, teacher_names = zip(*self._recorded)
+                of_student = stack.enter_context(self.student.record(*names))
                 of_teacher = stack.enter_context(self.teacher.record(*teacher_names))
-            logit_loss = LogitLoss(
-                self.options, self._teach(inputs, document_ids, windows), target_losses
+            logit_loss = LogitLoss(self.options, self._teach(batch), batch.target_losses)
+            total, n_targets = model(
+                batch.inputs,
+                targets=batch.targets,
+                document_ids=batch.document_ids,
+                chunk_loss=logit_loss,
             )
-            objective, n_targets = self.model(
-                inputs, targets=targets, document_ids=document_ids, chunk_loss=logit_loss
-            )
-        parts, is_counted = [logit_loss.kl], targets != IGNORE_INDEX  # (B, T)
+        parts = {"distill_kl": logit_loss.kl}
+        is_counted = batch.targets != IGNORE_INDEX  # (B, T)
         if self.maps:
-            parts.append(
-                attention_kl([(recorded[a], of_teacher[b]) for a, b in self.maps], is_counted)
-            )
-            objective = objective + self.options.attention * parts[-1]
+            maps = [(of_student[a], of_teacher[b]) for a, b in self.maps]
+            loss = attention_kl(maps, is_counted)
+            parts["distill_attention"] = loss
+            total = total + self.options.attention * loss
         if self.options.hidden:
-            parts.append(similarity_error(recorded["norm"], of_teacher["norm"], is_counted))
-            objective = objective + self.options.hidden * parts[-1]
-        sums = torch.stack([part.detach() for part in parts])  # (P,)
-        part_sums = torch.stack((sums, n_targets.expand(len(parts)).to(sums.dtype)), dim=1)
-        return Loss(objective, logit_loss.cross_entropy, part_sums)
+            loss = similarity_error(of_student["norm"], of_teacher["norm"], is_counted)
+            parts["distill_hidden"] = loss
+            total = total + self.options.hidden * loss
+        counted = {name: (part, n_targets) for name, part in parts.items()}
+        return Loss(total, n_targets, counted, logit_loss.cross_entropy)
 
     @torch.no_grad()
-    def _teach(
-        self, inputs: Tensor, document_ids: Tensor | None, windows: Tensor | None
-    ) -> tuple[Tensor, nn.Module] | TopLogits:
+    def _teach(self, batch: Batch) -> tuple[Tensor, nn.Module] | TopLogits:
         """What the teacher says about B·T positions."""
         stored = self.files.logits
-        top = None if stored is None else stored.read(windows)
+        top = None if stored is None else stored.read(batch.windows)
         if top is None:
-            context = self.teacher.make_context(inputs, inputs, document_ids)
+            inputs = batch.inputs
+            context = self.teacher.make_context(inputs, inputs, batch.document_ids)
             x = self.teacher.forward_blocks(inputs, context).flatten(0, 1)  # (B · T, C)
             if stored is None:
                 return x, self.teacher.lm_head
-            stored.write(windows, x, self.teacher.lm_head)
-            top = stored.read(windows)
-        return TopLogits(*(x.to(inputs.device, non_blocking=True) for x in top))
+            stored.write(batch.windows, x, self.teacher.lm_head)
+            top = stored.read(batch.windows)
+        device = batch.inputs.device
+        ids = top.ids.to(device, non_blocking=True)
+        return TopLogits(ids, top.log_probs.to(device, non_blocking=True))
 
 
 def attention_kl(maps: list[tuple[Tensor, Tensor]], is_counted: Tensor) -> Tensor:
@@ -257,8 +237,25 @@ def similarity_error(student: Tensor, teacher: Tensor, is_counted: Tensor) -> Te
     return (error.mean(-1) * is_counted).sum()
 
 
-def make_loss(
-    student: Thinker, model: nn.Module, teacher: Teacher | None, kernels: FusedKernels | None
-) -> TextLoss | DistilledLoss:
-    """The loss of a training step. `model`: the student, which may be wrapped for several ranks."""
-    return TextLoss(model) if teacher is None else DistilledLoss(model, student, teacher, kernels)
+def with_teacher(
+    config: Config, model: ThinkerConfig, corpus: Corpus, device: torch.device, objective: Objective
+) -> Objective:
+    """The loss of a student, if the config names a teacher; otherwise `objective`.
+
+    Raises UserError if the teacher does not fit, or the caller of train() has chosen another objective.
+    """
+    if config.train.distill is None:
+        return objective
+    if objective is not next_token_loss:
+        raise UserError(
+            "train.distill cannot be combined with another objective; remove one of them"
+        )
+    return DistillationLoss(load_teacher(config, model, corpus.tokenizer, device))
+
+
+def distill_reason(change: KeyChange) -> str:
+    """Why train.distill may not change so; "" if only the teacher's path differs, as its weights are compared."""
+    if change.was is None or change.value is None:
+        return change.reason
+    is_moved = change.value | {"teacher": change.was["teacher"]} == change.was
+    return "" if is_moved else change.reason

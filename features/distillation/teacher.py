@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from thinker.data.batches.prefetch import Prefetcher
 from thinker.data.corpus.corpus import Corpus
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.features.distillation.keys import DistillConfig
@@ -17,7 +16,6 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 from thinker.training.config.config import Config
-from thinker.training.run_state import RunState
 
 
 @dataclass
@@ -30,15 +28,14 @@ class Teacher:
     logits: TeacherLogits | None = None
 
     def create_files(
-        self, run: Path, batches: Prefetcher, corpus: Corpus, dist: DistContext
+        self, run: Path, n_windows: int, seq_len: int, corpus: Corpus, dist: DistContext
     ) -> None:
         """Create the files for its logits in a run directory. All ranks must call this."""
-        if (k := self.options.cached_logits) is None:
+        k = self.options.cached_logits
+        if k is None:
             return
-        dataset = batches.loader.dataset
-        self.logits = TeacherLogits(
-            run / "teacher", len(dataset), dataset.seq_len, self.model.config.vocab_size, k
-        )
+        vocab_size = self.model.config.vocab_size
+        self.logits = TeacherLogits(run / "teacher", n_windows, seq_len, vocab_size, k)
         if dist.is_main:
             self.logits.create(f"{self.fingerprint} {corpus.sha256}")
         dist.broadcast_object(None)  # the other ranks wait for the files
@@ -54,38 +51,24 @@ class Teacher:
 
 
 def load_teacher(
-    config: Config,
-    student: ThinkerConfig,
-    tokenizer: Tokenizer,
-    state: RunState,
-    device: torch.device,
-) -> Teacher | None:
-    """The model in train.distill.teacher, or None without that key. Saves the hash of its weights in `state`.
+    config: Config, student: ThinkerConfig, tokenizer: Tokenizer, device: torch.device
+) -> Teacher:
+    """The model in train.distill.teacher. Prints a line about it to stderr.
 
-    Prints a line about it to stderr.
-
-    Raises UserError if it does not fit the student, or is not the teacher that the resumed run started with.
+    Raises UserError if it does not fit the student.
     """
-    if config.train.distill is None:
-        return None
     path = config.train.distill.teacher
     name = f"train.distill.teacher={path}"
-    teacher, own_tokenizer = load(path, device)
+    model, own_tokenizer = load(path, device)
     if own_tokenizer is None or own_tokenizer.content_hash != tokenizer.content_hash:
         has = "no tokenizer" if own_tokenizer is None else "another tokenizer"
         raise UserError(
             f"{name} has {has}; teacher and student need the same one (data.tokenizer={path})"
         )
-    _check_fit(name, teacher.config, student, config)
-    fingerprint = hash_weights(teacher)
-    if state.teacher not in ("", fingerprint):
-        raise UserError(
-            f"{name} has other weights than the teacher that this run started with; restore it"
-        )
-    state.teacher = fingerprint
-    loaded = Teacher(teacher, config.train.distill, fingerprint)
-    print(loaded.describe(), file=sys.stderr)
-    return loaded
+    _check_fit(name, model.config, student, config)
+    teacher = Teacher(model, config.train.distill, hash_weights(model))
+    print(teacher.describe(), file=sys.stderr)
+    return teacher
 
 
 def _check_fit(name: str, teacher: ThinkerConfig, student: ThinkerConfig, config: Config) -> None:

@@ -1,19 +1,16 @@
 """Mixtures in training: the order of their sources, the loss of each source, and a description before the run."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.batches.batches import PackedDataset
 from thinker.data.corpus.corpus import Corpus
 from thinker.features.mixtures.mixture import Mixture, MixtureSource
 from thinker.features.streams.token_stream import TokenStream
-from thinker.runtime.constants import IGNORE_INDEX
 from thinker.training.reports.advice import most_epochs
 from thinker.training.reports.fit import format_epochs
 from thinker.training.settings.settings import Settings
@@ -118,23 +115,3 @@ def describe_losses(val: dict[str, Any]) -> list[str]:
         for name in names
     ]
     return [f"by source, nats per token (bits per byte): {', '.join(texts)}"] if texts else []
-
-
-def sum_by_source(
-    sources: Tensor, n_sources: int, target_losses: Tensor, targets: Tensor
-) -> Tensor:
-    """(S, 2) fp32: the sum of the losses and the number of targets of each source.
-
-    sources (B,) int64; target_losses (B, T) fp32; targets (B, T) int64.
-    """
-    by_sequence = torch.stack(
-        (target_losses.sum(1), (targets != IGNORE_INDEX).sum(1)), dim=1
-    )  # (B, 2)
-    is_of = sources == torch.arange(n_sources, device=sources.device)[:, None]  # (S, B)
-    return torch.where(is_of[..., None], by_sequence, 0.0).sum(1)
-
-
-def part_losses(parts: Sequence[str], corpus: Corpus, sums: list[float]) -> dict[str, float]:
-    """Metrics: the mean of each part of the loss and of each source with targets, from flattened sums (P + S, 2)."""
-    names = (*parts, *(f"train_loss/{name}" for name in corpus.parts))
-    return {name: nats / n for name, nats, n in zip(names, sums[::2], sums[1::2]) if n}

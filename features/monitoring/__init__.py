@@ -1,4 +1,4 @@
-"""Monitoring: figures of attention during training and generation."""
+"""Monitoring: figures per layer, and alarms in generation."""
 
 from thinker.runtime.registry import Feature
 
@@ -6,4 +6,5 @@ FEATURE = Feature(
     name="monitoring",
     keys={"train": "thinker.features.monitoring.keys:LayerLogKeys"},
     check_config="thinker.features.monitoring.keys:check_layer_log",
+    callbacks="thinker.features.monitoring.layer_log:layer_logs",
 )

@@ -1,4 +1,4 @@
-"""Pruning: remove heads, neurons, layers or single weights, during training or after it."""
+"""Pruning: remove heads, neurons and weights."""
 
 from thinker.runtime.registry import Feature
 
@@ -7,4 +7,6 @@ FEATURE = Feature(
     keys={"train": "thinker.features.pruning.keys:PruneKeys"},
     check_config="thinker.features.pruning.keys:check_pruning",
     commands={"prune": "thinker.features.pruning.command:main"},
+    callbacks="thinker.features.pruning.callbacks:pruning_callbacks",
+    fixed_keys={"train.prune": ""},
 )

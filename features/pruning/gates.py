@@ -6,22 +6,18 @@ probability, and has a gradient in between. A penalty drives the expected number
 the gates that are least open are closed for good.
 """
 
-import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from thinker.data.batches.prefetch import Batch
 from thinker.features.pruning.keys import PruneConfig
+from thinker.features.pruning.model_checks import check_prunable
 from thinker.features.pruning.pruning import least_important
-from thinker.model import Thinker
 from thinker.model.layers import Linear
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import DistContext
-from thinker.training.after_step import AfterStep
+from thinker.training.callback import Callback, StepInfo, TrainingParts
 
 TEMPERATURE, LOW, HIGH = 2 / 3, -0.1, 1.1  # of the distribution, as in the paper
 OPEN_AT_FIRST = 3.0  # log_alpha of a gate that is open in 99% of the steps
@@ -37,21 +33,21 @@ class GatedLinear(Linear):
     def __init__(self, plain: Linear, gates: Tensor) -> None:
         with torch.device("meta"):  # shares the weight and bias of `plain`
             super().__init__(plain.in_features, plain.out_features)
-        self.weight, self.bias, self.gates = plain.weight, plain.bias, gates
+        self.weight = plain.weight
+        self.bias = plain.bias
+        self.gates = gates
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
-        x = (
-            x.unflatten(-1, (len(self.gates), -1)) * self.gates.to(x.dtype)[:, None]
-        )  # (..., K, H / K · D)
-        return super().forward(x.flatten(-2))
+        groups = x.unflatten(-1, (len(self.gates), -1))  # (..., K, H / K · D)
+        gated = groups * self.gates.to(x.dtype)[:, None]
+        return super().forward(gated.flatten(-2))
 
 
 def hard_concrete(log_alpha: Tensor, noise: Tensor) -> Tensor:
     """Gates in [0, 1] for uniform noise in (0, 1)."""
-    return (torch.sigmoid((noise.logit() + log_alpha) / TEMPERATURE) * (HIGH - LOW) + LOW).clamp(
-        0, 1
-    )
+    stretched = torch.sigmoid((noise.logit() + log_alpha) / TEMPERATURE) * (HIGH - LOW) + LOW
+    return stretched.clamp(0, 1)
 
 
 def without_noise(log_alpha: Tensor) -> Tensor:
@@ -64,64 +60,72 @@ def open_share(log_alpha: Tensor) -> Tensor:
     return torch.sigmoid(log_alpha - TEMPERATURE * math.log(-LOW / HIGH)).mean()
 
 
-class Gates(AfterStep):
+class Gates(Callback):
     """The gates of a model in training. Evaluations and checkpoints have them in the output projections' weights."""
 
-    def __init__(self, model: Thinker, options: PruneConfig, seed: int, dist: DistContext) -> None:
-        super().__init__(None)
-        self.options, self.seed, self.dist = options, seed, dist
+    def __init__(self, options: PruneConfig, seed: int) -> None:
+        self.options = options
+        self.seed = seed
+        self.kept: dict[str, Tensor] = {}  # the state, while the model is evaluated
+
+    def setup(self, parts: TrainingParts) -> None:
+        """Put an open gate in front of every output projection."""
+        model = parts.model
+        check_prunable(model, self.options)
+        self.is_alone = parts.dist.world_size == 1
         self.sizes = [block.attention.n_kv_heads for block in model.blocks]
-        n, most = sum(self.sizes), sum(size - 1 for size in self.sizes)
-        self.n_closed, device = round(options.heads * n), model.device
-        if not 1 <= self.n_closed <= most:
-            closes = f"train.prune.heads={options.heads:g} closes {self.n_closed} of {n} KV heads"
-            possible = (
-                f"choose a share that closes 1 to {most}" if most else "no layer has more than one"
-            )
-            raise UserError(f"{closes}, and every layer keeps at least one; {possible}")
+        self.n_closed = self._count_closed()
+        n, device = sum(self.sizes), model.device
         self.log_alpha = torch.full((n,), OPEN_AT_FIRST, device=device)
         self.noise = torch.full((n,), NO_NOISE, device=device)  # of the gates in use
-        self.gates = [torch.ones(size, device=device, requires_grad=True) for size in self.sizes]
-        self.projections = []
-        for block, gates in zip(model.blocks, self.gates):
+        self.gates: list[Tensor] = []
+        self.projections: list[GatedLinear] = []
+        for block, size in zip(model.blocks, self.sizes):
+            gates = torch.ones(size, device=device, requires_grad=True)
             block.attention.o_proj = GatedLinear(block.attention.o_proj, gates)
+            self.gates.append(gates)
             self.projections.append(block.attention.o_proj)
         self.adam = torch.optim.Adam([self.log_alpha], lr=LEARNING_RATE)
-        zeros = torch.zeros_like(self.log_alpha)
-        self.adam.state[self.log_alpha] = {
+        self.adam.state[self.log_alpha] = {  # there from the start, so that it can be loaded
             "step": torch.tensor(0.0),
-            "exp_avg": zeros,
-            "exp_avg_sq": zeros.clone(),
+            "exp_avg": torch.zeros_like(self.log_alpha),
+            "exp_avg_sq": torch.zeros_like(self.log_alpha),
         }
         self._use(self.noise)
 
-    @property
-    def is_complete(self) -> bool:
+    def _count_closed(self) -> int:
+        """The number of gates to close. Raises UserError if every layer cannot keep one."""
+        n, most = sum(self.sizes), sum(size - 1 for size in self.sizes)
+        n_closed = round(self.options.heads * n)
+        if 1 <= n_closed <= most:
+            return n_closed
+        closes = f"train.prune.heads={self.options.heads:g} closes {n_closed} of {n} KV heads"
+        possible = "no layer has more than one"
+        if most:
+            possible = f"choose a share that closes 1 to {most}"
+        raise UserError(f"{closes}, and every layer keeps at least one; {possible}")
+
+    def has_final_form(self) -> bool:
         """Whether every gate is open or closed for good."""
         return bool((self.log_alpha.abs() == DECIDED).all())
 
-    def update(self, step: int, progress: float, batch: Batch) -> None:
+    def after_step(self, info: StepInfo) -> None:
         """Let the gates learn, or close those that are least open, and draw the gates of the next step."""
         gradient = torch.cat([gates.grad for gates in self.gates])
         for gates in self.gates:
             gates.grad = None
         start, end = self.options.window
-        if progress < start or self.is_complete:
+        if info.progress < start or self.has_final_form():
             return
-        if progress >= end:
+        if info.progress >= end:
             self._decide()
             return
-        if self.dist.world_size > 1:
+        if not self.is_alone:
             torch.distributed.all_reduce(gradient)
-        self._learn(
-            gradient.nan_to_num(0, 0, 0),
-            1 - self.options.share(self.n_closed / len(gradient), progress),
-        )
-        generator = torch.Generator().manual_seed(
-            int.from_bytes(
-                hashlib.sha256(f"gates:{self.seed}:{step}".encode()).digest()[:7], "little"
-            )
-        )
+        closed_share = self.options.share(self.n_closed / len(gradient), info.progress)
+        self._learn(gradient.nan_to_num(0, 0, 0), 1 - closed_share)
+        digest = hashlib.sha256(f"gates:{self.seed}:{info.step}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         self._use(torch.rand(len(gradient), generator=generator).clamp(1e-6, NO_NOISE))
 
     def _learn(self, gradient: Tensor, target: float) -> None:
@@ -139,10 +143,7 @@ class Gates(AfterStep):
             self.log_alpha.split(self.sizes), batch_first=True, padding_value=torch.nan
         )
         closed = least_important(by_layer.cpu(), self.n_closed)
-        for projection, values in zip(
-            self.projections, without_noise(self.log_alpha).split(self.sizes)
-        ):
-            _scale(projection, values)
+        self._scale_projections()
         self.log_alpha.fill_(DECIDED)
         for layer, group in closed:
             self.log_alpha.split(self.sizes)[layer][group] = -DECIDED
@@ -152,53 +153,49 @@ class Gates(AfterStep):
     def _use(self, noise: Tensor) -> None:
         """Use the gates of this noise in the next step."""
         self.noise.copy_(noise)
-        for gates, values in zip(
-            self.gates, hard_concrete(self.log_alpha, self.noise).split(self.sizes)
-        ):
-            gates.copy_(values)
+        values = hard_concrete(self.log_alpha, self.noise).split(self.sizes)
+        for gates, value in zip(self.gates, values):
+            gates.copy_(value)
 
-    @contextlib.contextmanager
-    def in_model(self) -> Iterator[dict[str, Tensor]]:
-        """Context manager: the weights have the gates without noise in them. Yields the state of the gates."""
-        state = {name: tensor.clone() for name, tensor in self._state().items()}
-        with torch.no_grad():
-            for projection, values in zip(
-                self.projections, without_noise(self.log_alpha).split(self.sizes)
-            ):
-                _scale(projection, values)
-            for gates in self.gates:
-                gates.fill_(1)
-        try:
-            yield state
-        finally:
-            self.load(dict(state))
-
-    def expected_tensors(self) -> dict[str, Tensor]:
-        """New tensors like those that in_model() yields, to load them into."""
-        return {name: torch.empty_like(tensor) for name, tensor in self._state().items()}
+    def _scale_projections(self) -> None:
+        """Multiply the gates without noise into the weights."""
+        values = without_noise(self.log_alpha).split(self.sizes)
+        for projection, gates in zip(self.projections, values):
+            by_group = projection.weight.unflatten(1, (len(gates), -1))  # (C, K, H / K · D)
+            by_group.mul_(gates[:, None])
 
     @torch.no_grad()
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Put what in_model() yielded into the gates and the model, and remove it from `tensors`."""
+    def before_eval(self) -> None:
+        """Put the gates without noise into the weights."""
+        self.kept = {name: tensor.clone() for name, tensor in self._state().items()}
+        self._scale_projections()
+        for gates in self.gates:
+            gates.fill_(1)
+
+    def after_eval(self) -> None:
+        """Take them out again."""
+        self.load_tensors(self.kept)
+        self.kept = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights without gates, and the state of the gates."""
+        return self.kept or self._state()
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put what tensors() returned into the gates and the model."""
         for name, tensor in self._state().items():
-            tensor.copy_(tensors.pop(name))
+            tensor.copy_(tensors[name])
         self._use(self.noise)
 
     def _state(self) -> dict[str, Tensor]:
-        """Everything that is saved: the weights without gates, and the state of the gates."""
-        weights = {
-            f"gates.{layer}.weight": each.weight.detach()
-            for layer, each in enumerate(self.projections)
-        }
-        adam = {f"gates.{name}": value for name, value in self.adam.state[self.log_alpha].items()}
-        return weights | adam | {"gates.log_alpha": self.log_alpha, "gates.noise": self.noise}
+        state = {}
+        for layer, projection in enumerate(self.projections):
+            state[f"gates.{layer}.weight"] = projection.weight.detach()
+        for name, value in self.adam.state[self.log_alpha].items():
+            state[f"gates.{name}"] = value
+        return state | {"gates.log_alpha": self.log_alpha, "gates.noise": self.noise}
 
     def metrics(self) -> dict[str, float]:
         """The expected share of open gates."""
         return {"open_gates": float(open_share(self.log_alpha))}
-
-
-@torch.no_grad()
-def _scale(projection: Linear, gates: Tensor) -> None:
-    """Multiply the gates (K,) into the weight of an output projection."""
-    projection.weight.unflatten(1, (len(gates), -1)).mul_(gates[:, None])  # (C, K, H / K · D)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinker.data.batches.prefetch import Batch
 from thinker.features.pruning.keys import EVERY, PruneConfig
+from thinker.features.pruning.model_checks import check_prunable, check_shares
 from thinker.features.pruning.saliency import score_parts
 from thinker.features.pruning.weight_pruning import (
     block_matrices,
@@ -25,85 +26,85 @@ from thinker.features.pruning.zeros import (
     zero_groups,
     zero_neurons,
 )
-from thinker.model import Thinker
-from thinker.model.layers import Linear
-from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import DistContext
-from thinker.training.after_step import AfterStep
-from thinker.training.nonfinite import unwrapped_copy
-from thinker.training.optim.optimizers import Optimizers
-from thinker.training.weight_average import WeightAverage
+from thinker.training.callback import Callback, StepInfo, TrainingParts, find_callback
+from thinker.training.callbacks.weight_average import WeightAverage
+from thinker.training.distributed import unwrapped_copy
 
 MAX_TOKENS = 16_384  # of a batch, to score weights on
 
 
-class GradualPruning(AfterStep):
+class GradualPruning(Callback):
     """Prunes a model by a schedule, with scores from the batches that it trains on."""
 
-    def __init__(
-        self, model: Thinker, optimizers: Optimizers, average: WeightAverage | None, options: PruneConfig,
-        seed: int, dist: DistContext,
-    ) -> None:  # fmt: skip
-        super().__init__(average)
-        self.model, self.options, self.seed, self.dist = model, options, seed, dist
-        self.matrices = {
-            f"{name}.weight": matrix.weight for name, matrix in block_matrices(model).items()
-        }
+    def __init__(self, options: PruneConfig, seed: int) -> None:
+        self.options = options
+        self.seed = seed
         self.by_row = options.by == "activation"
         self._is_complete = False
-        check_shares(model, options)
-        for optimizer in optimizers.optimizers:
-            names = [name for group in optimizer.param_groups for name in group["param_names"]]
-            hold_zeros(optimizer, [self.matrices[name] for name in names if name in self.matrices])
 
-    @property
-    def is_complete(self) -> bool:
+    def setup(self, parts: TrainingParts) -> None:
+        """Let the optimizers keep zeros. Raises UserError if the model cannot be pruned so."""
+        self.model = parts.model
+        self.dist = parts.dist
+        check_prunable(self.model, self.options)
+        check_shares(self.model, self.options)
+        self.average = find_callback(parts.callbacks, WeightAverage)
+        self.weights: dict[str, Tensor] = {}
+        for name, matrix in block_matrices(self.model).items():
+            self.weights[f"{name}.weight"] = matrix.weight
+        for optimizer in parts.optimizers.optimizers:
+            held = []
+            for group in optimizer.param_groups:
+                names = [name for name in group["param_names"] if name in self.weights]
+                held += [self.weights[name] for name in names]
+            hold_zeros(optimizer, held)
+
+    def has_final_form(self) -> bool:
         """Whether as much is zero as there should be at the end."""
         if not self._is_complete and self._has_learned():
-            options, blocks = self.options, self.model.blocks
-            pairs = [(zero_groups(block), options.heads) for block in blocks]
-            pairs += [(zero_neurons(block), options.neurons) for block in blocks]
-            for weight in self.matrices.values():
-                is_zero = weight == 0
-                pairs += (
-                    [(row, options.weights) for row in is_zero]
-                    if self.by_row
-                    else [(is_zero, options.weights)]
-                )
-            self._is_complete = all(
-                int(is_zero.sum()) >= round(share * is_zero.numel()) for is_zero, share in pairs
-            )
+            self._is_complete = self._reaches_shares()
         return self._is_complete
+
+    def _reaches_shares(self) -> bool:
+        options = self.options
+        pairs = []  # what is zero, and the share that should be
+        for block in self.model.blocks:
+            pairs.append((zero_groups(block), options.heads))
+            pairs.append((zero_neurons(block), options.neurons))
+        for weight in self.weights.values():
+            is_zero = weight == 0
+            for part in is_zero if self.by_row else [is_zero]:
+                pairs.append((part, options.weights))
+        return all(int(is_zero.sum()) >= round(share * is_zero.numel()) for is_zero, share in pairs)
 
     def _has_learned(self) -> bool:
         """Whether all matrices have left the zeros that output projections begin with, and so have scores."""
-        return all(bool(weight.any()) for weight in self.matrices.values())
+        return all(bool(weight.any()) for weight in self.weights.values())
 
-    def update(self, step: int, progress: float, batch: Batch) -> None:
-        """Prune if it is time to; keep pruned weights out of the average."""
-        super().update(step, progress, batch)
+    def after_step(self, info: StepInfo) -> None:
+        """Prune if it is time to; keep pruned weights out of the average, which comes first in the list."""
         start, end = self.options.window
-        is_due = step % (self.options.every or EVERY) == 0 and progress >= start
-        if (is_due or progress >= end) and not self.is_complete and self._has_learned():
-            self._prune(progress, batch)
+        is_due = info.step % (self.options.every or EVERY) == 0 and info.progress >= start
+        is_active = (is_due or info.progress >= end) and not self.has_final_form()
+        if is_active and self._has_learned():
+            self._prune(info.progress, info.batch)
         if self.average is not None:
-            for name, weight, average in zip(
-                self.average.names, self.average.weights, self.average.averages
-            ):
-                if name in self.matrices:
+            averages = zip(self.average.names, self.average.weights, self.average.averages)
+            for name, weight, average in averages:
+                if name in self.weights:
                     average.masked_fill_(weight == 0, 0)
 
     def _prune(self, progress: float, batch: Batch) -> None:
         """Set to zero what the schedule asks for. Rank 0 decides."""
-        rows = max(1, MAX_TOKENS // batch.inputs.shape[1])
-        parts = zip(*self.dist.gather_objects((batch.inputs[:rows], batch.targets[:rows])))
-        tokens, targets = (
-            torch.cat(part)[:rows].to(self.model.device) for part in parts
-        )  # (B, T) each
+        n_rows = max(1, MAX_TOKENS // batch.inputs.shape[1])
+        own_rows = (batch.inputs[:n_rows], batch.targets[:n_rows])
+        all_inputs, all_targets = zip(*self.dist.gather_objects(own_rows))
+        tokens = torch.cat(all_inputs)[:n_rows].to(self.model.device)  # (B, T)
+        targets = torch.cat(all_targets)[:n_rows].to(self.model.device)  # (B, T)
         if self.dist.is_main:
             self._prune_on(tokens, targets, progress)
         if self.dist.world_size > 1:
-            for weight in self.matrices.values():
+            for weight in self.weights.values():
                 torch.distributed.broadcast(weight.detach(), 0)
 
     def _prune_on(self, tokens: Tensor, targets: Tensor, progress: float) -> None:
@@ -112,20 +113,18 @@ class GradualPruning(AfterStep):
         copy = unwrapped_copy(self.model)  # with the same weights, but never compiled
         copy.activation_dtype = None  # gradients of a sum of losses may overflow in fp16
         if options.heads or options.neurons:
+            head_share = options.share(options.heads, progress)
+            neuron_share = options.share(options.neurons, progress)
             scores = score_parts(copy, tokens, targets, options.by, self.seed)
-            for layer, block in enumerate(self.model.blocks):
-                groups, neurons = scores.groups[layer], scores.neurons[layer]
-                n_groups, n_neurons = (
-                    round(options.share(final, progress) * len(each))
-                    for final, each in ((options.heads, groups), (options.neurons, neurons))
-                )
+            for block, groups, neurons in zip(self.model.blocks, scores.groups, scores.neurons):
+                n_groups = round(head_share * len(groups))
+                n_neurons = round(neuron_share * len(neurons))
                 set_groups_to_zero(block, lowest(groups, zero_groups(block), n_groups))
                 set_neurons_to_zero(block, lowest(neurons, zero_neurons(block), n_neurons))
         if options.weights:
             by_weight = score_weights(copy, tokens, targets, options.by, self.seed)
-            zero_weights(
-                self.model, by_weight, options.share(options.weights, progress), self.by_row
-            )
+            share = options.share(options.weights, progress)
+            zero_weights(self.model, by_weight, share, self.by_row)
 
     def metrics(self) -> dict[str, float]:
         """The share of the weights in the blocks' matrices that are zero."""
@@ -155,23 +154,3 @@ def hold_zeros(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> None:
 
     optimizer.register_step_pre_hook(remember)
     optimizer.register_step_post_hook(restore)
-
-
-def check_shares(model: Thinker, options: PruneConfig) -> None:
-    """Raise UserError unless pruning removes some, and not all, of the parts of every layer."""
-    for layer, block in enumerate(model.blocks):
-        matrices = [matrix.weight for matrix in block.modules() if isinstance(matrix, Linear)]
-        n_weights = min(
-            weight.shape[1] if options.by == "activation" else weight.numel() for weight in matrices
-        )
-        where = "a row" if options.by == "activation" else "the smallest matrix"
-        for key, share, n, parts in (
-            ("heads", options.heads, block.attention.n_kv_heads, "KV heads"),
-            ("neurons", options.neurons, block.mlp.down_proj.in_features, "neurons"),
-            ("weights", options.weights, n_weights, f"weights in {where}"),
-        ):
-            if share and not 0 < round(share * n) < n:
-                removes = "all" if round(share * n) else "none"
-                raise UserError(
-                    f"train.prune.{key}={share:g} removes {removes} of the {n} {parts} of layer {layer}; change it"
-                )

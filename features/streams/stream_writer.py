@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from thinker.data.batches.batches import WindowRemoved
 from thinker.data.corpus.encoding import BATCH_CHARS, Encoded, encode_documents
 from thinker.data.corpus.llmc_tokens import read_documents
 from thinker.data.corpus.shard_writer import ShardWriter
@@ -257,7 +258,7 @@ class StreamClosed(Exception):
     """Ends the thread of a writer that was closed, and those that wait for it."""
 
 
-class BlockRemoved(Exception):
+class BlockRemoved(WindowRemoved):
     """Error for a block that training has left behind."""
 
 

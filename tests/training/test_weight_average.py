@@ -1,6 +1,7 @@
 """The average of the weights: a plain recurrence, what a run evaluates, saves and opens with, and how it resumes."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from training_runs import assert_same_tensors, read_metrics
 
 from thinker import load
 from thinker.model import Thinker, ThinkerConfig
-from thinker.training.weight_average import WeightAverage
+from thinker.training.callback import StepInfo, evaluated_weights
+from thinker.training.callbacks.weight_average import WeightAverage
+
+
+def average_of(model):
+    average = WeightAverage(0.9)
+    average.setup(SimpleNamespace(model=model))
+    return average
 
 
 def test_it_is_the_recurrence_and_leaves_the_weights_alone():
@@ -18,18 +26,19 @@ def test_it_is_the_recurrence_and_leaves_the_weights_alone():
     model = Thinker(
         ThinkerConfig(vocab_size=11, d_model=16, n_layers=1, n_heads=2, tie_embeddings=True)
     )
-    average = WeightAverage(model, 0.9)
+    average = average_of(model)
     expected = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
     for step in range(1, 150):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter))
-        average.update(step)
+        average.after_step(StepInfo(step, 0.0, None))
         decay = min(0.9, (1 + step) / (10 + step))
         for name, parameter in model.named_parameters():
             expected[name] = decay * expected[name] + (1 - decay) * parameter.detach().double()
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with average.in_model() as saved:
+    with evaluated_weights([average]):
+        saved = average.tensors()
         assert sorted(saved) == sorted(f"optimizer.{name}.weight" for name in weights)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(
@@ -42,13 +51,13 @@ def test_it_is_the_recurrence_and_leaves_the_weights_alone():
 
 def test_an_exception_gives_the_weights_back():
     model = Thinker(ThinkerConfig(vocab_size=11, d_model=16, n_layers=1, n_heads=2))
-    average = WeightAverage(model, 0.9)
+    average = average_of(model)
     with torch.no_grad():
         model.embedding.weight.add_(1)
     before = model.embedding.weight.detach().clone()
 
     def interrupt():
-        with average.in_model():
+        with evaluated_weights([average]):
             assert not torch.equal(model.embedding.weight, before)
             raise KeyboardInterrupt
 

@@ -23,6 +23,7 @@ from thinker.runtime import memory
 from thinker.runtime.checks import divisors
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.training.callbacks.setup import callbacks_of_weights
 from thinker.training.kernels import fused_kernels
 from thinker.training.settings.settings import Settings
 from thinker.training.step import TrainingStep
@@ -115,9 +116,9 @@ def estimate_memory(
         with device:
             model = TraceableThinker(settings.model)
         weights = meter.now
-        step = TrainingStep(
-            model, settings, skip_nonfinite=False
-        )  # fake tensors have no values to check
+        callbacks = callbacks_of_weights(settings)
+        # Fake tensors have no values to check.
+        step = TrainingStep(model, settings, callbacks=callbacks, skip_nonfinite=False)
         tokens = torch.zeros(
             micro_batch_size, settings.data.seq_len, dtype=torch.int64, device=device
         )
@@ -125,7 +126,8 @@ def estimate_memory(
             tokens, tokens, tokens.numel(), tokens if settings.data.document_masking else None
         )
         meter.now = weights  # the estimate excludes counters and the batch
-        meter.now += step.after_step.nbytes
+        if settings.train.ema_decay is not None:
+            meter.now += sum(p.nbytes for p in model.parameters() if p.requires_grad)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         step.optimizers.step()  # the first step creates the optimizer state

@@ -1,6 +1,7 @@
 """Distillation: the loss and its gradient, stored logits, what is refused, and whole runs with every form of it."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from conftest import ROOT, random_model, run_script
 from torch import nn
 from training_runs import assert_same_run, read_metrics
 
+from thinker.data.batches.prefetch import Batch
 from thinker.features.distillation.distillation import (
-    DistilledLoss,
+    DistillationLoss,
     LogitLoss,
     attention_kl,
     similarity_error,
@@ -20,6 +22,7 @@ from thinker.features.distillation.teacher_logits import TeacherLogits, TopLogit
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+from thinker.runtime.process_group import SINGLE_PROCESS
 from thinker.training.config.load import load_config
 from thinker.training.run import build_trainer
 
@@ -176,14 +179,16 @@ def test_a_copy_of_the_teacher_has_nothing_to_learn_from_it(options):
     copy = Thinker(model.config)
     copy.load_state_dict(model.state_dict())
     tokens = torch.randint(V, (2, 12))
-    compute = DistilledLoss(
-        copy, copy, Teacher(model, DistillConfig(teacher="x", weight=1.0, **options), ""), None
+    compute = DistillationLoss(
+        Teacher(model, DistillConfig(teacher="x", weight=1.0, **options), "")
     )
-    loss, cross_entropy, sums = compute(tokens, tokens)
-    assert abs(float(loss)) < 1e-3
-    torch.testing.assert_close(cross_entropy, copy(tokens, targets=tokens)[0].detach())
-    assert sums[:, 1].tolist() == [24.0] * len(compute.parts)
-    loss.backward()
+    compute.setup(SimpleNamespace(model=copy, dist=SINGLE_PROCESS, kernels=None))
+    loss = compute(copy, Batch(tokens, tokens, tokens.numel()))
+    assert abs(float(loss.sum)) < 1e-3
+    torch.testing.assert_close(loss.cross_entropy, copy(tokens, targets=tokens)[0].detach())
+    names = ["distill_kl", "distill_attention", "distill_hidden"] if options else ["distill_kl"]
+    assert {name: int(count) for name, (_, count) in loss.parts.items()} == dict.fromkeys(names, 24)
+    loss.sum.backward()
     assert max(float(parameter.grad.abs().max()) for parameter in copy.parameters()) < 1e-3
 
 
@@ -258,7 +263,7 @@ def test_stored_logits_change_no_step(runs, monkeypatch):
         n_batches = -(-len(trainer.loader.dataset) // 4)
         assert n_batches < 20
         assert trainer.train() == 0
-        teacher = trainer.step.compute_loss.teacher
+        teacher = trainer.step.objective.teacher
         n_read = sum(model is teacher for model in read)
         assert n_read == 40 if name == "all" else n_batches <= n_read <= 2 * n_batches
         losses.append(

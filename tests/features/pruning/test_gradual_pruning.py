@@ -2,6 +2,7 @@
 
 import functools
 import shutil
+from types import SimpleNamespace
 
 import fork_server
 import pytest
@@ -18,6 +19,7 @@ from thinker.features.pruning.weight_pruning import block_matrices, zero_share
 from thinker.interop import load
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS
+from thinker.training.callback import StepInfo, evaluated_weights
 from thinker.training.config.load import load_config
 from thinker.training.run import build_trainer
 
@@ -214,10 +216,16 @@ def test_two_ranks_prune_as_one_does(folder, whole_run, form):
             torch.testing.assert_close(one[key], other[key], rtol=2e-5, atol=1e-9)
 
 
+def gates_of(model, options):
+    made = gates.Gates(options, 1)
+    made.setup(SimpleNamespace(model=model, dist=SINGLE_PROCESS))
+    return made
+
+
 def test_a_gate_of_one_changes_nothing_and_its_distribution_is_that_of_the_paper():
     model, tokens = random_model(), torch.arange(20)[None]
     expected = model(tokens)
-    made = gates.Gates(model, PruneConfig(heads=0.5, by="gates"), 1, SINGLE_PROCESS)
+    made = gates_of(model, PruneConfig(heads=0.5, by="gates"))
     assert torch.equal(model(tokens), expected)
     log_alpha, noise = torch.tensor([-2.0, 0.0, 1.0]), torch.rand(100_000, 1).clamp(1e-6, 1 - 1e-6)
     values = gates.hard_concrete(log_alpha, noise)
@@ -228,7 +236,7 @@ def test_a_gate_of_one_changes_nothing_and_its_distribution_is_that_of_the_paper
         made.log_alpha.copy_(torch.tensor([-9.0, 0.3, 2.0, -0.5]))
         made._use(torch.full((4,), 0.5))
         kept = {name: parameter.clone() for name, parameter in model.named_parameters()}
-        with made.in_model() as state:
+        with evaluated_weights([made]):
             values = gates.without_noise(made.log_alpha)
             plain = random_model()
             plain.load_state_dict(model.state_dict())
@@ -243,26 +251,29 @@ def test_a_gate_of_one_changes_nothing_and_its_distribution_is_that_of_the_paper
         whole.patch({name: lambda x, by=by: x * by for name, by in heads.items()}),
     ):
         torch.testing.assert_close(plain(tokens), whole(tokens), rtol=1e-4, atol=1e-4)
-    assert state.keys() == made.expected_tensors().keys()
+    assert {*made.tensors()} >= {
+        "gates.0.weight",
+        "gates.log_alpha",
+        "gates.noise",
+        "gates.exp_avg",
+    }
 
 
 def test_gates_learn_which_heads_matter():
     """A group whose output is noise closes; the one that the loss needs stays open."""
     torch.manual_seed(0)
     model = random_model(n_layers=1, n_kv_heads=4)
-    made = gates.Gates(
-        model, PruneConfig(heads=0.5, by="gates", start=0.0, end=0.9), 1, SINGLE_PROCESS
-    )
+    made = gates_of(model, PruneConfig(heads=0.5, by="gates", start=0.0, end=0.9))
     for step in range(1, 101):
         helpful = torch.tensor([-0.5, 0.05, -0.5, 0.05])  # ∂loss/∂gate
         made.gates[0].grad = helpful.clone()
-        made.update(step, step / 100, None)
+        made.after_step(StepInfo(step, step / 100, None))
         if step == 80:
             assert float(gates.open_share(made.log_alpha)) == pytest.approx(0.5, abs=0.15)
-    assert made.is_complete
+    assert made.has_final_form()
     assert made.gates[0].tolist() == [1, 0, 1, 0]
     assert made.metrics() == {"open_gates": 0.5}
-    with made.in_model():
+    with evaluated_weights([made]):
         assert zeros.zero_groups(model.blocks[0]).tolist() == [False, True, False, True]
 
 

@@ -1,0 +1,47 @@
+"""Whether a model can be pruned as train.prune says."""
+
+from thinker.features.pruning.keys import PruneConfig
+from thinker.model import Thinker, ThinkerConfig
+from thinker.model.layers import Linear
+from thinker.runtime.errors import UserError
+
+
+def check_prunable(model: Thinker, options: PruneConfig) -> None:
+    """Raise UserError if the matrices of this model are split, or if its KV heads cannot be removed."""
+    if hasattr(model, "unshard"):  # FSDP2, which train.parallel=auto may choose
+        raise UserError(
+            "train.prune does not work with the split matrices of FSDP2; set train.parallel=ddp"
+        )
+    if options.heads:
+        check_heads(model.config)
+
+
+def check_heads(config: ThinkerConfig) -> None:
+    """Raise UserError if KV heads of this model cannot be removed once they are zero."""
+    counts = [config.head_counts(layer)[1] for layer in range(config.n_layers)]
+    try:
+        ThinkerConfig.from_dict(config.to_dict() | {"n_kv_heads_per_layer": counts})
+    except UserError:
+        raise UserError(
+            "train.prune.heads does not work with alibi or per-head patterns; remove it"
+        ) from None
+
+
+def check_shares(model: Thinker, options: PruneConfig) -> None:
+    """Raise UserError unless pruning removes some, and not all, of the parts of every layer."""
+    for layer, block in enumerate(model.blocks):
+        matrices = [matrix.weight for matrix in block.modules() if isinstance(matrix, Linear)]
+        n_weights = min(
+            weight.shape[1] if options.by == "activation" else weight.numel() for weight in matrices
+        )
+        where = "a row" if options.by == "activation" else "the smallest matrix"
+        for key, share, n, parts in (
+            ("heads", options.heads, block.attention.n_kv_heads, "KV heads"),
+            ("neurons", options.neurons, block.mlp.down_proj.in_features, "neurons"),
+            ("weights", options.weights, n_weights, f"weights in {where}"),
+        ):
+            if share and not 0 < round(share * n) < n:
+                removes = "all" if round(share * n) else "none"
+                raise UserError(
+                    f"train.prune.{key}={share:g} removes {removes} of the {n} {parts} of layer {layer}; change it"
+                )

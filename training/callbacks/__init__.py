@@ -1,0 +1,1 @@
+"""Callbacks of the road: the average of the weights, samples, and tracking."""

@@ -1,0 +1,32 @@
+"""The callbacks that a config asks for."""
+
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.runtime.registry import offers
+from thinker.training.callback import Callback
+from thinker.training.callbacks.weight_average import WeightAverage
+from thinker.training.settings.settings import Settings
+
+
+def callbacks_of_weights(settings: Settings) -> list[Callback]:
+    """The average of the weights, and the callbacks of features."""
+    callbacks: list[Callback] = []
+    if settings.train.ema_decay is not None:
+        callbacks.append(WeightAverage(settings.train.ema_decay))
+    for offer in offers("callbacks"):
+        callbacks += offer(settings)
+    return callbacks
+
+
+def callbacks_of_output(settings: Settings, tokenizer: Tokenizer) -> list[Callback]:
+    """Samples and trackers. What they need is imported only for them."""
+    callbacks: list[Callback] = []
+    if settings.train.sample_every:
+        from thinker.training.callbacks.samples import Samples
+
+        train = settings.train
+        callbacks.append(Samples(train.sample_every, train.sample_prompt, tokenizer))
+    if settings.tracking.wandb != "disabled":
+        from thinker.training.callbacks.tracking import Tracker
+
+        callbacks.append(Tracker())
+    return callbacks

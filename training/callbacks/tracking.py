@@ -1,0 +1,112 @@
+"""Logging to Weights & Biases, in addition to metrics.jsonl."""
+
+import json
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from thinker.runtime.errors import UserError
+from thinker.runtime.files import atomic_write
+from thinker.training.callback import Callback, TrainingRun
+from thinker.training.settings.settings import Settings
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+
+
+class Tracker(Callback):
+    """A wandb run on rank 0 that keeps its id when training resumes.
+
+    wandb accepts steps only in increasing order. tracking.json stores the last step sent and is replaced before wandb
+    gets that step, so no step is sent twice, even if training is killed and repeats steps. It needs no sync, since the
+    page cache outlives a killed process. A kill loses only steps that wandb still has in memory. On start, the lines of
+    metrics.jsonl after the last step sent are sent, such as steps trained while tracking was disabled.
+    """
+
+    def __init__(self) -> None:
+        self.wandb_run: Any = None
+        self.pending: dict[str, Any] = {}  # the newest step, as wandb accepts each step once
+
+    def on_start(self, run: TrainingRun) -> None:
+        """Start a wandb run. metrics.jsonl must end at the step that training resumes from.
+
+        Raises UserError if wandb cannot start.
+        """
+        if not run.directory.writes:
+            return
+        try:
+            import wandb  # noqa: F401 - before any file is written
+        except ImportError as error:
+            raise UserError(
+                "tracking.wandb needs the wandb package; run pip install wandb, or disable it"
+            ) from error
+        self.path = run.directory.path / "tracking.json"
+        self.run_id, self.last_step = self._read()
+        self._save()
+        self.wandb_run = self._start_wandb(run.parts.settings, run.directory.path)
+        if run.parts.settings.tracking.wandb == "online" and self.wandb_run.resumed:
+            self.last_step = self.wandb_run.starting_step - 1  # the last step that has arrived
+        for line in run.directory.read_metrics():
+            self.on_log(line)
+
+    def on_log(self, line: Mapping[str, Any]) -> None:
+        """Send one line of metrics.jsonl under its step, unless that step has been sent."""
+        if self.wandb_run and line["step"] > self.last_step:
+            if line["step"] != self.pending.get("step"):
+                self._send()
+            self.pending |= line
+
+    def on_end(self, is_complete: bool) -> None:
+        """End the wandb run. Sends the newest step only if it is complete, including its evaluation."""
+        if not self.wandb_run:
+            return
+        if is_complete:
+            self._send()
+        self.wandb_run.finish()
+        if self.wandb_run.offline:
+            folder = shlex.quote(str(self.path.parent / "wandb"))
+            logs = f"{folder}/offline-run-*-{self.run_id}"
+            print(f"upload the log to Weights & Biases: wandb sync {logs}", file=sys.stderr)
+
+    def _start_wandb(self, settings: Settings, folder: Path) -> Any:
+        import wandb
+
+        section = settings.tracking
+        try:
+            return wandb.init(
+                project=section.project,
+                name=section.name or folder.name,
+                id=self.run_id,
+                resume="allow",
+                mode=section.wandb,
+                dir=str(folder),
+                config=settings.model_dump(),
+                settings=wandb.Settings(console="off", silent=section.wandb == "offline"),
+            )
+        except wandb.Error as error:
+            remedy = ""
+            if section.wandb == "online":
+                remedy = "; tracking.wandb=offline needs no account"
+            names = f"tracking.project={section.project}, id {self.run_id} of {self.path}"
+            raise UserError(f"wandb cannot start ({names}): {error}{remedy}") from error
+
+    def _send(self) -> None:
+        if self.pending:
+            self.last_step = self.pending.pop("step")
+            self._save()
+            self.wandb_run.log(self.pending, step=self.last_step)
+        self.pending = {}
+
+    def _read(self) -> tuple[str, int]:
+        """The id of the wandb run and the last step sent; a new id if the run was not tracked before."""
+        try:
+            saved = json.loads(self.path.read_text(encoding="utf-8"))
+            return str(saved["wandb_id"]), int(saved["last_step"])
+        except UNREADABLE:
+            return secrets.token_hex(4), -1
+
+    def _save(self) -> None:
+        saved = {"wandb_id": self.run_id, "last_step": self.last_step}
+        atomic_write(self.path, json.dumps(saved) + "\n", sync=False)
