@@ -1,0 +1,131 @@
+"""Callbacks: the contract of those of the road and of a user's, their order, and what is refused."""
+
+import pytest
+import torch
+from training_contract import check_resumes, small_config
+from training_runs import read_metrics
+
+from thinker.runtime.errors import UserError
+from thinker.training import trainer
+from thinker.training.callback import Callback, evaluated_weights, find_callback
+from thinker.training.callbacks.weight_average import WeightAverage
+from thinker.training.run import build_trainer, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Drift(Callback):
+    """A user's callback with every kind of state: moves the norm by the sum of all that it has seen."""
+
+    def __init__(self):
+        self.n_steps = 0
+        self.total = torch.zeros(2, 3)
+
+    def setup(self, parts):
+        self.model = parts.model
+
+    def after_step(self, info):
+        self.n_steps += 1
+        self.total += float(info.batch.inputs.sum() % 7)
+        with torch.no_grad():
+            self.model.norm.weight += 1e-4 * self.n_steps * self.total.mean()
+
+    def metrics(self):
+        return {"drift": float(self.total.sum())}
+
+    def state_dict(self):
+        return {"drift_steps": self.n_steps}
+
+    def load_state_dict(self, state):
+        self.n_steps = state["drift_steps"]
+
+    def tensors(self):
+        return {"drift.total": self.total}
+
+    def load_tensors(self, tensors):
+        self.total.copy_(tensors["drift.total"])
+
+
+CASES = {
+    "nothing": ([], list),
+    "average": (["train.ema_decay=0.9"], list),
+    "samples": (["train.sample_every=2"], list),
+    "a user's": ([], lambda: [Drift()]),
+    "average and a user's": (["train.ema_decay=0.9"], lambda: [Drift()]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_with_callbacks_resumes_bit_for_bit(case, tmp_path, monkeypatch):
+    more, make_callbacks = CASES[case]
+    whole = check_resumes(tmp_path, monkeypatch, more, make_callbacks)
+    lines = [line for line in read_metrics(whole) if "train_loss" in line]
+    assert all(("drift" in line) == ("user" in case) for line in lines)
+
+
+class Recorder(Callback):
+    """Notes its hooks in a list that several share."""
+
+    def __init__(self, name, calls):
+        self.name = name
+        self.calls = calls
+
+    def __getattribute__(self, hook):
+        if hook in HOOKS:
+            self.calls.append(f"{self.name}.{hook}")
+        return super().__getattribute__(hook)
+
+
+HOOKS = [name for name in vars(Callback) if not name.startswith("_")]
+
+
+def test_hooks_run_in_the_order_of_the_list(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "print_summary", lambda *arguments: None)
+    calls = []
+    config = small_config(tmp_path, "run", ["train.max_steps=1", "train.save_every=null"])
+    assert train(config, callbacks=[Recorder("a", calls), Recorder("b", calls)]) == 0
+    asked = {"has_final_form", "state_dict", "tensors"}  # at any time, as they change nothing
+    calls = [call for call in calls if call.split(".")[1] not in asked]
+    assert calls == [
+        *("a.setup", "b.setup", "a.on_start", "b.on_start"),
+        *("a.before_clip", "b.before_clip", "a.after_step", "b.after_step"),
+        *("a.metrics", "b.metrics", "a.on_log", "b.on_log", "a.on_step_end", "b.on_step_end"),
+        *("a.before_eval", "b.before_eval", "a.on_log", "b.on_log", "b.after_eval", "a.after_eval"),
+        *("a.before_eval", "b.before_eval", "b.after_eval", "a.after_eval"),
+        *("a.on_save", "b.on_save", "a.on_end", "b.on_end"),
+    ]
+
+
+def test_weights_come_back_after_an_error():
+    calls = []
+
+    def fail():
+        with evaluated_weights([Recorder("a", calls), Recorder("b", calls)]):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert calls == ["a.before_eval", "a.after_eval", "b.before_eval", "b.after_eval"] or calls[
+        -2:
+    ] == ["b.after_eval", "a.after_eval"]
+
+
+def test_a_callback_finds_another():
+    average = WeightAverage(0.9)
+    assert find_callback([Callback(), average], WeightAverage) is average
+    assert find_callback([Callback()], WeightAverage) is None
+
+
+def test_a_run_that_resumes_needs_its_callbacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "print_summary", lambda *arguments: None)
+    first = small_config(tmp_path, "run", ["train.max_steps=2", "train.decay_fraction=0"])
+    more = small_config(tmp_path, "run", ["train.max_steps=3", "train.decay_fraction=0"])
+    assert train(first, callbacks=[Drift()]) == 0
+    with pytest.raises(UserError, match="drift_steps, which this run does not read; pass the call"):
+        build_trainer(more)
+    assert train(more, callbacks=[Drift()]) == 0
+    other = small_config(tmp_path, "other", ["train.max_steps=2", "train.decay_fraction=0"])
+    assert train(other) == 0
+    other = small_config(tmp_path, "other", ["train.max_steps=3", "train.decay_fraction=0"])
+    with pytest.raises(UserError, match="was saved without the callback Drift"):
+        build_trainer(other, callbacks=[Drift()])
