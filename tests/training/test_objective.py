@@ -34,10 +34,7 @@ def with_squares(logits, batch):
     return cross_entropy(logits, batch) + 1e-2 * (logits.logsumexp(-1).square() * is_counted).sum()
 
 
-OBJECTIVES = {
-    "text": (next_token_loss, cross_entropy),
-    "extra loss": (small_logits, with_squares),
-}
+OBJECTIVES = {"text": (next_token_loss, cross_entropy), "extra loss": (small_logits, with_squares)}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
