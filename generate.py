@@ -253,7 +253,8 @@ def main() -> int:
     from thinker.generation.chat.interactive import run_interactive
     from thinker.generation.mixed_bits import describe_bits
     from thinker.generation.prompts import check_cache_fits
-    from thinker.interop.load import find_model, load
+    from thinker.interop import load
+    from thinker.interop.find import find_model
     from thinker.runtime.checks import finite_json
     from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
 

@@ -1,4 +1,4 @@
-"""The data types of GGUF files: quantize weights as llama.cpp does, and a model with the weights of a file."""
+"""The data types of GGUF files: quantize weights as llama.cpp does."""
 
 import copy
 
@@ -24,7 +24,8 @@ BLOCK = 32  # weights of a row that share a scale
 def check_dtype(dtype: str) -> None:
     """Raise UserError for an unknown data type, or if the gguf package is not installed."""
     if dtype not in DTYPES:
-        raise UserError(f"dtype is {dtype!r}; use {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+        *others, last = DTYPES
+        raise UserError(f"dtype is {dtype!r}; use {', '.join(others)} or {last}")
     try:
         import gguf  # noqa: F401
     except ImportError as error:
@@ -32,16 +33,22 @@ def check_dtype(dtype: str) -> None:
 
 
 def stored_dtype(tensor: Tensor, dtype: str) -> str:
-    """The data type of a tensor in a file: f32 for vectors, f16 for matrices whose rows do not divide into blocks."""
+    """The data type of a tensor in a file: f32 for vectors, `dtype` for matrices.
+
+    f16 for matrices that cannot be quantized, because their rows do not divide into blocks.
+    """
     if tensor.dim() != 2:
         return "f32"
-    return "f16" if dtype.startswith("q") and tensor.shape[1] % BLOCK else dtype
+    if dtype.startswith("q") and tensor.shape[1] % BLOCK != 0:
+        return "f16"
+    return dtype
 
 
 def quantize(name: str, tensor: Tensor, dtype: str) -> np.ndarray:
-    """A tensor as stored: numbers, or the bytes of each row if quantized. Raises RunError if it overflows.
+    """A tensor as stored: numbers, or the bytes of each row if quantized.
 
-    Each row is quantized separately, so the order of the rows does not matter.
+    Raises RunError if it overflows. Each row is quantized separately, so the order of the rows does
+    not matter.
     """
     import gguf
 
@@ -56,9 +63,10 @@ def quantize(name: str, tensor: Tensor, dtype: str) -> np.ndarray:
 
 
 def rounded_model(model: Thinker, dtype: str) -> Thinker:
-    """Return a copy of the model, in fp32 on the CPU, with the weights that a GGUF file of this data type has.
+    """A copy of the model with the weights that a GGUF file of this data type has.
 
-    Raises UserError for an unknown data type or without gguf, RunError if a weight overflows.
+    It is in fp32 on the CPU. Raises UserError for an unknown data type or without gguf, RunError if
+    a weight overflows.
     """
     check_dtype(dtype)
     import gguf
@@ -75,11 +83,17 @@ def rounded_model(model: Thinker, dtype: str) -> Thinker:
 
 
 def compare_scores(model: Thinker, tokenizer: Tokenizer, dtype: str, text: str) -> str:
-    """Score a text with the full weights and with those of a GGUF file of this data type; returns a summary."""
-    scores = [
-        Generator(each, tokenizer, compile=False).score(text, progress=True)
-        for each in (model, rounded_model(model, dtype))
-    ]
-    full, rounded = (score.bits_per_byte for score in scores)
-    percent = round(100 * (rounded / full - 1), 2) + 0.0 if full else 0.0  # + 0.0: not -0.00
+    """Score a text with the full weights and with those of a GGUF file of this data type.
+
+    Returns a summary.
+    """
+    full = _bits_per_byte(model, tokenizer, text)
+    rounded = _bits_per_byte(rounded_model(model, dtype), tokenizer, text)
+    percent = 0.0
+    if full > 0:
+        percent = round(100 * (rounded / full - 1), 2) + 0.0  # + 0.0: not -0.00
     return f"{dtype}: {rounded:.4f} bits per byte, {percent:+.2f}% (full weights: {full:.4f})"
+
+
+def _bits_per_byte(model: Thinker, tokenizer: Tokenizer, text: str) -> float:
+    return Generator(model, tokenizer, compile=False).score(text, progress=True).bits_per_byte

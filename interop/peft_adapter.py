@@ -1,4 +1,4 @@
-"""Import and export of LoRA adapters in the format of the library peft."""
+"""Read and write LoRA adapters in the format of the library peft."""
 
 import math
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thinker.checkpoint import (
     MODEL,
@@ -15,22 +16,19 @@ from thinker.checkpoint import (
     read_header,
     read_json,
 )
+from thinker.interop.find import is_hf_folder
 from thinker.interop.hf_config import from_hf_config
-from thinker.interop.huggingface import (
-    is_hf_folder,
-    load_pretrained,
-    to_hf_name,
-    write_json,
-    write_tensors,
-)
+from thinker.interop.huggingface import load_pretrained, to_hf_name, write_json, write_tensors
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.lora import RANK_OF
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import checked_pattern
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
+
 # Keys that are read or do not change the result; all other keys must be empty.
 KNOWN = {
     "peft_type",
@@ -40,8 +38,6 @@ KNOWN = {
     "use_rslora",
     "target_modules",
     "init_lora_weights",
-}
-KNOWN |= {
     "task_type",
     "auto_mapping",
     "peft_version",
@@ -49,146 +45,163 @@ KNOWN |= {
     "inference_mode",
     "lora_dropout",
     "layers_pattern",
+    "megatron_config",
+    "megatron_core",
+    "qalora_group_size",
 }
-KNOWN |= {"megatron_config", "megatron_core", "qalora_group_size"}
-SAFE_INITS = (
-    True,
-    False,
-    None,
-    "gaussian",
-    "orthogonal",
-    "eva",
-)  # inits that do not change the base weights
+
+# Values of init_lora_weights that do not change the weights of the base model.
+SAFE_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Path) -> str:
     """Write a checkpoint's LoRA adapter to an existing folder and return its rank and size as text.
 
-    base: the folder where peft finds the base model. Raises UserError if the checkpoint has no adapter, or its model,
-    `config`, differs from the base in a way that an adapter cannot express.
+    base: the folder where peft finds the base model. Raises UserError if the checkpoint has no
+    adapter, or its model, `config`, differs from the base in a way that an adapter cannot express.
     """
-    ours, theirs = config.to_dict(), from_hf_config(read_json(base / "config.json")).to_dict()
+    ours = config.to_dict()
+    theirs = from_hf_config(read_json(base / "config.json")).to_dict()
     for name in ("max_seq_len", "rope_scaling", "attention_temperature"):
         if ours[name] != theirs[name]:
-            difference = f"model.{name} is {ours[name]} but {theirs[name]} in {base}"
             raise UserError(
-                f"{difference}, which an adapter cannot change; export without --adapter"
+                f"model.{name} is {ours[name]} but {theirs[name]} in {base}, "
+                "which an adapter cannot change; export without --adapter"
             )
-    shapes = {name: shape for name, (_, *shape) in read_header(checkpoint).items()}
-    if RANK_OF not in shapes:
-        raise UserError(
-            f"{checkpoint} has no adapters; train with train.lora_rank or export without --adapter"
-        )
-    like = {
-        name: torch.empty(shape, device="meta") if ".lora_" in name else None
-        for name, shape in shapes.items()
-    }
-    adapters = load_tensors(checkpoint, MODEL, like)
-    rank, scale = shapes[RANK_OF][0], adapters[RANK_OF.replace("lora_A", "lora_scale")].item()
-    tensors = {
-        f"{PREFIX}{to_hf_name(name)}.weight": x
-        for name, x in adapters.items()
-        if "lora_scale" not in name
-    }
+    adapter = _read_adapter(checkpoint)
+    rank = adapter[RANK_OF].shape[0]
+    scale = adapter[RANK_OF.replace("lora_A", "lora_scale")].item()
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
         "r": rank,
+        "lora_alpha": scale * rank,
+        "lora_dropout": 0.0,
+        "target_modules": list(MATRICES),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
     }
-    values |= {"lora_alpha": scale * rank, "lora_dropout": 0.0, "target_modules": list(MATRICES)}
-    write_json(
-        folder / CONFIG, values | {"bias": "none", "fan_in_fan_out": False, "inference_mode": True}
-    )
+    write_json(folder / CONFIG, values)
+    tensors = {}
+    for name, tensor in adapter.items():
+        if "lora_scale" not in name:  # peft computes it from lora_alpha
+            tensors[f"{PREFIX}{to_hf_name(name)}.weight"] = tensor
     write_tensors(tensors, folder / WEIGHTS)
-    return f"rank {rank}, {sum(tensor.numel() for tensor in tensors.values()):,} parameters"
+    n_parameters = sum(tensor.numel() for tensor in tensors.values())
+    return f"rank {rank}, {n_parameters:,} parameters"
+
+
+def _read_adapter(checkpoint: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's LoRA adapter, without those of the base model."""
+    header = read_header(checkpoint)
+    if RANK_OF not in header:
+        raise UserError(
+            f"{checkpoint} has no adapters; train with train.lora_rank or export without --adapter"
+        )
+    like: dict[str, Tensor | None] = {}
+    for name, (_, *shape) in header.items():
+        like[name] = None  # not read
+        if ".lora_" in name:
+            like[name] = torch.empty(shape, device="meta")
+    return load_tensors(checkpoint, MODEL, like)
 
 
 def load_adapter(folder: Path) -> tuple[Thinker, Path]:
-    """Load a model with its adapter merged, and return the base's folder. Raises UserError if unsupported."""
-    config = read_json(folder / CONFIG)
-    if config.get("peft_type") != "LORA":
-        raise UserError(
-            f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}; only LORA is supported"
-        )
-    for name, value in config.items():
-        if name not in KNOWN and not (value is False or value in (None, {}, [], "none")):
-            raise UserError(
-                f"{folder / CONFIG}: {name} is {value!r}, which is not supported; leave it empty"
-            )
-    if (init := config.get("init_lora_weights")) not in SAFE_INITS:
-        raise UserError(
-            f"{folder / CONFIG}: init_lora_weights={init!r} is not supported; it changes the base model"
-        )
-    rank, alpha, name = (
-        config.get("r"),
-        config.get("lora_alpha"),
-        str(config.get("base_model_name_or_path")),
-    )
-    if (
-        type(rank) is not int
-        or rank < 1
-        or type(alpha) not in (int, float)
-        or not math.isfinite(alpha)
-    ):
-        raise CorruptCheckpoint(
-            f"{folder / CONFIG}: r is {rank!r}, lora_alpha is {alpha!r}; use numbers, r >= 1"
-        )
-    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    base = next(
-        filter(
-            is_hf_folder, (Path(name), folder / name, folder.absolute().parent / Path(name).name)
-        ),
-        None,
-    )
-    if base is None:
-        raise UserError(
-            f"the base model {name} of {folder} does not exist; put it next to the adapter"
-        )
+    """Load a model with its adapter merged, and return the base's folder.
+
+    Raises UserError if the adapter is not supported, CorruptCheckpoint if it contradicts itself or
+    its base.
+    """
+    path = folder / CONFIG
+    config = read_json(path)
+    _check_config(config, path)
+    rank = config["r"]
+    divisor = rank**0.5 if config.get("use_rslora") else rank
+    scale = config["lora_alpha"] / divisor
+    base = _find_base(folder, str(config.get("base_model_name_or_path")))
     model = load_pretrained(base)
-    weights = {to_hf_name(name): weight for name, weight in model.named_parameters()}
-    with open_safetensors(folder / WEIGHTS) as file, torch.no_grad():
-        names = set(file.keys())
-        for name in sorted(
-            name for name in names if name.startswith(PREFIX) and name.endswith("lora_A.weight")
-        ):
-            matrix = re.sub(r"\.lora_A\.weight$", ".weight", name.removeprefix(PREFIX))
-            other = name.replace("lora_A", "lora_B")
-            if matrix not in weights or other not in names:
-                raise CorruptCheckpoint(
-                    f"{folder / WEIGHTS}: {name} matches no matrix of the model in {base}"
-                )
-            A, B, weight = (
-                file.get_tensor(name).float(),
-                file.get_tensor(other).float(),
-                weights[matrix],
-            )
-            if (
-                A.dim() != 2
-                or (*B.shape[:1], *A.shape[1:]) != (*weight.shape,)
-                or B.shape[1:] != A.shape[:1]
-            ):
-                raise CorruptCheckpoint(
-                    f"{folder / WEIGHTS}: {name} does not fit the matrix of the model in {base}"
-                )
-            if A.shape[0] != rank or not _is_target(
-                matrix.removesuffix(".weight"), config.get("target_modules")
-            ):
-                raise CorruptCheckpoint(
-                    f"{folder / WEIGHTS}: {name} contradicts r or target_modules in {CONFIG}"
-                )
-            weight += scale * (B @ A)
-            names -= {name, other}
-    if names:
-        raise UserError(f"{folder / WEIGHTS} has an unsupported tensor {min(names)}")
+    _merge(model, base, folder, rank, scale, config.get("target_modules"))
     return model, base
 
 
+def _check_config(config: dict[str, Any], path: Path) -> None:
+    """Raise an error for what Thinker does not support."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UserError(f"{path}: peft_type is {kind!r}; only LORA is supported")
+    for name, value in config.items():
+        is_empty = value is False or value in (None, {}, [], "none")
+        if name not in KNOWN and not is_empty:
+            raise UserError(f"{path}: {name} is {value!r}, which is not supported; leave it empty")
+    init = config.get("init_lora_weights")
+    if init not in SAFE_INITS:
+        raise UserError(
+            f"{path}: init_lora_weights={init!r} is not supported; it changes the base model"
+        )
+    # Compared by type(), because True is no number here.
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
+    is_rank = type(rank) is int and rank >= 1
+    is_alpha = type(alpha) in (int, float) and math.isfinite(alpha)
+    if not is_rank or not is_alpha:
+        raise CorruptCheckpoint(
+            f"{path}: r is {rank!r}, lora_alpha is {alpha!r}; use numbers, r >= 1"
+        )
+
+
+def _find_base(folder: Path, name: str) -> Path:
+    """The folder of the base model: where the adapter says, or next to the adapter."""
+    beside = folder.absolute().parent / Path(name).name
+    for base in (Path(name), folder / name, beside):
+        if is_hf_folder(base):
+            return base
+    raise UserError(f"the base model {name} of {folder} does not exist; put it next to the adapter")
+
+
+@torch.no_grad()
+def _merge(model: Thinker, base: Path, folder: Path, rank: int, scale: float, targets: Any) -> None:
+    """Add the products of the adapter's matrices to the weights of the model."""
+    path = folder / WEIGHTS
+    weights = {to_hf_name(name): weight for name, weight in model.named_parameters()}
+    with open_safetensors(path) as file:
+        unused = set(file.keys())
+        for name in sorted(unused):
+            if not name.startswith(PREFIX) or not name.endswith(".lora_A.weight"):
+                continue
+            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            weight = weights.get(f"{module}.weight")
+            other = name.replace("lora_A", "lora_B")
+            if weight is None or other not in unused:
+                raise CorruptCheckpoint(f"{path}: {name} matches no matrix of the model in {base}")
+            A = file.get_tensor(name).float()  # (rank, inputs)
+            B = file.get_tensor(other).float()  # (outputs, rank)
+            is_product = A.dim() == 2 and B.dim() == 2 and A.shape[0] == B.shape[1]
+            if not is_product or (B.shape[0], A.shape[1]) != tuple(weight.shape):
+                raise CorruptCheckpoint(
+                    f"{path}: {name} does not fit the matrix of the model in {base}"
+                )
+            if A.shape[0] != rank or not _is_target(module, targets):
+                raise CorruptCheckpoint(
+                    f"{path}: {name} contradicts r or target_modules in {CONFIG}"
+                )
+            weight += scale * (B @ A)
+            unused -= {name, other}
+    if unused:
+        raise UserError(f"{path} has an unsupported tensor {min(unused)}")
+
+
 def _is_target(module: str, targets: Any) -> bool:
-    """Whether peft adapts a matrix, by the end of its name or a regular expression for the whole name."""
+    """Whether peft adapts a matrix.
+
+    targets: a regular expression for the whole name of a module, or ends of names.
+    """
+    if targets == "all-linear":
+        return True
     if isinstance(targets, str):
         try:
-            return targets == "all-linear" or bool(re.fullmatch(checked_pattern(targets), module))
+            return re.fullmatch(checked_pattern(targets), module) is not None
         except re.error as error:
             raise UserError(
                 f"{CONFIG}: target_modules is {targets!r}, an invalid regex: {error}"

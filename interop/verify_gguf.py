@@ -14,9 +14,12 @@ from thinker.interop.verify_export import MAX_GREEDY_TOKENS, adversarial_texts, 
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError
 
-# Largest difference of llama.cpp's logits, as multiples of what rounding the inputs of layers changes: (RMS, maximum).
-# Measured on x86 with 75 models: at most 1.15 and 1.58. Other processors add f16 products in f16, which changes more.
-LIMITS = {"f16": (10, 10), "q": (1.5, 3)}
+# Largest difference of llama.cpp's logits, as multiples of what rounding the inputs of layers
+# changes: (RMS, maximum). Measured on x86 with 75 models: at most 1.15 and 1.58. Other processors
+# add f16 products in f16, which changes more.
+F16_LIMITS = (10, 10)
+QUANTIZED_LIMITS = (1.5, 3)
+
 F32_LIMIT = 1e-4  # relative; measured: at most 4.7e-6
 
 
@@ -24,40 +27,44 @@ F32_LIMIT = 1e-4  # relative; measured: at most 4.7e-6
 def verify_gguf(
     model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str, n_texts: int = 1000
 ) -> str:
-    """Compare a GGUF file with matrices in `dtype`, opened with llama.cpp, with the original model and tokenizer.
+    """Compare a GGUF file, opened with llama.cpp, with the original model and tokenizer.
 
-    Compares logits with those of the model with the file's weights, tokenization and, for f32, greedy tokens. Returns
-    a summary of the checks. Raises RunError if results differ.
+    Compares logits with those of the model with the file's weights (matrices in `dtype`),
+    tokenization and, for f32, greedy tokens. Returns a summary of the checks. Raises RunError if
+    results differ.
     """
     try:
         from llama_cpp import Llama
     except ImportError:
         return "not compared with llama.cpp, which is not installed (pip install llama-cpp-python)"
-    steps, tokens = (
-        min(MAX_GREEDY_TOKENS, model.config.max_seq_len - 4),
-        torch.tensor([[tokenizer.bos_id, 0, 1, 2]]),
+    prompt = torch.tensor([[tokenizer.bos_id, 0, 1, 2]])
+    steps = min(MAX_GREEDY_TOKENS, model.config.max_seq_len - 4)
+    llama = Llama(
+        str(path),
+        n_ctx=steps + 4,
+        logits_all=True,
+        type_k=0,  # a cache in fp32
+        type_v=0,
+        n_threads=1,
+        verbose=False,
     )
-    options = {"type_k": 0, "type_v": 0, "n_threads": 1, "verbose": False}  # fp32 cache
-    llama = Llama(str(path), n_ctx=steps + 4, logits_all=True, **options)
 
     def new_logits(tokens: Tensor) -> Tensor:
         llama.eval(tokens[0].tolist())
-        return torch.from_numpy(llama.scores[llama.n_tokens - tokens.shape[1] : llama.n_tokens])[
-            None
-        ]  # (1, T, V)
+        logits = llama.scores[llama.n_tokens - tokens.shape[1] : llama.n_tokens]
+        return torch.from_numpy(logits)[None]  # (1, T, V)
 
     try:
         compared = check_logits(model, dtype, steps + 4, new_logits)
         if dtype == "f32":
             llama.reset()
-            check_greedy(model, tokens, steps, new_logits, "llama.cpp")
+            check_greedy(model, prompt, steps, new_logits, "llama.cpp")
             compared += f", {steps} equal greedy tokens"
         for text in islice(adversarial_texts(list(tokenizer.special_tokens)), n_texts):
-            encoded = tokenizer.encode(text, allow_special=True)  # "\0" ends a string in C
-            if (
-                "\0" not in text
-                and llama.tokenize(text.encode(), add_bos=False, special=True) != encoded
-            ):
+            if "\0" in text:  # which ends a string in C
+                continue
+            tokens = llama.tokenize(text.encode(), add_bos=False, special=True)
+            if tokens != tokenizer.encode(text, allow_special=True):
                 raise RunError(f"llama.cpp tokenizes {text!r} differently; nothing was written")
     finally:
         llama.close()
@@ -65,16 +72,19 @@ def verify_gguf(
 
 
 def round_inputs(model: Thinker, dtype: str) -> Thinker:
-    """Make all linear layers round their inputs as llama.cpp does for weights of this data type; returns the model.
+    """Make all linear layers round their inputs as llama.cpp does for weights of this data type.
 
-    llama.cpp computes the products of an f16 matrix in f16, and those of a quantized one with inputs of 8 bits.
+    llama.cpp computes the products of an f16 matrix in f16, and those of a quantized one with
+    inputs of 8 bits. Returns the model.
     """
 
     def rounded(layer: nn.Linear, inputs: tuple[Tensor]) -> tuple[Tensor]:
         stored = stored_dtype(layer.weight, dtype)
         if stored == "f32":
             return inputs
-        return ((inputs[0].half() if stored == "f16" else _round_to_8_bits(inputs[0])).float(),)
+        if stored == "f16":
+            return (inputs[0].half().float(),)
+        return (_round_to_8_bits(inputs[0]).float(),)
 
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
@@ -85,36 +95,42 @@ def round_inputs(model: Thinker, dtype: str) -> Thinker:
 def _round_to_8_bits(inputs: Tensor) -> Tensor:
     blocks = inputs.unflatten(-1, (-1, BLOCK))  # (..., D / 32, 32)
     scales = blocks.abs().amax(-1, keepdim=True) / 127
-    return ((blocks / scales).nan_to_num().round() * scales.half()).flatten(-2)
+    levels = (blocks / scales).nan_to_num().round()  # NaN: a block of zeros
+    return (levels * scales.half()).flatten(-2)
 
 
 @torch.no_grad()
 def check_logits(
     model: Thinker, dtype: str, length: int, llama_logits: Callable[[Tensor], Tensor]
 ) -> str:
-    """Compare llama.cpp's logits at `length` random tokens with those of the same weights. Returns a summary.
+    """Compare llama.cpp's logits at `length` random tokens with those of the same weights.
 
-    llama.cpp rounds the inputs of layers, too. How much that changes the logits depends on the model, so the limits
-    are multiples of the change in the model itself. Raises RunError beyond them.
+    llama.cpp rounds the inputs of layers, too. How much that changes the logits depends on the
+    model, so the limits are multiples of the change in the model itself. Returns a summary. Raises
+    RunError beyond the limits.
     """
-    tokens = torch.randint(
-        model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)
-    )
+    rng = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, (1, length), generator=rng)
     rounded = rounded_model(model, dtype)
     logits = rounded(tokens)
-    difference = _difference(llama_logits(tokens), logits)
-    expected = _difference(round_inputs(rounded, dtype)(tokens), logits)
-    limits = [max(F32_LIMIT, n * each) for n, each in zip(LIMITS.get(dtype, LIMITS["q"]), expected)]
-    if not all(each <= limit for each, limit in zip(difference, limits)):
-        shown = f"by {difference[1]:.2%}; rounding explains about {expected[1]:.2%}"
+    rms, largest = _difference(llama_logits(tokens), logits)
+    expected_rms, expected_largest = _difference(round_inputs(rounded, dtype)(tokens), logits)
+    rms_factor, largest_factor = F16_LIMITS if dtype == "f16" else QUANTIZED_LIMITS
+    is_close = rms <= max(F32_LIMIT, rms_factor * expected_rms)
+    is_close &= largest <= max(F32_LIMIT, largest_factor * expected_largest)
+    if not is_close:  # also if it is NaN
         raise RunError(
-            f"the logits from llama.cpp differ from those of the same weights {shown}; nothing was written"
+            f"the logits from llama.cpp differ from those of the same weights by {largest:.2%}; "
+            f"rounding explains about {expected_largest:.2%}; nothing was written"
         )
-    return f"logits within {math.ceil(1000 * difference[1]) / 10:g}% of those of the same weights"
+    percent = math.ceil(1000 * largest) / 10
+    return f"logits within {percent:g}% of those of the same weights"
 
 
 def _difference(logits: Tensor, others: Tensor) -> tuple[float, float]:
-    """The difference of logits (1, T, V): its RMS relative to the RMS of `others`, its maximum to their largest."""
-    difference, tiny = logits - others, torch.finfo(torch.float32).tiny
+    """The difference of logits (1, T, V), as RMS and as maximum, each relative to `others`."""
+    difference = logits - others
+    tiny = torch.finfo(torch.float32).tiny  # avoids 0 / 0
     rms = difference.square().mean().sqrt() / others.square().mean().sqrt().clamp(tiny)
-    return rms.item(), (difference.abs().max() / others.abs().max().clamp(tiny)).item()
+    largest = difference.abs().max() / others.abs().max().clamp(tiny)
+    return rms.item(), largest.item()

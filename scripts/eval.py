@@ -390,7 +390,7 @@ def main() -> int:
     arguments = parse_arguments()
     from thinker.evaluation import long_context
     from thinker.interop import load
-    from thinker.interop.load import find_model
+    from thinker.interop.find import find_model
     from thinker.runtime.checks import finite_json
     from thinker.runtime.device import choose_device, configure_backend
 

@@ -27,9 +27,10 @@ def main() -> int:
             f"--shard-gigabytes is {arguments.shard_gigabytes}; use a positive number, such as 5"
         )
     from thinker.data.tokenizers import tokenizer_conversion
-    from thinker.interop import huggingface, load
+    from thinker.interop import load
+    from thinker.interop.find import find_checkpoint, find_run_directory, is_hf_folder
     from thinker.interop.hf_config import hf_model_type
-    from thinker.interop.load import find_checkpoint, find_run_directory
+    from thinker.interop.huggingface import save_pretrained
     from thinker.interop.model_card import model_card
     from thinker.interop.peft_adapter import save_adapter
     from thinker.interop.verify_export import verify_hf_export
@@ -48,7 +49,7 @@ def main() -> int:
         if arguments.adapter:
             settings = None if run is None else read_yaml(run / "config.yaml").get("run")
             base = Path(str(settings.get("init_from") if isinstance(settings, dict) else None))
-            if not huggingface.is_hf_folder(base):
+            if not is_hf_folder(base):
                 problem = f"run.init_from is {base}"
                 raise UserError(
                     f"--adapter needs a run that starts from a Hugging Face folder, but {problem}; remove --adapter"
@@ -57,9 +58,7 @@ def main() -> int:
                 find_checkpoint(path, arguments.checkpoint), model.config, base.resolve(), temporary
             )
         else:
-            huggingface.save_pretrained(
-                model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30)
-            )
+            save_pretrained(model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
         if tokenizer is not None:
             tokenizer_conversion.write(tokenizer, temporary, model.config.max_seq_len)
         compared = verify_hf_export(model, tokenizer, temporary, base=base)

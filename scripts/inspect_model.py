@@ -346,7 +346,8 @@ def make_report(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], Any
         from thinker.interpretability.attention_row import explain_vectors
 
         return explain_vectors(Path(arguments.model), arguments.position), {}, None, None, None
-    from thinker.interop.load import find_model, load
+    from thinker.interop import load
+    from thinker.interop.find import find_model
     from thinker.interpretability.reports import Prompt
     from thinker.runtime.device import choose_device, configure_backend
 

@@ -159,7 +159,7 @@ def main() -> int:
         raise UserError(f"serving needs {error.name}; install it: pip install '.[serve]'") from None
 
     from thinker.features.monitoring.monitor import load_monitor
-    from thinker.interop.load import find_model
+    from thinker.interop.find import find_model
     from thinker.runtime.device import choose_decoding_precision, choose_device
     from thinker.serving.allocator import share_one_arena
     from thinker.serving.app import Service, create_app

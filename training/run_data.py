@@ -13,7 +13,7 @@ from thinker.data.corpus.shards import TokenShards
 from thinker.data.text.sources import open_source
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.perplexity import tokenize
-from thinker.interop.load import find_checkpoint, find_run_directory
+from thinker.interop.find import find_checkpoint, find_run_directory
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError

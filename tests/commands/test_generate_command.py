@@ -15,7 +15,7 @@ from conftest import ROOT, run_script
 
 import generate
 from thinker.interop import load
-from thinker.interop.load import find_checkpoint
+from thinker.interop.find import find_checkpoint
 from thinker.runtime.errors import UserError
 
 GENERATE = ROOT / "generate.py"

@@ -1,0 +1,104 @@
+"""Find the model that a path means: a run directory, a checkpoint, or a Hugging Face folder."""
+
+import os
+import re
+from pathlib import Path
+
+from thinker.checkpoint import list_checkpoints, verify
+from thinker.checkpoint.run_directory import RunDirectory
+from thinker.checkpoint.sharded import is_sharded
+from thinker.runtime.errors import UserError
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether a folder looks like a Hugging Face model."""
+    # A checkpoint of ours also has a config.json.
+    return os.path.isfile(path / "config.json") and not os.path.isfile(path / "state.json")
+
+
+def is_adapter_folder(path: Path) -> bool:
+    """Whether a folder looks like a LoRA adapter of peft."""
+    return os.path.isfile(path / "adapter_config.json")
+
+
+def find_model(path: str | Path, checkpoint: str = "latest") -> Path:
+    """Return a Hugging Face folder or adapter unchanged, or else call find_checkpoint()."""
+    folder = Path(path)
+    if not is_hf_folder(folder) and not is_adapter_folder(folder):
+        return find_checkpoint(path, checkpoint)
+    if checkpoint != "latest":
+        raise UserError(
+            f"{path} is a single model; --checkpoint {checkpoint} needs a run directory"
+        )
+    return folder
+
+
+def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
+    """Find the checkpoint at `path` or in a run directory. Raises UserError if there is none."""
+    path = Path(path)
+    if not os.path.exists(path):
+        raise UserError(
+            f"{path} does not exist; use a run directory, a checkpoint in it, "
+            "or a Hugging Face folder"
+        )
+    if _is_checkpoint(path):
+        if checkpoint != "latest":
+            raise UserError(
+                f"{path} is a checkpoint; --checkpoint {checkpoint} needs a run directory"
+            )
+        verify(path)
+        return path
+    run = RunDirectory(path)
+    if not run.checkpoints.is_dir():
+        wanted = "a run directory, or a Hugging Face folder"
+        if RunDirectory(path.parent).checkpoints == path:
+            wanted = path.parent
+        raise UserError(
+            f"{path} is not a run directory (no checkpoints/ in it) or a checkpoint; use {wanted}"
+        )
+    return _find_in_run(run, path, checkpoint)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint. Raises UserError if it is an incomplete one."""
+    has_weights = (path / "model.safetensors").is_file() or is_sharded(path)
+    if not has_weights:
+        return False
+    if (path / "manifest.json").is_file():
+        return True
+    if (path / "config.json").is_file() and (path / "state.json").is_file():
+        raise UserError(
+            f"{path} has no manifest.json and may be incomplete; use a complete checkpoint"
+        )
+    return False
+
+
+def _find_in_run(run: RunDirectory, path: Path, checkpoint: str) -> Path:
+    """Find a checkpoint of a run: "latest", "best", the number of a step, or a folder's name."""
+    if re.fullmatch("[0-9]{1,8}", checkpoint):
+        checkpoint = f"step-{int(checkpoint):08d}"
+    found = None
+    if checkpoint == "latest":
+        found = run.latest()
+    elif checkpoint == "best":
+        best = list_checkpoints(run.checkpoints, "best")
+        if best:
+            found = best[-1]
+    elif (run.checkpoints / checkpoint).is_dir():
+        found = run.checkpoints / checkpoint
+    if found is None:
+        folders = list_checkpoints(run.checkpoints, "step")
+        folders += list_checkpoints(run.checkpoints, "best")
+        available = ", ".join(folder.name for folder in folders) or "none yet"
+        raise UserError(f"{path} has no checkpoint {checkpoint} (available: {available})")
+    if checkpoint != "latest":  # latest() has done so
+        verify(found)
+    return found
+
+
+def find_run_directory(path: Path) -> Path | None:
+    """The run directory at a path or around a checkpoint; None if there is none."""
+    for run in (path, path.resolve().parent.parent):
+        if (run / "config.yaml").is_file():
+            return run
+    return None
