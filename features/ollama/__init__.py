@@ -2,4 +2,6 @@
 
 from thinker.runtime.registry import Feature
 
-FEATURE = Feature(name="ollama")
+FEATURE = Feature(
+    name="ollama", arguments={"export_gguf": "thinker.features.ollama.export:ModelfileBesideGguf"}
+)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from thinker.data.text import chat
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
-from thinker.features.ollama.ollama import go_text, modelfile
+from thinker.features.ollama.modelfile import go_text, modelfile
 
 pytest.importorskip("jinja2")
 pytest.importorskip("transformers")
