@@ -20,39 +20,53 @@ class CheckpointManager:
         keep_last: number of step-N to keep; of "best" and "nonfinite" only the newest is kept.
         keep_every: never remove step-N if N is a multiple of this.
         background: save() copies the tensors and returns; a thread writes one checkpoint at a time.
-        cpu_share: share of its time in which that thread may work while nobody waits for it. 1: no limit.
+        cpu_share: share of its time in which that thread may work while nobody waits for it. 1: no
+            limit.
         dist: the ranks that train together. All call save(), and rank 0 writes.
         sharded: each rank writes its own part, in the foreground.
     """
 
     def __init__(
-        self, folder: Path, keep_last: int, keep_every: int | None = None, background: bool = False,
-        cpu_share: float = 1.0, dist: DistContext = SINGLE_PROCESS, sharded: bool = False,
-    ) -> None:  # fmt: skip
-        self.folder, self.keep_last, self.keep_every = folder, keep_last, keep_every
-        self.cpu_share, self.dist, self.sharded = cpu_share, dist, sharded
-        self._executor = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self,
+        folder: Path,
+        keep_last: int,
+        keep_every: int | None = None,
+        background: bool = False,
+        cpu_share: float = 1.0,
+        dist: DistContext = SINGLE_PROCESS,
+        sharded: bool = False,
+    ) -> None:
+        self.folder = folder
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.cpu_share = cpu_share
+        self.dist = dist
+        self.sharded = sharded
+        self._executor = None
+        if background:
+            self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._is_awaited = threading.Event()
 
     def save(self, kind: str, step: int, files: Files) -> None:
-        """Write KIND-STEP. Raises OSError if that, or the previous save in the background, fails."""
+        """Write KIND-STEP. Raises OSError if that fails, or the previous save in the background."""
         self.wait()
-        name = f"{kind}-{step:08d}"
-        if not self.sharded and (self._executor is not None or self.dist.world_size > 1):
-            files = to_cpu(files, self.dist, always=self._executor is not None)
+        in_background = self._executor is not None
+        if not self.sharded and (in_background or self.dist.world_size > 1):
+            files = to_cpu(files, self.dist, always=in_background)
             if not self.dist.is_main:
                 return
-        if self._executor is None:
-            self._write(name, kind, files)
-        else:
+        if in_background:
             self._is_awaited.clear()
-            self._writing = self._executor.submit(self._write, name, kind, files)
+            self._writing = self._executor.submit(self._write, kind, step, files)
+        else:
+            self._write(kind, step, files)
 
     def wait(self) -> None:
         """Wait until the last save is on the disk. Raises OSError if it failed."""
         self._is_awaited.set()
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None  # so that an error is raised once
         if writing is not None:
             writing.result()
 
@@ -62,20 +76,25 @@ class CheckpointManager:
         if self._executor is not None:
             self._executor.shutdown()
 
-    def _write(self, name: str, kind: str, files: Files) -> None:
-        throttle = self._throttle if self._executor is not None and self.cpu_share < 1 else None
-        checkpoint_format.write_checkpoint(
-            self.folder / name, files, throttle, self.dist if self.sharded else None
-        )
-        if not self.dist.is_main:
-            return
-        for folder in list_checkpoints(self.folder, kind)[
-            : -self.keep_last if kind == "step" else None
-        ]:
-            is_milestone = (
-                kind == "step" and self.keep_every and _number(folder) % self.keep_every == 0
-            )
-            if folder.name != name and not is_milestone:
+    def _write(self, kind: str, step: int, files: Files) -> None:
+        throttle = None
+        if self._executor is not None and self.cpu_share < 1:
+            throttle = self._throttle
+        folder = self.folder / f"{kind}-{step:08d}"
+        ranks = self.dist if self.sharded else None
+        checkpoint_format.write_checkpoint(folder, files, throttle, ranks)
+        if self.dist.is_main:
+            self._remove_older(kind, written=folder)
+
+    def _remove_older(self, kind: str, written: Path) -> None:
+        folders = list_checkpoints(self.folder, kind)
+        if kind == "step":
+            folders = folders[: -self.keep_last]
+        for folder in folders:
+            is_milestone = False
+            if kind == "step" and self.keep_every:
+                is_milestone = _number(folder) % self.keep_every == 0
+            if folder != written and not is_milestone:
                 # Renamed first, so that a crash cannot leave a partial checkpoint under its name.
                 hidden = folder.with_name(f".{folder.name}.removed")
                 shutil.rmtree(hidden, ignore_errors=True)
@@ -83,18 +102,22 @@ class CheckpointManager:
                 shutil.rmtree(hidden)
 
     def _throttle(self, seconds_worked: float) -> None:
+        """Rest after work, unless somebody waits for the checkpoint."""
         self._is_awaited.wait(seconds_worked * (1 / self.cpu_share - 1))
 
 
 def list_checkpoints(folder: Path, kind: str = "step") -> list[Path]:
     """The checkpoints KIND-N in a folder, oldest first, including damaged ones."""
     matching = list(folder.glob(f"{kind}-*"))
-    folders = [path for path in matching if path.is_dir() and not path.is_symlink()]
-    if not all(map(os.path.lexists, matching)):  # a running training has just replaced one
+    folders = []
+    for path in matching:
+        is_folder = path.is_dir() and not path.is_symlink()
+        if is_folder and re.fullmatch(rf"{kind}-\d+", path.name):
+            folders.append(path)
+    if not all(os.path.lexists(path) for path in matching):
+        # A running training has just replaced one.
         return list_checkpoints(folder, kind)
-    return sorted(
-        (path for path in folders if re.fullmatch(rf"{kind}-\d+", path.name)), key=_number
-    )
+    return sorted(folders, key=_number)
 
 
 def _number(folder: Path) -> int:
@@ -109,12 +132,17 @@ def quarantine(folder: Path, prefix: str) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Clean up after a process that was killed while writing or removing checkpoints. No other process may write."""
+    """Clean up after a process that was killed while writing or removing checkpoints.
+
+    No other process may write.
+    """
+    hidden_name = r"\.((?:step|best|nonfinite)-\d+)\.(?:\d+\.)?(tmp|removed|replaced)"
     for path in folder.glob(".*"):
-        hidden = re.fullmatch(
-            r"\.((?:step|best|nonfinite)-\d+)\.(?:\d+\.)?(tmp|removed|replaced)", path.name
-        )
-        if hidden and hidden[2] == "replaced" and not (folder / hidden[1]).exists():
-            path.rename(folder / hidden[1])
-        elif hidden:
+        found = re.fullmatch(hidden_name, path.name)
+        if not found:
+            continue
+        checkpoint = folder / found[1]
+        if found[2] == "replaced" and not checkpoint.exists():
+            path.rename(checkpoint)  # its successor is not there yet
+        else:
             shutil.rmtree(path, ignore_errors=True)

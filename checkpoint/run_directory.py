@@ -23,9 +23,12 @@ class RunDirectory:
     """The files of one run; create() creates them. Only rank 0 (`writes`) writes and locks."""
 
     def __init__(self, path: str | Path, writes: bool = True) -> None:
-        self.path, self.writes = Path(path), writes
-        self.config, self.metrics = self.path / "config.yaml", self.path / "metrics.jsonl"
-        self.checkpoints, self.streams = self.path / "checkpoints", self.path / "streams"
+        self.path = Path(path)
+        self.writes = writes
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.streams = self.path / "streams"
         self._lock = FileLock(self.path / ".lock", timeout=0)
         self._locked_file: os.stat_result | None = None
 
@@ -37,23 +40,25 @@ class RunDirectory:
     def lock(self) -> None:
         """Lock the folder, if it exists, so that no other process trains in it.
 
-        The operating system locks .lock and releases it when the process ends in any way. .owner names the process.
-        Raises UserError if another process has the lock.
+        The operating system locks .lock and releases it when the process ends in any way. .owner
+        names the process. Raises UserError if another process has the lock.
         """
         if self._locked_file is not None or not self.writes or not self.path.is_dir():
             return
-        path, owner = self.path / ".lock", self.path / ".owner"
+        path = self.path / ".lock"
+        owner = self.path / ".owner"
         try:
             self._lock.acquire()
         except Timeout as error:
-            name = (
-                owner.read_text(encoding="utf-8", errors="replace")[:200].strip()
-                if owner.is_file()
-                else "unknown"
-            )
-            message = f"another process is training in {self.path} ({name}); wait for it, or choose another run.dir"
-            raise UserError(message) from error
+            name = "unknown"
+            if owner.is_file():
+                name = owner.read_text(encoding="utf-8", errors="replace")[:200].strip()
+            raise UserError(
+                f"another process is training in {self.path} ({name}); "
+                "wait for it, or choose another run.dir"
+            ) from error
         except OSError as error:
+            # Some file systems cannot lock files.
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
                 raise
             print(
@@ -78,7 +83,8 @@ class RunDirectory:
             is_same = os.path.samestat(os.stat(self.path / ".lock"), self._locked_file)
         if not is_same:
             raise RunError(
-                f"{self.path} was removed, moved or replaced during training; set run.dir to its new path"
+                f"{self.path} was removed, moved or replaced during training; "
+                "set run.dir to its new path"
             )
 
     def write_config(self, tree: dict[str, Any]) -> None:
@@ -94,60 +100,84 @@ class RunDirectory:
                 file.write(json.dumps(line) + "\n")
 
     def flush_metrics(self) -> None:
-        """Sync metrics.jsonl to the disk, so that its lines are there before a checkpoint of the same step."""
+        """Sync metrics.jsonl to the disk.
+
+        Call it before a checkpoint is saved, so that the lines of its steps survive with it.
+        """
         if self.writes and self.metrics.exists():
             sync_to_disk(self.metrics)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """Read the lines of metrics.jsonl. Skips lines that are damaged or have non-finite values."""
+        """Read the lines of metrics.jsonl.
+
+        Skips lines that are damaged or have non-finite values.
+        """
         if not self.metrics.is_file():
             return
         with self.metrics.open(encoding="utf-8", errors="replace") as file:
             for text in file:
-                with contextlib.suppress(ValueError, RecursionError):
-                    line = json.loads(text) if text.endswith("\n") else None
-                    values = line.values() if isinstance(line, dict) else [None]
-                    is_numeric = all(
-                        isinstance(n, int | float) and abs(n) < 1e300 for n in values
-                    )  # excludes NaN
-                    if is_numeric and isinstance(line.get("step"), int):
-                        yield line
+                line = None
+                if text.endswith("\n"):  # otherwise the writer was killed
+                    with contextlib.suppress(ValueError, RecursionError):
+                        line = json.loads(text)
+                if _are_metrics(line):
+                    yield line
 
     def truncate_metrics(self, step: int, evaluated_at: int | None) -> None:
-        """Drop metrics after `step`, and evaluations after `evaluated_at`, so that the run can resume from there."""
+        """Drop metrics after `step`, and evaluations after `evaluated_at`.
+
+        The run can then resume from there.
+        """
         if not self.writes:
             return
         if self.metrics.is_symlink() or self.metrics.is_fifo():
             self.metrics.unlink()  # a link could lead anywhere, and a pipe block forever
-        last = {"train_loss": step, "val_loss": -1 if evaluated_at is None else evaluated_at}
-        kept = [
-            line
-            for line in self.read_metrics()
-            if all(line["step"] <= last[key] for key in last if key in line)
-        ]
+        if evaluated_at is None:
+            evaluated_at = -1
+        kept = []
+        for line in self.read_metrics():
+            is_new = "train_loss" in line and line["step"] > step
+            is_new_evaluation = "val_loss" in line and line["step"] > evaluated_at
+            if not is_new and not is_new_evaluation:
+                kept.append(json.dumps(line) + "\n")
         if self.metrics.exists():
-            atomic_write(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+            atomic_write(self.metrics, "".join(kept))
 
     def latest(self) -> Path | None:
-        """The newest intact checkpoint, or None if there are none. Raises UserError if all are damaged."""
+        """The newest intact checkpoint, or None if there are none.
+
+        Raises UserError if all are damaged.
+        """
         damaged: set[Path] = set()
-        while candidates := [
-            folder for folder in list_checkpoints(self.checkpoints) if folder not in damaged
-        ]:
-            newest = candidates[-1]
+        while True:
+            folders = list_checkpoints(self.checkpoints)  # a running training may change them
+            intact = [folder for folder in folders if folder not in damaged]
+            if not intact:
+                break
+            newest = intact[-1]
             try:
                 verify(newest)
                 if damaged:
                     print(f"using {newest} instead", file=sys.stderr)
                 return newest
             except CorruptCheckpoint as error:
-                if newest.exists():  # otherwise a running training has just replaced it
+                if newest.exists():  # otherwise the training has just replaced it
                     print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
                     damaged.add(newest)
         if not damaged:
             return None
-        has_best = bool(list_checkpoints(self.checkpoints, "best"))
-        hint = "sample with --checkpoint best, or " if has_best else ""
+        hint = ""
+        if list_checkpoints(self.checkpoints, "best"):
+            hint = "sample with --checkpoint best, or "
         raise UserError(
-            f"all checkpoints in {self.checkpoints} are damaged; {hint}train again in another run.dir"
+            f"all checkpoints in {self.checkpoints} are damaged; "
+            f"{hint}train again in another run.dir"
         )
+
+
+def _are_metrics(line: Any) -> bool:
+    """Whether a line of metrics.jsonl is a mapping to finite numbers, with a step."""
+    if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+        return False
+    # Also excludes NaN.
+    return all(isinstance(n, int | float) and abs(n) < 1e300 for n in line.values())

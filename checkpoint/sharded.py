@@ -1,11 +1,16 @@
 """Sharded checkpoints: one safetensors file per rank, written by torch's distributed checkpoint.
 
-Each rank writes its rows, and the header of each file lists them. Any number of ranks can read them, each its own
-rows. Several ranks can also read an unsharded checkpoint.
+Each rank writes its rows, and the header of each file lists them. Any number of ranks can read
+them, each its own rows. Several ranks can also read an unsharded checkpoint.
 """
 
+from __future__ import annotations
+
+import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,8 +19,22 @@ from torch import Tensor
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import CheckpointException
+
 PATTERN = "shard-*.safetensors"
 DTYPES = {torch.float32: "F32"}  # by their names in safetensors
+
+# What torch raises for damaged files.
+UNREADABLE = (
+    SafetensorError,
+    OSError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+)
 
 
 class CorruptCheckpoint(UserError):
@@ -23,58 +42,62 @@ class CorruptCheckpoint(UserError):
 
 
 def write(folder: Path, tensors: dict[str, Tensor], dist: DistContext) -> list[Path]:
-    """Write this rank's rows of `tensors` into an existing folder. All ranks call this. Returns the files written."""
+    """Write this rank's rows of `tensors` into an existing folder. All ranks call this.
+
+    Returns the files written.
+    """
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
 
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    values = {name: tensor.detach() for name, tensor in tensors.items()}
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="torch.distributed is disabled"
-            )  # in a single process
-            values = {name: tensor.detach() for name, tensor in tensors.items()}
+        with _ignore_disabled_warning():
             save(values, storage_writer=writer, no_dist=dist.world_size == 1)
     except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from error
-    return [
-        path for path in folder.glob(PATTERN) if int(path.name.split("-")[1]) == dist.rank + 1
-    ]  # counts from 1
+        raise _first_failure(error) from error
+    written = []
+    for path in folder.glob(PATTERN):
+        number = int(path.name.split("-")[1])  # counts from 1
+        if number == dist.rank + 1:
+            written.append(path)
+    return written
 
 
 def is_sharded(folder: Path) -> bool:
     """Whether a checkpoint's tensors are in one file per rank."""
-    return next(folder.glob(PATTERN), None) is not None
+    return any(folder.glob(PATTERN))
 
 
 def read_header(folder: Path) -> dict[str, tuple]:
-    """Read (dtype, *shape) of each unsharded tensor. Raises CorruptCheckpoint if a row is missing or duplicated."""
+    """Read (dtype, *shape) of each unsharded tensor.
+
+    Raises CorruptCheckpoint if a row is missing or duplicated.
+    """
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     try:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    except (
-        SafetensorError,
-        OSError,
-        RuntimeError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except UNREADABLE as error:
         raise CorruptCheckpoint(f"{folder} contains an incomplete safetensors file") from error
     header: dict[str, tuple] = {}
     for name, tensor in metadata.items():
-        shape, n_rows, fits = tuple(tensor.size), 0, True
-        for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets) if shape else ():
-            fits &= (
-                tuple(chunk.offsets) == (n_rows, *[0] * (len(shape) - 1))
-                and tuple(chunk.sizes[1:]) == shape[1:]
-            )
-            n_rows += chunk.sizes[0]
-        if shape and not (fits and n_rows == shape[0]):
+        shape = tuple(tensor.size)
+        if shape and not _are_complete(tensor.chunks, shape):
             raise CorruptCheckpoint(f"{folder} has missing or duplicate rows of {name}")
-        header[name] = DTYPES.get(tensor.properties.dtype, str(tensor.properties.dtype)), *shape
+        dtype = tensor.properties.dtype
+        header[name] = (DTYPES.get(dtype, str(dtype)), *shape)
     return header
+
+
+def _are_complete(chunks: list[Any], shape: tuple[int, ...]) -> bool:
+    """Whether the ranks' rows together are all rows of a tensor."""
+    n_rows = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
+        start = (n_rows,) + (0,) * (len(shape) - 1)
+        if tuple(chunk.offsets) != start or tuple(chunk.sizes[1:]) != shape[1:]:
+            return False
+        n_rows += chunk.sizes[0]
+    return n_rows == shape[0]
 
 
 def read(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -84,20 +107,29 @@ def read(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
 
-    tensors = {
-        name: tensor.detach()
-        if hasattr(tensor, "to_local")
-        else torch.empty(tensor.shape, dtype=tensor.dtype)
-        for name, tensor in expected.items()
-    }
+    tensors = {}
+    for name, tensor in expected.items():
+        if hasattr(tensor, "to_local"):
+            tensors[name] = tensor.detach()
+        else:
+            tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="torch.distributed is disabled"
-            )  # each rank reads separately
+        with _ignore_disabled_warning():  # each rank reads separately
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:
-        raise CorruptCheckpoint(
-            f"{folder} cannot be read: {next(iter(error.failures.values()))[0]}"
-        ) from error
+        raise CorruptCheckpoint(f"{folder} cannot be read: {_first_failure(error)}") from error
     return tensors
+
+
+@contextlib.contextmanager
+def _ignore_disabled_warning() -> Iterator[None]:
+    """Without the warning that torch gives if a process reads or writes by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _first_failure(error: CheckpointException) -> BaseException:
+    """The error of the first rank in torch's error about several ranks."""
+    failure, _ = next(iter(error.failures.values()))
+    return failure

@@ -33,13 +33,16 @@ def checkpoint_files(
 ) -> Files:
     """Collect the files of a checkpoint, with the live tensors. Only resuming needs `training`."""
     files = {CONFIG: model.config.to_dict(), MODEL: model_tensors(model), STATE: state}
-    return files if training is None else files | {TRAINING: training}
+    if training is not None:
+        files[TRAINING] = training
+    return files
 
 
 def to_cpu(files: Files, dist: DistContext = SINGLE_PROCESS, always: bool = True) -> Files:
-    """Copy all tensors, unsharded, to host memory, so that training can continue while they are written.
+    """Copy all tensors, unsharded, to host memory, so that training can go on during the write.
 
-    dist: the ranks, which all call this; only rank 0 gets tensors. always: also copy tensors in host memory.
+    dist: the ranks, which all call this; only rank 0 gets tensors. always: also copy tensors in
+    host memory.
     """
     result: Files = {}
     for name, file in files.items():
@@ -49,8 +52,9 @@ def to_cpu(files: Files, dist: DistContext = SINGLE_PROCESS, always: bool = True
         result[name] = {}
         for key, tensor in file.items():
             full = full_tensor(tensor.detach())  # one at a time, to save memory
+            is_new = hasattr(tensor, "to_local")  # already a copy
             if dist.is_main:
-                result[name][key] = full.to("cpu", copy=always and not hasattr(tensor, "to_local"))
+                result[name][key] = full.to("cpu", copy=always and not is_new)
     return result
 
 
@@ -63,13 +67,23 @@ def model_tensors(model: Thinker) -> dict[str, Tensor]:
 
 
 def read_lora_rank(folder: Path) -> int | None:
-    """The rank of a checkpoint's LoRA adapters, or None without adapters. Raises CorruptCheckpoint."""
-    shape = read_header(folder).get(RANK_OF)
-    return None if shape is None else max(1, *shape[1:2])
+    """The rank of a checkpoint's LoRA adapters, or None without adapters.
+
+    Raises CorruptCheckpoint.
+    """
+    header = read_header(folder).get(RANK_OF)
+    if header is None:
+        return None
+    _, *shape = header
+    rank = shape[0] if shape else 0
+    return max(1, rank)  # load_weights() refuses a tensor of another shape
 
 
 def load_model(folder: Path, device: torch.device | str = "cpu") -> Thinker:
-    """Load the model of a checkpoint in eval mode, with merged adapters. Raises CorruptCheckpoint or UserError."""
+    """Load the model of a checkpoint in eval mode, with merged adapters.
+
+    Raises CorruptCheckpoint or UserError.
+    """
     config = ThinkerConfig.from_dict(checkpoint_format.read_json(folder / CONFIG))
     if config.n_layers > len(read_header(folder)):  # a wrong number could take forever to build
         raise CorruptCheckpoint(
@@ -77,16 +91,21 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> Thinker:
         )
     with torch.device("meta"):
         model = Thinker(config)  # the weights are about to be replaced
-    if lora_rank := read_lora_rank(folder):
+    lora_rank = read_lora_rank(folder)
+    if lora_rank is not None:
         add_lora(model, lora_rank)
-    load_weights(model.float(), folder, assign=True)  # independent of torch.set_default_dtype()
-    if lora_rank:
+    model = model.float()  # independent of torch.set_default_dtype()
+    load_weights(model, folder, assign=True)
+    if lora_rank is not None:
         merge_lora(model)
     return model.to(device).eval()
 
 
 def load_weights(model: Thinker, folder: Path, assign: bool = False) -> None:
-    """Copy a checkpoint's weights into the parameters, or with `assign` replace them. Raises CorruptCheckpoint."""
+    """Copy a checkpoint's weights into the parameters, or with `assign` replace them.
+
+    Raises CorruptCheckpoint.
+    """
     tensors = checkpoint_format.load_tensors(folder, MODEL, model_tensors(model))
     model.load_state_dict(tensors, strict=not model.config.tie_embeddings, assign=assign)
     if model.config.tie_embeddings:
