@@ -7,6 +7,7 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -20,35 +21,43 @@ MAX_NEW_TOKENS = 256  # unless the task sets it
 
 
 class ThinkerLM(TemplateLM):
-    """A Thinker as an LM of the harness; tokenizes, truncates and scores like its adapter for transformers."""
+    """A Thinker as an LM of the harness.
+
+    Tokenizes, truncates and scores like the harness's adapter for transformers.
+    """
 
     def __init__(self, model: Thinker, tokenizer: Tokenizer, batch_size: int = 16) -> None:
         super().__init__()
-        self.model, self.tokenizer, self.batch_size = model.eval(), tokenizer, batch_size
-        self.max_length, self.generator = model.config.max_seq_len, Generator(model, tokenizer)
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.max_length = model.config.max_seq_len
+        self.generator = Generator(model, tokenizer)
 
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text, from the tokenizer's special tokens map if it has one."""
-        tokenizer = self.tokenizer
-        return tokenizer.special_tokens.get(
-            tokenizer.special_tokens_map.get("eos_token"), tokenizer.eos_id
-        )
+        name = self.tokenizer.special_tokens_map.get("eos_token")
+        return self.tokenizer.special_tokens.get(name, self.tokenizer.eos_id)
 
     @property
     def prefix_token_id(self) -> int:
         """Context of a text without context: the BOS token, or else the EOS token."""
-        return self.tokenizer.special_tokens.get(
-            self.tokenizer.special_tokens_map.get("bos_token"), self.eot_token_id
-        )
+        name = self.tokenizer.special_tokens_map.get("bos_token")
+        return self.tokenizer.special_tokens.get(name, self.eot_token_id)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Tokenize a text that may contain special tokens; adds the BOS token if the model was trained with one."""
+        """Tokenize a text that may contain special tokens.
+
+        Adds the BOS token if the model was trained with one.
+        """
         ids = self.tokenizer.encode(string, allow_special=True)
         has_bos = ids[:1] == [self.tokenizer.bos_id]
-        return ids if add_special_tokens is False or has_bos else [*self.tokenizer.bos_prefix, *ids]
+        if add_special_tokens is False or has_bos:
+            return ids
+        return [*self.tokenizer.bos_prefix, *ids]
 
     @torch.no_grad()
     def _loglikelihood_tokens(
@@ -57,52 +66,59 @@ class ThinkerLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Per (text, context, continuation), ln P of the continuation and whether greedy decoding produces it."""
+        """Per (text, context, continuation), ln P of the continuation.
+
+        Also returns whether greedy decoding produces it.
+        """
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        order = sorted(
-            range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2])
-        )  # by length
+        rows = [context + continuation for _, context, continuation in requests]
+        # Rows of similar length share a batch, with little padding.
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         with tqdm(total=len(order), desc="scoring", disable=disable_tqdm) as bar:
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
-                rows = [(requests[i][1] + requests[i][2])[-(self.max_length + 1) :] for i in batch]
-                inputs = pad_sequence([torch.tensor(row[:-1]) for row in rows], batch_first=True)
-                hidden = hidden_states(self.model, inputs.to(self.model.device))  # (B, T, C)
-                for index, (i, row) in enumerate(zip(batch, rows)):
-                    targets = torch.tensor(
-                        requests[i][2][-(len(row) - 1) :]
-                    )  # without truncated tokens
-                    n = len(targets)
-                    logits = (
-                        self.model.lm_head(hidden[index, len(row) - 1 - n : len(row) - 1])
-                        .float()
-                        .cpu()
-                    )  # (n, V)
-                    nats = (
-                        logits.log_softmax(dim=-1).gather(1, targets[:, None]).double().sum().item()
-                    )
-                    results[i] = nats, bool((logits.argmax(dim=-1) == targets).all())
+                truncated = [rows[i][-(self.max_length + 1) :] for i in batch]
+                inputs = [torch.tensor(row[:-1]) for row in truncated]
+                padded = pad_sequence(inputs, batch_first=True).to(self.model.device)
+                hidden = hidden_states(self.model, padded)  # (B, T, C)
+                for i, row, states in zip(batch, truncated, hidden):
+                    n_inputs = len(row) - 1
+                    targets = requests[i][2][-n_inputs:]  # without truncated tokens
+                    results[i] = self._score(states[:n_inputs], targets)
                 bar.update(len(batch))
         for (text, _, _), result in zip(requests, results):
             if text is not None:
                 self.cache_hook.add_partial("loglikelihood", text, result)
         return results
 
+    def _score(self, states: Tensor, continuation: list[int]) -> tuple[float, bool]:
+        """ln P of the tokens at the end of a row, and whether each is the likeliest.
+
+        states: final hidden states of the row, (T, C).
+        """
+        targets = torch.tensor(continuation)
+        logits = self.model.lm_head(states[len(states) - len(targets) :]).float().cpu()  # (n, V)
+        nats = logits.log_softmax(dim=-1).gather(1, targets[:, None]).double().sum().item()
+        is_greedy = bool((logits.argmax(dim=-1) == targets).all())
+        return nats, is_greedy
+
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """ln P of whole texts, in windows of the model's context; each token is counted once."""
-        windows, request_indices = [], []
+        windows = []
+        owners = []  # of each window: the index of its request
         for index, request in enumerate(requests):
             ids = self.tok_encode(*request.args)
-            for window in get_rolling_token_windows(
+            overlapping = get_rolling_token_windows(
                 ids, self.prefix_token_id, self.max_length, context_len=1
-            ):
-                windows.append((None, *make_disjoint_window(window)))
-                request_indices.append(index)
+            )
+            for window in overlapping:
+                context, continuation = make_disjoint_window(window)
+                windows.append((None, context, continuation))
+                owners.append(index)
+        scores = self._loglikelihood_tokens(windows, disable_tqdm)
         totals = [0.0] * len(requests)
-        for index, (nats, _) in zip(
-            request_indices, self._loglikelihood_tokens(windows, disable_tqdm)
-        ):
-            totals[index] += nats
+        for owner, (nats, _) in zip(owners, scores):
+            totals[owner] += nats
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -116,62 +132,72 @@ class ThinkerLM(TemplateLM):
                 raise UserError(
                     f"the task generates {n_new} tokens, but the context is only {self.max_length}"
                 )
-            tokens = self.tok_encode(context)[n_new - self.max_length :] or [self.prefix_token_id]
-            texts.append(self.generator.generate([context], params, [tokens])[0].text)
+            tokens = self.tok_encode(context)[-(self.max_length - n_new) :]
+            if not tokens:
+                tokens = [self.prefix_token_id]
+            completions = self.generator.generate([context], params, [tokens])
+            texts.append(completions[0].text)
         return texts
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
     """Convert the generation_kwargs of a task. Raises UserError for unsupported options."""
     options = dict(normalize_gen_kwargs(options, MAX_NEW_TOKENS))
-    temperature, do_sample = options.pop("temperature", 1.0), options.pop("do_sample")
+    temperature = options.pop("temperature", 1.0)
+    if not options.pop("do_sample"):
+        temperature = 0.0
     params = {
-        "temperature": temperature if do_sample else 0.0,
+        "temperature": temperature,
         "max_new_tokens": options.pop("max_gen_toks"),
+        "stop": [text for text in options.pop("until") if text],
     }
-    params["stop"] = [text for text in options.pop("until") if text]
-    params |= {
-        name: options.pop(name)
-        for name in ("top_k", "top_p", "min_p", "repetition_penalty")
-        if name in options
-    }
-    if options:
-        raise UserError(f"the task uses the unsupported generation option {next(iter(options))}")
+    for name in ("top_k", "top_p", "min_p", "repetition_penalty"):
+        if name in options:
+            params[name] = options.pop(name)
+    for name in options:
+        raise UserError(f"the task uses the unsupported generation option {name}")
     return SamplingParams(**params)
 
 
 def run_tasks(
-    model: Thinker, tokenizer: Tokenizer, names: list[str], include: Path | None = None, n_shots: int | None = None,
+    model: Thinker,
+    tokenizer: Tokenizer,
+    names: list[str],
+    include: Path | None = None,
+    n_shots: int | None = None,
     limit: int | None = None,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Run tasks and return {task: {metric: value, metric_stderr: standard error, questions: number of questions}}.
+) -> dict[str, dict[str, Any]]:
+    """Run tasks and return {task: {metric: value, metric_stderr: standard error, questions: n}}.
 
-    `names`: tasks of the harness, such as hellaswag, whose data it downloads, or tasks of YAML files in the folder
-    `include`. `n_shots`: examples before each question (default: set by the task). `limit`: maximum number of questions
-    per task. Raises UserError for a task that is unknown or cannot run, for example without its data.
+    `names`: tasks of the harness, such as hellaswag, whose data it downloads, or tasks of YAML
+    files in the folder `include`. `n_shots`: examples before each question (default: set by the
+    task). `limit`: maximum number of questions per task. Raises UserError for a task that is
+    unknown or cannot run, for example without its data.
     """
     from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
 
-    evaluator.get_git_commit_hash = str  # unused; it runs git, which complains outside a repository
-    folder = None if include is None else str(include)
+    # Its result is unused, and it runs git, which complains outside a repository.
+    evaluator.get_git_commit_hash = str
+    folder = None
+    if include is not None:
+        folder = str(include)
     manager = TaskManager(include_path=folder, include_defaults=False)
     if not set(names) <= set(manager.all_tasks):  # loading the harness's own tasks takes seconds
         manager = TaskManager(include_path=folder)
     for name in names:
         if name not in manager.all_tasks:
-            raise UserError(
-                f"the harness has no task {name}{did_you_mean(name, manager.all_tasks)}"
-            )
-    options = {
-        "num_fewshot": n_shots,
-        "limit": limit,
-        "bootstrap_iters": 1000,
-        "log_samples": False,
-    }
+            hint = did_you_mean(name, manager.all_tasks)
+            raise UserError(f"the harness has no task {name}{hint}")
     try:
         output = evaluator.simple_evaluate(
-            ThinkerLM(model, tokenizer), tasks=names, task_manager=manager, **options
+            ThinkerLM(model, tokenizer),
+            tasks=names,
+            task_manager=manager,
+            num_fewshot=n_shots,
+            limit=limit,
+            bootstrap_iters=1000,
+            log_samples=False,
         )
     except UserError:
         raise
@@ -180,15 +206,13 @@ def run_tasks(
             f"the harness cannot run {', '.join(names)}: {type(error).__name__}: {error}"
         ) from error
     results = {}
+    n_samples = output.get("n-samples", {})
     for name, metrics in output["results"].items():
-        values = {
-            key.replace(",none", ""): value
-            for key, value in metrics.items()
-            if isinstance(value, int | float)
-        }
-        results[name] = {
-            key: value for key, value in values.items() if not key.startswith("sample_")
-        }
-        if name in output.get("n-samples", {}):
-            results[name]["questions"] = output["n-samples"][name]["effective"]
+        values = {}
+        for key, value in metrics.items():
+            if isinstance(value, int | float) and not key.startswith("sample_"):
+                values[key.replace(",none", "")] = value  # ",none": no filter
+        if name in n_samples:
+            values["questions"] = n_samples[name]["effective"]
+        results[name] = values
     return results

@@ -25,24 +25,25 @@ LOGIT_ROWS = 256  # positions whose logits are in memory at once
 
 @dataclass(frozen=True)
 class Segment:
-    """Mean loss and standard error at positions start..end-1, in nats per token."""
+    """Mean loss and standard error at positions start..end-1, in nats per token.
+
+    The error is over windows, because tokens in a window are correlated. None for a single window.
+    """
 
     start: int
     end: int
     loss: float
-    error: (
-        float | None
-    )  # over windows, because tokens in a window are correlated; None for a single window
+    error: float | None
     n_tokens: int
 
 
 @dataclass(frozen=True)
 class PositionLosses:
-    """The loss of every token of N windows: nats (N, T) float64, NaN where `targets` (N, T) is IGNORE_INDEX."""
+    """The loss of every token of N windows."""
 
     trained_length: int
-    nats: Tensor
-    targets: Tensor
+    nats: Tensor  # (N, T) float64, NaN where the target is IGNORE_INDEX
+    targets: Tensor  # (N, T)
 
     @property
     def counts(self) -> Tensor:
@@ -58,17 +59,20 @@ class PositionLosses:
         """Mean over all tokens at these positions, with its standard error over windows."""
         part = self.nats[:, start:end]
         counts = (~part.isnan()).sum(dim=1)  # (N,)
-        return Segment(start, end, *ratio_with_error(part.nansum(dim=1), counts), int(counts.sum()))
+        loss, error = ratio_with_error(part.nansum(dim=1), counts)
+        return Segment(start, end, loss, error, int(counts.sum()))
 
     def segments(self) -> list[Segment]:
         """Both halves of the trained length, then multiples of it, without empty segments."""
-        length, T = self.trained_length, self.nats.shape[1]
+        length = self.trained_length
+        T = self.nats.shape[1]
         edges = sorted({0, length // 2, *range(length, T, length), T})
-        return [
-            self.segment(start, end)
-            for start, end in pairwise(edges)
-            if self.counts[start:end].any()
-        ]
+        counts = self.counts
+        segments = []
+        for start, end in pairwise(edges):
+            if counts[start:end].any():
+                segments.append(self.segment(start, end))
+        return segments
 
     def format_table(self) -> str:
         """The segments, one per line."""
@@ -85,7 +89,10 @@ class PositionLosses:
     def to_dict(self) -> dict[str, Any]:
         """Return the segments, and the loss and number of tokens at each position, for JSON."""
         counts = self.counts.tolist()
-        means = [loss if count else None for loss, count in zip(self.by_position.tolist(), counts)]
+        means = self.by_position.tolist()
+        for position, count in enumerate(counts):
+            if count == 0:
+                means[position] = None  # NaN is not JSON
         return {
             "segments": [asdict(part) for part in self.segments()],
             "by_position": means,
@@ -94,18 +101,25 @@ class PositionLosses:
 
 
 def ratio_with_error(sums: Tensor, sizes: Tensor) -> tuple[float, float | None]:
-    """Σ sums / Σ sizes over samples (N,), and its standard error; None for a single sample that is not empty.
+    """Σ sums / Σ sizes over samples (N,), and its standard error.
 
-    Cochran 1977, Sampling Techniques, equation 2.46: the error of a ratio of two sums.
+    The error is None if only one sample is not empty. Cochran 1977, Sampling Techniques, equation
+    2.46: the error of a ratio of two sums.
     """
-    n, total = int((sizes > 0).sum()), sizes.sum().item()
+    n = int((sizes > 0).sum())
+    total = sizes.sum().item()
     mean = (sums.sum() / total).item()  # NaN without tokens
+    if n <= 1:
+        return mean, None
     spread = (sums - mean * sizes).square().sum().item()
-    return mean, math.sqrt(spread * n / (n - 1)) / total if n > 1 else None
+    return mean, math.sqrt(spread * n / (n - 1)) / total
 
 
 def long_windows(config: ThinkerConfig, tokens: TokenShards, length: int) -> PackedDataset:
-    """Contiguous windows of `length` tokens across documents, shorter if learned positions or tokens run out."""
+    """Contiguous windows of `length` tokens across documents.
+
+    They are shorter if learned positions or tokens run out.
+    """
     length = min(length, max(shard.n_tokens - 1 for shard in tokens.shards))
     if config.positions == "learned":
         length = min(length, config.max_seq_len)
@@ -113,7 +127,10 @@ def long_windows(config: ThinkerConfig, tokens: TokenShards, length: int) -> Pac
 
 
 def override_rope_scaling(model: Thinker, scaling: dict[str, Any] | str) -> None:
-    """Set RoPE scaling, for example {"type": "linear", "factor": 4}, as a dict or YAML. Raises UserError."""
+    """Set RoPE scaling, for example {"type": "linear", "factor": 4}, as a dict or YAML.
+
+    Raises UserError.
+    """
     if model.rope is None:
         raise UserError(f"model.positions is {model.config.positions}; RoPE scaling needs rope")
     if isinstance(scaling, str):
@@ -123,13 +140,15 @@ def override_rope_scaling(model: Thinker, scaling: dict[str, Any] | str) -> None
             raise UserError(
                 f"RoPE scaling {scaling!r} is not a mapping such as {{type: linear, factor: 4}}"
             ) from error
-    model.rope = Rope(
-        model.config.head_dim, model.config.rope_theta, RopeScaling.from_dict(scaling)
-    )
+    scaling = RopeScaling.from_dict(scaling)
+    model.rope = Rope(model.config.head_dim, model.config.rope_theta, scaling)
 
 
 def hidden_states(model: Thinker, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
-    """Final hidden states, (B, T) -> (B, T, C), without the logits, which may not fit in memory."""
+    """Final hidden states, (B, T) -> (B, T, C).
+
+    Without the logits of all positions, which may not fit in memory.
+    """
     return model.forward_blocks(tokens, model.make_context(tokens, tokens, document_ids))
 
 
@@ -141,26 +160,33 @@ def loss_by_position(
     trained: int = 0,
     progress: bool = False,
 ) -> PositionLosses:
-    """Loss of each token in the first `limit` windows (0: all); `trained`: the trained length (0: max_seq_len)."""
+    """Loss of each token in the first `limit` windows (0: all).
+
+    trained: the trained length (0: max_seq_len).
+    """
 
     def token_losses(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
-        chunks = (
-            hidden_states(model, inputs, document_ids).flatten(0, 1).split(LOGIT_ROWS)
-        )  # (n, C) each
+        states = hidden_states(model, inputs, document_ids).flatten(0, 1)  # (B T, C)
         losses = []
-        for hidden, y in zip(chunks, targets.flatten().split(LOGIT_ROWS)):
+        for hidden, y in zip(states.split(LOGIT_ROWS), targets.flatten().split(LOGIT_ROWS)):
             logits = model.lm_head(hidden).float()  # (n, V)
-            losses.append(
-                F.cross_entropy(logits, y, ignore_index=IGNORE_INDEX, reduction="none").cpu()
-            )
+            loss = F.cross_entropy(logits, y, ignore_index=IGNORE_INDEX, reduction="none")
+            losses.append(loss.cpu())
         return torch.cat(losses).view(targets.shape).double()
 
-    batches = batch_losses(model, windows, batch_size, token_losses, limit or None)
-    n_windows = min(limit or len(windows), len(windows))
-    batches = tqdm(
-        batches, desc="evaluating", total=-(-n_windows // batch_size), disable=not progress
-    )
-    targets, losses = map(torch.cat, zip(*batches))  # (N, T) each
-    check_computed([losses.sum().item()])
-    nats = losses.masked_fill(targets == IGNORE_INDEX, math.nan)
-    return PositionLosses(trained or model.config.max_seq_len, nats, targets)
+    n_windows = len(windows)
+    if limit > 0:
+        n_windows = min(limit, n_windows)
+    n_batches = math.ceil(n_windows / batch_size)
+    batches = batch_losses(model, windows, batch_size, token_losses, n_windows)
+    batches = tqdm(batches, desc="evaluating", total=n_batches, disable=not progress)
+    targets = []
+    losses = []
+    for batch_targets, batch_nats in batches:
+        targets.append(batch_targets)
+        losses.append(batch_nats)
+    all_targets = torch.cat(targets)  # (N, T)
+    all_losses = torch.cat(losses)  # (N, T)
+    check_computed([all_losses.sum().item()])
+    nats = all_losses.masked_fill(all_targets == IGNORE_INDEX, math.nan)
+    return PositionLosses(trained or model.config.max_seq_len, nats, all_targets)

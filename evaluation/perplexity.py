@@ -36,8 +36,10 @@ class Estimate:
 
     def format(self, digits: int) -> str:
         """For example "1.23 [1.20, 1.26]"."""
-        interval = "" if self.low is None else f" [{self.low:,.{digits}f}, {self.high:,.{digits}f}]"
-        return f"{self.mean:,.{digits}f}{interval}"
+        mean = f"{self.mean:,.{digits}f}"
+        if self.low is None:
+            return mean
+        return f"{mean} [{self.low:,.{digits}f}, {self.high:,.{digits}f}]"
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,8 @@ class TextLoss:
     @property
     def perplexity(self) -> Estimate:
         """exp(nats per token)."""
-        return Estimate(
-            *(
-                x if x is None else math.exp(min(x, 700.0))
-                for x in vars(self.nats_per_token).values()
-            )
-        )
+        nats = self.nats_per_token
+        return Estimate(_bounded_exp(nats.mean), _bounded_exp(nats.low), _bounded_exp(nats.high))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dictionary for JSON."""
@@ -71,106 +69,142 @@ class TextLoss:
         return tree | {"by_position": self.by_position.to_dict()}
 
 
+def _bounded_exp(nats: float | None) -> float | None:
+    """exp(nats), at most exp(700), which a float can represent."""
+    if nats is None:
+        return None
+    return math.exp(min(nats, 700.0))
+
+
 def estimate_ratio(sums: Tensor, sizes: Tensor, confidence: float) -> Estimate:
-    """Σ sums / Σ sizes over samples (N,), with its interval by Student's t with N − 1 degrees of freedom."""
+    """Σ sums / Σ sizes over samples (N,), with its confidence interval.
+
+    The interval is by Student's t with N − 1 degrees of freedom.
+    """
     from scipy.stats import t  # slow to import
 
-    mean, error = ratio_with_error(sums[sizes > 0].double(), sizes[sizes > 0].double())
+    has_size = sizes > 0
+    mean, error = ratio_with_error(sums[has_size].double(), sizes[has_size].double())
     if error is None:
         return Estimate(mean, None, None)
-    error *= float(t.ppf((1 + confidence) / 2, int((sizes > 0).sum()) - 1))
+    degrees_of_freedom = int(has_size.sum()) - 1
+    error *= float(t.ppf((1 + confidence) / 2, degrees_of_freedom))
     return Estimate(mean, mean - error, mean + error)
 
 
 def text_loss(
-    model: Thinker, windows: PackedDataset, byte_lengths: np.ndarray, confidence: float = 0.95, trained: int = 0,
+    model: Thinker,
+    windows: PackedDataset,
+    byte_lengths: np.ndarray,
+    confidence: float = 0.95,
+    trained: int = 0,
     limit: int = 0,
-) -> TextLoss:  # fmt: skip
-    """Loss, perplexity and bits per byte over the first `limit` windows (0: all), with intervals of this confidence.
+) -> TextLoss:
+    """Loss, perplexity and bits per byte over the first `limit` windows (0: all).
 
-    `byte_lengths`: number of bytes of each token id (data.text_bytes). `trained`: length of the training windows
-    (default: max_seq_len). Raises UserError if none of the counted tokens has text.
+    `byte_lengths`: number of bytes of each token id (data.text_bytes). `confidence`: of the
+    intervals. `trained`: length of the training windows (default: max_seq_len). Raises UserError if
+    none of the counted tokens has text.
     """
     batch_size = max(1, BATCH_TOKENS // windows.seq_len)
     losses = loss_by_position(model, windows, batch_size, limit, trained, progress=True)
     is_counted = losses.targets != IGNORE_INDEX
     token_bytes = torch.from_numpy(byte_lengths)[losses.targets.clamp_min(0)]
-    n_bytes = torch.where(is_counted, token_bytes, 0).sum(dim=1)  # (N,)
-    nats, counts = losses.nats.nansum(dim=1), is_counted.sum(dim=1)  # (N,) each
+
+    # Sums over each window, (N,).
+    nats = losses.nats.nansum(dim=1)
+    counts = is_counted.sum(dim=1)
+    n_bytes = torch.where(is_counted, token_bytes, 0).sum(dim=1)
     if not n_bytes.any():
         raise UserError(
             "the target tokens have no text, so bits per byte are undefined; use another text"
         )
+
     # Samples are blocks, because neighboring tokens and windows are correlated.
     block_tokens = max(windows.seq_len, min(MIN_BLOCK_TOKENS, int(counts.sum()) // 32))
     block = torch.arange(len(counts)) // max(1, block_tokens // windows.stride)  # (N,)
-    blocks = [
-        torch.zeros(int(block[-1]) + 1).double().index_add(0, block, x.double())
-        for x in (nats, counts, n_bytes)
-    ]
-    sizes = (
-        windows.seq_len,
-        windows.stride,
-        int(counts.sum()),
-        round(float(n_bytes.sum())),
-        len(losses.nats),
+    n_blocks = int(block[-1]) + 1
+
+    def sum_blocks(values: Tensor) -> Tensor:  # (N,) -> (blocks,)
+        return torch.zeros(n_blocks).double().index_add(0, block, values.double())
+
+    block_nats = sum_blocks(nats)
+    return TextLoss(
+        context_length=windows.seq_len,
+        stride=windows.stride,
+        n_tokens=int(counts.sum()),
+        n_bytes=round(float(n_bytes.sum())),
+        n_windows=len(losses.nats),
+        nats_per_token=estimate_ratio(block_nats, sum_blocks(counts), confidence),
+        bits_per_byte=estimate_ratio(block_nats / math.log(2), sum_blocks(n_bytes), confidence),
+        entropy_floor=entropy_floor(windows, limit or None),
+        by_position=losses,
     )
-    per_token = estimate_ratio(blocks[0], blocks[1], confidence)
-    per_byte = estimate_ratio(blocks[0] / math.log(2), blocks[2], confidence)
-    return TextLoss(*sizes, per_token, per_byte, entropy_floor(windows, limit or None), losses)
 
 
 def format_excess(loss: float, floor: float, digits: int) -> str:
     """Compare a loss with the floor: "12.3% above", or "3.1 times" from a factor of 2."""
     ratio = loss / floor
-    return f"{ratio:.{digits}f} times" if ratio >= 2 else f"{ratio - 1:.{digits}%} above"
+    if ratio >= 2:
+        return f"{ratio:.{digits}f} times"
+    return f"{ratio - 1:.{digits}%} above"
 
 
 def format_table(losses: list[TextLoss]) -> str:
-    """Format one line per context length: estimates with intervals and, if known, the distance to the floor."""
-    rows = [
-        ["context", "tokens", "nats per token", "perplexity", "bits per byte", "against the floor"]
-    ]
+    """Format one line per context length.
+
+    It has estimates with intervals and, if known, the distance to the floor.
+    """
+    header = ["context", "tokens", "nats per token", "perplexity", "bits per byte"]
+    has_floor = any(loss.entropy_floor for loss in losses)
+    if has_floor:
+        header.append("against the floor")
+    rows = [header]
     for loss in losses:
-        estimates = [
+        row = [
+            str(loss.context_length),
+            f"{loss.n_tokens:,}",
             loss.nats_per_token.format(4),
             loss.perplexity.format(2),
             loss.bits_per_byte.format(4),
         ]
-        floor = (
-            format_excess(loss.nats_per_token.mean, loss.entropy_floor, 2)
-            if loss.entropy_floor
-            else ""
-        )
-        rows.append([str(loss.context_length), f"{loss.n_tokens:,}", *estimates, floor])
-    columns = [
-        column for column in zip(*rows) if any(column[1:])
-    ]  # without the floor if it is unknown
-    aligned = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
-    return "\n".join("  ".join(row).rstrip() for row in zip(*aligned))
+        if loss.entropy_floor:
+            row.append(format_excess(loss.nats_per_token.mean, loss.entropy_floor, 2))
+        elif has_floor:
+            row.append("")
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path) -> TokenShards:
     """Write the first documents of a source to shards in `folder`, up to `max_tokens` tokens.
 
-    The last document is kept in full. A single text is cut, and no token that ends it is a target, so that the tokens
-    are the same as in Generator.score().
+    The last document is kept in full. A single text is cut, and no token that ends it is a target,
+    so that the tokens are the same as in Generator.score().
     """
-    writer, n_left = ShardWriter(folder, "text", tokenizer), max_tokens
-    n_texts = n_lost = 0
+    writer = ShardWriter(folder, "text", tokenizer)
+    n_left = max_tokens
+    n_texts = 0
+    n_lost = 0
     with tqdm(total=max_tokens, desc="tokenizing", unit=" tokens") as bar:
         for document in source.documents():
-            ids, loss_mask = encode_document(
-                tokenizer, document, assistant_only_loss=document.messages is not None
-            )
+            is_chat = document.messages is not None
+            ids, loss_mask = encode_document(tokenizer, document, assistant_only_loss=is_chat)
             n_texts += 1
-            n_lost += document.messages is None and loses_text(tokenizer, document.text, ids)
-            n_counted = min(n_left, len(ids)) if source.whole_text else len(ids)
+            if not is_chat and loses_text(tokenizer, document.text, ids):
+                n_lost += 1
+            n_counted = len(ids)
+            if source.whole_text:
+                n_counted = min(n_left, n_counted)
             n_bytes = count_bytes(tokenizer, document.text, ids, 0, n_counted)
             ids = ids[:n_counted]
-            writer.add(
-                ids, n_bytes, document.log_prob, source.whole_text and writer.started, loss_mask
-            )
+            continues = source.whole_text and writer.started
+            writer.add(ids, n_bytes, document.log_prob, continues, loss_mask)
             n_left -= len(ids)
             bar.update(len(ids))
             if n_left <= 0:
@@ -186,9 +220,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path
     if not source.whole_text:
         return tokens
     n_tokens = 1 + max_tokens - n_left  # with the BOS token
-    return TokenShards(
-        [
-            replace(shard, n_tokens=n_tokens, tokens=shard.tokens[:n_tokens])
-            for shard in tokens.shards
-        ]
-    )
+    shards = []
+    for shard in tokens.shards:
+        shards.append(replace(shard, n_tokens=n_tokens, tokens=shard.tokens[:n_tokens]))
+    return TokenShards(shards)

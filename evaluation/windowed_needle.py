@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from thinker.evaluation.needle import MAX_PREFIXES_PER_BATCH
+from thinker.evaluation.needle import MAX_PREFIXES_PER_BATCH, all_prefixes, sum_log_probs
 from thinker.model import KVCache, Thinker
 
 CHUNK = 512  # positions per pass
@@ -17,27 +17,25 @@ CHUNK = 512  # positions per pass
 def cached_log_probs(
     new_cache: Callable[[], KVCache], model: Thinker, context: list[int], values: list[list[int]]
 ) -> Tensor:
-    """As needle.log_probs(), but the model reads the context once, into the cache of one row that new_cache() creates.
+    """As needle.log_probs(), but the model reads the context once, into a cache.
 
-    The cache is then repeated for the different beginnings of the values.
+    new_cache() creates the cache, of one row. It is then repeated for the different beginnings of
+    the values.
     """
-    prefixes = sorted({tuple(value[:-1]) for value in values})
-    cache, after = new_cache(), {}
+    cache = new_cache()
     for chunk in torch.tensor([context], device=model.device).split(CHUNK, dim=1):
         first = model(chunk, cache=cache, last_logits_only=True)  # (1, 1, V)
+    prefixes = all_prefixes(values)
+    after = {}
     for start in range(0, len(prefixes), MAX_PREFIXES_PER_BATCH):
         batch = prefixes[start : start + MAX_PREFIXES_PER_BATCH]
-        rows = pad_sequence(
-            [torch.tensor(prefix, dtype=torch.long) for prefix in batch], batch_first=True
-        )
+        rows = [torch.tensor(prefix, dtype=torch.long) for prefix in batch]
+        tokens = pad_sequence(rows, batch_first=True).to(model.device)  # (rows, T)
         logits = first.expand(len(batch), -1, -1)
-        if rows.shape[1]:
+        if tokens.shape[1] > 0:
             repeated = copy.deepcopy(cache)
             repeated.select([0] * len(batch))
-            logits = torch.cat(
-                (logits, model(rows.to(model.device), cache=repeated)), dim=1
-            )  # (rows, T + 1, V)
+            others = model(tokens, cache=repeated)
+            logits = torch.cat((logits, others), dim=1)  # (rows, T + 1, V)
         after |= zip(batch, logits.float().log_softmax(dim=-1).cpu())
-    return torch.stack(
-        [after[tuple(value[:-1])][range(len(value)), value].double().sum() for value in values]
-    )
+    return sum_log_probs(values, after)
