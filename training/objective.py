@@ -3,9 +3,15 @@
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from thinker.data.batches.prefetch import Batch
+from thinker.data.corpus.corpus import Corpus
+from thinker.model import ThinkerConfig
+from thinker.runtime.registry import offers
+from thinker.training.callback import Callback
+from thinker.training.config.config import Config
 
 
 class Loss(NamedTuple):
@@ -45,3 +51,22 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Loss:
         target_losses=batch.target_losses,
     )
     return Loss(total, n_targets)
+
+
+def build_objective(
+    config: Config,
+    model_config: ThinkerConfig,
+    corpus: Corpus,
+    device: torch.device,
+    objective: Objective | None = None,
+) -> tuple[Objective, list[Callback]]:
+    """What a step minimizes: `objective`, or the cross-entropy with the text, as the features change it.
+
+    Also returns those of the objectives that are callbacks.
+    """
+    objectives = [objective or next_token_loss]
+    for offer in offers("objective"):
+        changed = offer(config, model_config, corpus, device, objectives[-1])
+        if changed is not objectives[-1]:
+            objectives.append(changed)
+    return objectives[-1], [each for each in objectives if isinstance(each, Callback)]

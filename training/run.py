@@ -7,12 +7,9 @@ import torch
 
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.corpus.corpus import Corpus
 from thinker.features.mixtures.reports import describe_mixture
-from thinker.model import ThinkerConfig
 from thinker.runtime.device import choose_device, configure_backend, enable_determinism
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
-from thinker.runtime.registry import offers
 from thinker.training import resume
 from thinker.training.batches import build_batches
 from thinker.training.callback import Callback
@@ -20,7 +17,7 @@ from thinker.training.callbacks.setup import callbacks_of_output, callbacks_of_w
 from thinker.training.config.config import Config
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter
-from thinker.training.objective import Objective, next_token_loss
+from thinker.training.objective import Objective, build_objective
 from thinker.training.reports.advice import before_training
 from thinker.training.resumed_data import own_tokenizer, read_corpus
 from thinker.training.settings.memory_bound import check_run_fits
@@ -138,25 +135,6 @@ def build_trainer(
     if dist.is_main:
         corpus.tokenizer.save(run.path)
     return trainer
-
-
-def build_objective(
-    config: Config,
-    model_config: ThinkerConfig,
-    corpus: Corpus,
-    device: torch.device,
-    objective: Objective | None = None,
-) -> tuple[Objective, list[Callback]]:
-    """What a step minimizes: `objective`, or the cross-entropy with the text, as the features change it.
-
-    Also returns those of the objectives that are callbacks.
-    """
-    objectives = [objective or next_token_loss]
-    for offer in offers("objective"):
-        changed = offer(config, model_config, corpus, device, objectives[-1])
-        if changed is not objectives[-1]:
-            objectives.append(changed)
-    return objectives[-1], [each for each in objectives if isinstance(each, Callback)]
 
 
 def _model_device(settings: Settings, device: torch.device, dist: DistContext) -> torch.device:

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,16 +11,17 @@ import torch
 
 from thinker.data.batches.batches import PackedDataset
 from thinker.data.batches.prefetch import Batch
-from thinker.features.distillation.teacher import Teacher, load_teacher
 from thinker.features.mixtures.reports import make_loader
 from thinker.model import KVCache, Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import DTYPES, choose_device, configure_backend
+from thinker.training.callback import Callback
+from thinker.training.callbacks.setup import callbacks_of_weights
 from thinker.training.config.config import Config
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
+from thinker.training.objective import Objective, build_objective, next_token_loss
 from thinker.training.reports.advice import recommendation
-from thinker.training.run_state import RunState
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
 from thinker.training.settings.resolve import resolve_open_keys, resolve_precision, resolve_settings
@@ -32,12 +34,19 @@ OPTIMAL_TOKENS = 20  # per parameter (Hoffmann et al. 2022, arXiv:2203.15556, ta
 
 
 def time_steps(
-    settings: Settings, device: torch.device, repeats: int = 3, teacher: Teacher | None = None
+    settings: Settings,
+    device: torch.device,
+    repeats: int = 3,
+    objective: Objective = next_token_loss,
+    callbacks: Sequence[Callback] = (),
 ) -> tuple[float, float]:
-    """Seconds of the first step, including compilation, and the median of `repeats` more, on random tokens."""
-    step = TrainingStep(
-        build_model(settings.model, settings.run.seed, device), settings, teacher=teacher
-    )
+    """Seconds of the first step, including compilation, and the median of `repeats` more, on random tokens.
+
+    callbacks: those of the objective.
+    """
+    model = build_model(settings.model, settings.run.seed, device)
+    all_callbacks = [*callbacks, *callbacks_of_weights(settings)]
+    step = TrainingStep(model, settings, objective, all_callbacks)
     tokens = torch.randint(
         settings.model.vocab_size, (settings.train.batch_size, settings.data.seq_len)
     )
@@ -113,12 +122,10 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     }
     if measure:
         meter = MemoryMeter(device)
-        teacher = (
-            None
-            if corpus is None
-            else load_teacher(config, model_config, corpus.tokenizer, RunState(), device)
-        )
-        first, seconds = time_steps(settings, device, teacher=teacher)
+        objective, callbacks = next_token_loss, []
+        if corpus is not None:
+            objective, callbacks = build_objective(config, model_config, corpus, device)
+        first, seconds = time_steps(settings, device, 3, objective, callbacks)
         plan |= {
             "first_step_s": first,
             "step_s": seconds,
