@@ -1,11 +1,15 @@
 """Configs: validation, overrides, and one-line messages that name the wrong key and what would be right."""
 
+import ast
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from thinker.model import ThinkerConfig
@@ -15,7 +19,8 @@ from thinker.scripts.make_reference import config_markdown, config_schema
 from thinker.training.config.config import config_sections
 from thinker.training.config.load import load_config, validate_config
 from thinker.training.config.sections import ModelConfig
-from thinker.training.settings.resolve import check_batch_split
+from thinker.training.settings.resolve import check_batch_split, resolve_settings
+from thinker.training.settings.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -320,3 +325,49 @@ def test_every_config_names_the_schema_and_has_only_its_keys(path):
             "properties"
         ]
         assert section.keys() <= properties.keys()
+
+
+def test_a_stored_config_may_have_keys_of_features_that_are_missing(tmp_path):
+    """If they are off. In a config that a user writes, they are mistakes."""
+    (tmp_path / "checkpoints").mkdir()
+    path = tmp_path / "config.yaml"
+    tree = validate_config({"train": {"max_steps": 1}}).model_dump(mode="json")
+    tree["train"] |= {"magic": None, "log_magic": False}
+    path.write_text(yaml.safe_dump(tree))
+    assert load_config(path, []).train.max_steps == 1
+    with pytest.raises(UserError, match="unknown config key train.magic; use one of"):
+        load_config(path, ["train.magic=null"])
+    tree["train"]["magic"] = {"depth": 3}
+    path.write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError, match="the run has train.magic, a key of a feature that is not"):
+        load_config(path, [])
+    path.rename(tmp_path / "mine.yaml")
+    with pytest.raises(UserError, match="unknown config key train.magic; use one of"):
+        load_config(tmp_path / "mine.yaml", [])
+
+
+def test_stored_settings_may_have_keys_of_features_that_are_missing():
+    config = validate_config({"train": {"max_steps": 1, "precision": "fp32"}})
+    model = ThinkerConfig(vocab_size=100, d_model=64, n_layers=1, n_heads=2)
+    stored = resolve_settings(config, model, torch.device("cpu")).model_dump(mode="json")
+    with_more = {name: dict(section) for name, section in stored.items() if name != "extensions"}
+    for name in ("data", "train", "optimizer"):
+        with_more[name]["magic"] = None
+    assert Settings.model_validate(with_more).model_dump(mode="json") == stored
+    with_more["data"]["magic"] = 3
+    with pytest.raises(UserError, match=r"the run has data.magic, a key of a feature"):
+        Settings.model_validate(with_more)
+
+
+def test_features_add_keys_to_a_section_without_torch():
+    """Importing the keys of all features loads neither torch nor an implementation."""
+    program = (
+        "import sys; from thinker.training.config import sections, data_section; "
+        "print([name for name in sys.modules if name.startswith(('torch', 'thinker.features.'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = ast.literal_eval(done.stdout)
+    assert [name for name in loaded if name.count(".") == 3 and not name.endswith(".keys")] == []
+    assert not [name for name in loaded if name.startswith("torch")]
