@@ -80,6 +80,12 @@ class MixtureKeys(ConfigSection):
             return super().text_sources()
         return self.sources
 
+    def source_names(self) -> list[str]:
+        """The labels of the sources of a mixture, or the name of the only source."""
+        if self.sources is None:
+            return super().source_names()
+        return [source.label for source in self.sources]
+
     def corpus_options(self, source: TextSource) -> dict[str, Any]:
         """As of the section without this feature; a source may have options of its own."""
         options = super().corpus_options(source)

@@ -48,6 +48,10 @@ class DataConfig(TextSource):
         """Where the text comes from: here one source."""
         return [self]
 
+    def source_names(self) -> list[str]:
+        """The names of the sources in messages and metrics."""
+        return [self.source]
+
     def corpus_options(self, source: TextSource) -> dict[str, Any]:
         """The options of data.corpus.prepare_corpus for one of text_sources(), except seed and cache_dir."""
         options = source.prepared_options()
