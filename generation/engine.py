@@ -21,7 +21,7 @@ from thinker.generation.batch_sampling import sample_next, sample_steps
 from thinker.generation.caches.cache_rows import copy_row
 from thinker.generation.caches.quantized_cache import make_cache
 from thinker.generation.decoders.compiled_decoder import CompiledThinker
-from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.generation.decoders.native_decoder import NativeThinker
 from thinker.generation.option_checks import check_options
 from thinker.generation.sampler import SamplingParams
@@ -106,7 +106,7 @@ class Generator:
         self.context_len = config.max_cached_len if use_cache else config.max_seq_len
         if window is not None or (config.is_unbounded and use_cache):
             self.context_len = math.inf
-        self.model = prepare_for_inference(model, dtype, bits, self.native)
+        self.model = fuse_for_inference(model, dtype, bits, self.native)
         if monitor is not None:
             monitor.calibrate(self.model)
         self.decode_model = NativeThinker(self.model) if self.native else self.model
@@ -114,9 +114,7 @@ class Generator:
             self.decode_model = CompiledThinker(self.model)
         if early_exit is not None:
             self.decode_model = EarlyExitThinker(self.model, early_exit)
-        self.draft = (
-            None if draft is None else prepare_for_inference(draft, dtype, bits, self.native)
-        )
+        self.draft = None if draft is None else fuse_for_inference(draft, dtype, bits, self.native)
         # Tokens per row to sample before the host reads them; those after the end of a text are dropped.
         can_drop = use_cache and not speculate and window is None and early_exit is None
         self.steps_per_read = STEPS_PER_READ if can_drop and self.model.device.type == "cuda" else 1

@@ -1,16 +1,27 @@
-"""Hook points for recording and patching activations by name; Thinker, Block, Attention and MLP call them."""
+"""Record and patch activations by name.
+
+The forward pass knows nothing of this. While a record() or patch() is open, hooks of torch see the inputs and outputs of
+modules, and the methods that compute the other activations are replaced.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from thinker.model.attention import AnyCache
+from thinker.model.attention_dispatch import AttentionMask
+from thinker.model.implied_attention import weights_of_attend
+from thinker.model.kernels.linear_attention import LinearState
+from thinker.model.masks import ForwardContext
 from thinker.runtime.checks import check_types, describe
 from thinker.runtime.errors import UserError, did_you_mean
 
@@ -31,53 +42,174 @@ class ActivationCache(dict[str, Tensor]):
         self.passes.setdefault(name, []).append(value)
 
 
-class HookManager(dict[str, list[Callable[[Tensor], Tensor | None]]]):
-    """The open hooks of one module by hook point, in the order in which they were opened."""
+# The open record() and patch() contexts of each model.
+_n_open: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
-    def __call__(self, point: str, x: Tensor) -> Tensor:
-        """Pass x through all hooks of a point. Returns x itself if nothing patches it, a view if a patch returns x."""
-        for function in self.get(point, ()):
-            patched = function(x)
-            if patched is not None:
-                x = patched.view_as(patched) if patched is x else patched
-        return x
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HookManager:
+def has_open_hooks(model: nn.Module) -> bool:
+    """Whether any activation of the model is being recorded or patched."""
+    return model in _n_open
+
+
+class _Hook:
+    """Passes an activation to a function, which may return another. Cannot be copied with the model."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor | None]) -> None:
+        self.function = function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         raise UserError(
             "cannot copy a model while its activations are recorded or patched; close the hooks first"
         )
 
 
-def hook(hooks: HookManager | None, point: str, x: Tensor) -> Tensor:
-    """Pass x through the open hooks of a point, if there are any."""
-    return x if hooks is None else hooks(point, x)
+class _OutputHook(_Hook):
+    """A forward hook of torch: sees the output of a module."""
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        return self.function(output)
 
 
-def has_open_hooks(model: nn.Module) -> bool:
-    """Whether any activation of the model is being recorded or patched."""
-    return any(getattr(module, "hooks", None) is not None for module in model.modules())
+class _InputHook(_Hook):
+    """A forward pre-hook of torch: sees the first input of a module."""
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> Tensor | None:
+        return self.function(inputs[0])
 
 
-def hook_points(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Map each name to the module that calls the hook and the module's own name for it (docs/guides/inspecting.md)."""
-    points = {"embedding": (model, "embedding")}
+class _HookedMethod(dict[str, list[_Hook]]):
+    """Stands in for a method of one module while some of its tensors are recorded or patched.
+
+    Has the open hooks by their point within the method, in the order in which they were opened.
+    """
+
+    method = ""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.plain = module, getattr(module, self.method)
+
+    @classmethod
+    @contextmanager
+    def open(cls, module: nn.Module, point: str, hook: _Hook) -> Iterator[None]:
+        """Context in which the hook is open. The first hook replaces the method, and the last one restores it."""
+        hooked = vars(module).get(cls.method)
+        if not isinstance(hooked, cls):
+            hooked = vars(module)[cls.method] = cls(module)
+        hooked.setdefault(point, []).append(hook)
+        try:
+            yield
+        finally:
+            hooked[point].remove(hook)
+            if not hooked[point]:
+                del hooked[point]
+            if not hooked:
+                del vars(module)[cls.method]
+
+    def apply(self, point: str, x: Tensor) -> Tensor:
+        """Pass x through all hooks of a point. Returns x itself if nothing patches it, a view if a patch returns x."""
+        for hook in self.get(point, ()):
+            patched = hook.function(x)
+            if patched is not None:
+                x = patched.view_as(patched) if patched is x else patched
+        return x
+
+
+class _HookedEmbed(_HookedMethod):
+    """Thinker.embed() with hooks on its result."""
+
+    method = "embed"
+
+    def __call__(self, inputs: Tensor, context: ForwardContext) -> Tensor:
+        return self.apply("result", self.plain(inputs, context))
+
+
+class _HookedAttend(_HookedMethod):
+    """Attention.attend() with hooks on its inputs, the weights and the output of each head."""
+
+    method = "attend"
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: AnyCache
+    ) -> Tensor:
+        has_state = isinstance(cache, LinearState)
+        has_cached_keys = cache is not None and not has_state
+        for point, x in (("q", q), ("k", k), ("v", v)):
+            if point in self:  # later passes overwrite the cache that k and v view
+                self.apply(point, x.clone() if has_cached_keys else x)
+        if "weights" in self and has_state:
+            raise UserError(
+                "attention.weights is not available with this kind of cache; run without a cache"
+            )
+        y = self._sum_values(q, k, v, mask, cache)  # (B, H, T, D)
+        if not any(point.startswith("heads") for point in self):
+            return y
+        heads = list(y.unbind(dim=1))  # (B, T, D) each
+        patched = [self.apply(f"heads.{head}", x) for head, x in enumerate(heads)]
+        is_patched = any(new is not old for new, old in zip(patched, heads))
+        # Recorded tensors need their gradients.
+        if is_patched or (torch.is_grad_enabled() and y.requires_grad):
+            y = torch.stack(patched, dim=1)
+        return self.apply("heads", y)
+
+    def _sum_values(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: AnyCache
+    ) -> Tensor:
+        """attend(), or the sum of values by patched weights."""
+        if "weights" not in self:
+            return self.plain(q, k, v, mask, cache)
+        attend = partial(self.plain, mask=mask, cache=cache)
+        weights, y = weights_of_attend(self.module, attend, q, k, v, mask)  # (B, H, T, S)
+        patched = self.apply("weights", weights)
+        if patched is weights:
+            return y
+        return patched.to(v.dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+
+@dataclass(frozen=True)
+class HookPoint:
+    """Where an activation is: at the "output" or "input" of a module, or in a method such as "attend"."""
+
+    module: nn.Module
+    place: str
+    name: str = ""  # within the method
+
+    @contextmanager
+    def open(self, function: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+        """Context in which the function sees the activation, and may return another."""
+        if self.place == "output":
+            handle = self.module.register_forward_hook(_OutputHook(function))
+        elif self.place == "input":
+            handle = self.module.register_forward_pre_hook(_InputHook(function))
+        else:
+            hooked = {"embed": _HookedEmbed, "attend": _HookedAttend}[self.place]
+            with hooked.open(self.module, self.name, _Hook(function)):
+                yield
+            return
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def hook_points(model: nn.Module) -> dict[str, HookPoint]:
+    """Where each activation of a Thinker is, by name, in the order of the pass (docs/guides/inspecting.md)."""
+    points = {"embedding": HookPoint(model, "embed", "result")}
     for layer, block in enumerate(model.blocks):
-        path = f"blocks.{layer}"
-        inner = [
-            *READ_ONLY,
-            "weights",
-            "heads",
-            *(f"heads.{head}" for head in range(block.attention.n_heads)),
-        ]
-        points[f"{path}.attention_norm"] = block, "attention_norm"
-        points |= {f"{path}.attention.{point}": (block.attention, point) for point in inner}
-        points |= {f"{path}.{point}": (block, point) for point in ("attention", "mlp_norm")}
-        points |= {
-            f"{path}.mlp.hidden": (block.mlp, "hidden"),
-            f"{path}.mlp": (block, "mlp"),
-            path: (block, "output"),
-        }
-    return {**points, "norm": (model, "norm"), "logits": (model, "logits")}
+        path, attention = f"blocks.{layer}", block.attention
+        points[f"{path}.attention_norm"] = HookPoint(block.attention_norm, "output")
+        heads = [f"heads.{head}" for head in range(attention.n_heads)]
+        for name in (*READ_ONLY, "weights", "heads", *heads):
+            points[f"{path}.attention.{name}"] = HookPoint(attention, "attend", name)
+        points[f"{path}.attention"] = HookPoint(attention, "output")
+        points[f"{path}.mlp_norm"] = HookPoint(block.mlp_norm, "output")
+        if hasattr(block.mlp, "down_proj"):  # an MLP of the user may have other parts
+            points[f"{path}.mlp.hidden"] = HookPoint(block.mlp.down_proj, "input")
+        points[f"{path}.mlp"] = HookPoint(block.mlp, "output")
+        points[path] = HookPoint(block, "output")
+    points["norm"] = HookPoint(model.norm, "output")
+    points["logits"] = HookPoint(model.lm_head, "output")
+    return points
 
 
 @contextmanager
@@ -90,32 +222,39 @@ def open_hooks(
     """
     check_types({"patches": Mapping}, {"patches": patches})
     cache, points = ActivationCache(), hook_points(model)
-    hooks = [
-        (name, partial(cache.add, name))
-        for pattern in names
-        for name in _matching_names(pattern, points)
-    ]
+    hooks = []
+    for pattern in names:
+        for name in _matching_names(pattern, points):
+            hooks.append((name, partial(cache.add, name)))
     for pattern, patch in patches.items():
         for name in _matching_names(pattern, points):
-            if points[name][1] in READ_ONLY:
+            if points[name].name in READ_ONLY:
                 raise UserError(
                     f"{name} can be recorded but not patched; patch attention.weights or attention.heads"
                 )
             hooks.append((name, partial(_apply_patch, name, patch)))
-    for name, function in hooks:
-        module, point = points[name]
-        if module.hooks is None:
-            module.hooks = HookManager()
-        module.hooks.setdefault(point, []).append(function)
-    try:
-        yield cache
-    finally:
+    with ExitStack() as stack:
+        _n_open[model] = _n_open.get(model, 0) + 1
+        stack.callback(_close, model)
+        if any(name == "logits" for name, _ in hooks):
+            refuse = model.register_forward_pre_hook(_refuse_targets, with_kwargs=True)
+            stack.callback(refuse.remove)
         for name, function in hooks:
-            module, point = points[name]
-            module.hooks[point].remove(function)
-            if not module.hooks[point]:
-                del module.hooks[point]
-            module.hooks = module.hooks or None
+            stack.enter_context(points[name].open(function))
+        yield cache
+
+
+def _close(model: nn.Module) -> None:
+    _n_open[model] -= 1
+    if not _n_open[model]:
+        del _n_open[model]
+
+
+def _refuse_targets(model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    if options.get("targets") is not None:
+        raise UserError(
+            "logits cannot be recorded or patched in a pass with targets; leave out the targets"
+        )
 
 
 def _matching_names(pattern: str, names: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 from thinker.model.patterns.pattern_parser import layer_patterns
 from thinker.model.patterns.patterns import Pattern
 from thinker.model.positions import RopeScaling
+from thinker.model.registries import ACTIVATIONS, MLPS, NORMS
 from thinker.runtime.checks import check_types, divisors
 from thinker.runtime.constants import MAX_SIZE
 from thinker.runtime.errors import UserError
@@ -58,6 +59,9 @@ class ThinkerConfig:
     n_kv_heads_per_layer: list | None = (
         None  # KV heads per layer of a pruned model; None: n_kv_heads
     )
+    mlp: str = "swiglu"  # a name in model.registries.MLPS
+    activation: str = "silu"  # in the MLP; a name in model.registries.ACTIVATIONS
+    norm: str = "rmsnorm"  # of the blocks and the output; a name in model.registries.NORMS
 
     def __post_init__(self) -> None:
         check_types(get_type_hints(ThinkerConfig), vars(self), "model.")
@@ -91,6 +95,9 @@ class ThinkerConfig:
             raise UserError(
                 "model.head_init_std needs model.init=fan_in and model.tie_embeddings=false; remove it"
             )
+        MLPS.get(self.mlp)
+        ACTIVATIONS.get(self.activation)
+        NORMS.get(self.norm)
         self._check_positions_and_attention()
 
     def _set_widths(self) -> None:

@@ -1,24 +1,10 @@
-"""Linear layers and norms that are faster on CPUs than those of torch."""
-
-from collections.abc import Callable
-from typing import Any, NamedTuple
+"""Linear layers, norms and activations."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-
-class FusedKernels(NamedTuple):
-    """Fused operations for training on a CPU, with the signatures of native/training.py.
-
-    RMSNorm, Attention, MLP and Dropout use those that a training step sets as their `kernels`, instead of plain torch.
-    """
-
-    rms_norm: Callable[..., Tensor]
-    rotate_heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    swiglu: Callable[[Tensor], Tensor]
-    dropout: Callable[[Tensor, float], Tensor]
+from thinker.model.registries import ACTIVATIONS, NORMS
 
 
 class Linear(nn.Linear):
@@ -26,45 +12,22 @@ class Linear(nn.Linear):
 
     def __init__(self, n_in: int, n_out: int, bias: bool = False) -> None:
         super().__init__(n_in, n_out, bias=bias)
-        self.cached_weight: Tensor | None = (
-            None  # in the dtype of the activations, during a training step
-        )
 
     def effective_weight(self) -> Tensor:
-        """The matrix that forward() multiplies by, (n_out, n_in)."""
+        """The matrix that forward() multiplies by, (n_out, n_in).
+
+        A subclass that overrides forward() overrides this, too, if such a matrix exists. Inference then uses it.
+        """
         return self.weight
 
     def cast_weight(self, dtype: torch.dtype) -> Tensor:
         """The weight in the dtype of the activations."""
-        weight = self.weight if self.cached_weight is None else self.cached_weight
-        return weight if weight.dtype == dtype else weight.to(dtype)
+        return self.weight.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
-        weight = self.cast_weight(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if (
-            bias is None
-            and x.device.type == "cpu"
-            and x.dtype == torch.float32
-            and not torch.is_grad_enabled()
-        ):
-            rows = x.numel() // x.shape[-1]
-            if 4 <= rows <= 16:
-                # In this order MKL reads the matrix once for all rows: 8 rows take 1.4 times as long as 1, not 2.4.
-                return (
-                    (weight @ x.reshape(rows, -1).t().contiguous()).t().reshape(*x.shape[:-1], -1)
-                )
-        return F.linear(x, weight, bias)
-
-
-def project_jointly(x: Tensor, *linears: Linear) -> Tensor:
-    """Apply each matrix to x in one product, or one by one if any has LoRA. Returns all outputs, concatenated."""
-    if any(type(linear) is not Linear for linear in linears):
-        return torch.cat([linear(x) for linear in linears], dim=-1)
-    weight = torch.cat([linear.cast_weight(x.dtype) for linear in linears])
-    biases = [linear.bias.to(x.dtype) for linear in linears if linear.bias is not None]
-    return F.linear(x, weight, torch.cat(biases) if biases else None)
+        return F.linear(x, self.cast_weight(x.dtype), bias)
 
 
 class RMSNorm(nn.Module):
@@ -74,49 +37,38 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
-        self.kernels: FusedKernels | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width)."""
-        if self.kernels is not None:
-            return self.kernels.rms_norm(x, self.weight, self.eps)
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight.to(
-                x.dtype
-            )
-        if torch.is_grad_enabled():
-            return _FusedRMSNorm.apply(x, self.weight, self.eps)
-        return _normalise(x, self.eps)[0] * self.weight.to(x.dtype)
+        """(..., width) -> (..., width), in x's dtype."""
+        at_least_fp32 = torch.promote_types(x.dtype, torch.float32)
+        # Unlike x.square().mean(), this reads x in its dtype and adds in fp32, without a copy of x in fp32.
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32)  # (..., 1)
+        scale = torch.rsqrt(norm * norm / x.shape[-1] + self.eps)  # (..., 1)
+        return (x * scale).to(x.dtype) * self.weight.to(x.dtype)
 
 
-def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / rms(x) in x's dtype, and 1 / rms(x) in fp32 (fp64 if x is fp64), (..., 1)."""
-    norm = torch.linalg.vector_norm(
-        x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
-    )
-    scale = torch.rsqrt(norm * norm / x.shape[-1] + eps)  # (..., 1)
-    if x.dtype == scale.dtype:
-        return x * scale, scale
-    return torch.mul(
-        x, scale, out=torch.empty_like(x)
-    ), scale  # multiplies in fp32 and casts while writing
+class LayerNorm(nn.LayerNorm):
+    """(x − mean(x)) / √(var(x) + eps) · weight + bias (Ba et al. 2016, arXiv:1607.06450), computed in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width), in x's dtype."""
+        at_least_fp32 = torch.promote_types(x.dtype, torch.float32)
+        wide, weight, bias = (each.to(at_least_fp32) for each in (x, self.weight, self.bias))
+        return F.layer_norm(wide, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
-class _FusedRMSNorm(torch.autograd.Function):
-    """RMSNorm for CPUs, where torch has no fused kernel: 2.1 ms, F.rms_norm 3.7 ms (4096 x 256, bf16, two cores)."""
+def relu_squared(x: Tensor) -> Tensor:
+    """max(x, 0)² (So et al. 2021, arXiv:2109.08668)."""
+    return F.relu(x).square()
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, scale = _normalise(x, eps)
-        ctx.save_for_backward(y, weight, scale)
-        return y * weight.to(x.dtype)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        y, weight, scale = ctx.saved_tensors
-        w = weight.to(grad.dtype)
-        product = grad * y  # (..., width)
-        weight_grad = product.flatten(0, -2).sum(0, dtype=torch.float32).to(weight.dtype)
-        mean = (product @ w / y.shape[-1]).unsqueeze(-1)  # (..., 1): the mean of grad · w · y
-        return torch.addcmul(grad * w, y, mean, value=-1) * scale.to(grad.dtype), weight_grad, None
+NORMS.register("rmsnorm", RMSNorm)
+NORMS.register("layernorm", LayerNorm)
+
+ACTIVATIONS.register("silu", F.silu)
+ACTIVATIONS.register("gelu", F.gelu)
+ACTIVATIONS.register("relu", F.relu)
+ACTIVATIONS.register("relu2", relu_squared)

@@ -237,6 +237,12 @@ class Rope(nn.Module):
         return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
 
+def heads_last(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The tables for heads in the order (B, T, H, D): (T, D) or (B, 1, T, D) -> (1 or B, T, 1, D)."""
+    cos, sin = (table.view(-1, 1, *table.shape[-2:]).transpose(1, 2) for table in rope)
+    return cos, sin
+
+
 def apply_rotary_emb(x: Tensor, rope: Rotation) -> Tensor:
     """Rotate each pair (x[i], x[i + D/2]) of x (..., D) by the angle of its position."""
     if rope is None:

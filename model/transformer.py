@@ -8,54 +8,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinker.model.activation_hooks import (
-    ActivationCache,
-    HookManager,
-    Patch,
-    hook,
-    hook_points,
-    open_hooks,
-)
+from thinker.model.activation_hooks import ActivationCache, Patch, hook_points, open_hooks
 from thinker.model.attention import AnyCache, Attention, LinearAttention
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
-from thinker.model.dropout import Dropout
 from thinker.model.input_checks import check_inputs, tokens_to_inspect
 from thinker.model.kernels.linear_cross_entropy import ChunkLoss, linear_cross_entropy
 from thinker.model.kv_cache import KVCache
-from thinker.model.layers import FusedKernels, Linear, RMSNorm, project_jointly
+from thinker.model.layers import Linear
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns.patterns import Pattern, TokenInfo
 from thinker.model.positions import Rope, RopeScaling, Rotation, sinusoidal_embedding
+from thinker.model.registries import ACTIVATIONS, MLPS, NORMS
 from thinker.runtime.checks import check_types
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import check_memory
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) · up(x))."""
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) · up(x)), or with another activation."""
 
     def __init__(self, config: ThinkerConfig) -> None:
         super().__init__()
         self.gate_proj = Linear(config.d_model, config.d_ff)
         self.up_proj = Linear(config.d_model, config.d_ff)
-        self.register_module(
-            "gate_up_proj", None
-        )  # gate and up in one matrix (generation/decoders/inference_model.py)
         self.down_proj = Linear(config.d_ff, config.d_model)
-        self.hooks: HookManager | None = None
-        self.kernels: FusedKernels | None = None
+        self.activation = ACTIVATIONS.get(config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        if self.kernels is not None:
-            hidden = self.kernels.swiglu(project_jointly(x, self.gate_proj, self.up_proj))
-            return self.down_proj(hook(self.hooks, "hidden", hidden))
-        if self.gate_up_proj is None:
-            gate, up = self.gate_proj(x), self.up_proj(x)  # (B, T, d_ff) each
-        else:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(hook(self.hooks, "hidden", F.silu(gate) * up))
+        gate = self.gate_proj(x)  # (B, T, d_ff)
+        up = self.up_proj(x)  # (B, T, d_ff)
+        return self.down_proj(self.activation(gate) * up)
+
+
+class UngatedMLP(nn.Module):
+    """The MLP of the first transformer (arXiv:1706.03762), without biases: down(activation(up(x)))."""
+
+    def __init__(self, config: ThinkerConfig) -> None:
+        super().__init__()
+        self.up_proj = Linear(config.d_model, config.d_ff)
+        self.down_proj = Linear(config.d_ff, config.d_model)
+        self.activation = ACTIVATIONS.get(config.activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        return self.down_proj(self.activation(self.up_proj(x)))
+
+
+MLPS.register("swiglu", MLP)
+MLPS.register("ungated", UngatedMLP)
 
 
 class Block(nn.Module):
@@ -63,17 +65,15 @@ class Block(nn.Module):
 
     def __init__(self, config: ThinkerConfig, pattern: Pattern, layer: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        is_linear = pattern.n_features > 0
-        self.attention = (
-            LinearAttention(config, pattern.n_features, layer)
-            if is_linear
-            else Attention(config, layer)
-        )
-        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config)
-        self.dropout = Dropout(config.dropout)
-        self.hooks: HookManager | None = None
+        new_norm = NORMS.get(config.norm)
+        self.attention_norm = new_norm(config.d_model, config.norm_eps)
+        if pattern.n_features > 0:
+            self.attention = LinearAttention(config, pattern.n_features, layer)
+        else:
+            self.attention = Attention(config, layer)
+        self.mlp_norm = new_norm(config.d_model, config.norm_eps)
+        self.mlp = MLPS.get(config.mlp)(config)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self,
@@ -84,13 +84,8 @@ class Block(nn.Module):
         slots: CacheSlots | None = None,
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        h = hook(self.hooks, "attention_norm", self.attention_norm(x))
-        x = x + self.dropout(
-            hook(self.hooks, "attention", self.attention(h, rope, mask, cache, slots))
-        )
-        h = hook(self.hooks, "mlp_norm", self.mlp_norm(x))
-        x = x + self.dropout(hook(self.hooks, "mlp", self.mlp(h)))
-        return hook(self.hooks, "output", x)
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache, slots))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class Thinker(nn.Module):
@@ -106,37 +101,31 @@ class Thinker(nn.Module):
         check_types({"config": ThinkerConfig}, locals())
         self.config = config
         self.activation_dtype: torch.dtype | None = None
-        self.is_compiled = (
-            False  # set when the blocks are compiled; on CUDA this also compiles the loss
-        )
-        self.embedding = nn.Embedding.from_pretrained(
-            _random(config.vocab_size, config.d_model), freeze=False
-        )
-        # As the token shift of RWKV (Peng et al. 2023, arXiv:2305.13048), but only on the embedding.
-        self.token_shift = (
-            nn.Parameter(torch.zeros(config.d_model)) if config.token_shift else None
-        )  # (C,)
-        self.dropout = Dropout(config.dropout)
+        # Set when the blocks are compiled; on CUDA this also compiles the loss.
+        self.is_compiled = False
         self.kernel = "auto"  # or one of attention_dispatch.KERNELS
         self.mask_builder: MaskBuilder | None = None
         self._built_for: tuple[torch.dtype, torch.device, str] | None = None
-        self.hooks: HookManager | None = None
-        scaling = RopeScaling.from_dict(config.rope_scaling) if config.rope_scaling else None
-        self.rope = (
-            Rope(config.head_dim, config.rope_theta, scaling)
-            if config.positions == "rope"
-            else None
-        )
-        table = (
-            _random(config.max_seq_len, config.d_model) if config.positions == "learned" else None
-        )
-        self.positions = (
-            None if table is None else nn.Embedding.from_pretrained(table, freeze=False)
-        )
+
+        embedding = _random(config.vocab_size, config.d_model)
+        self.embedding = nn.Embedding.from_pretrained(embedding, freeze=False)
+        # As the token shift of RWKV (Peng et al. 2023, arXiv:2305.13048), but only on the embedding.
+        self.token_shift: nn.Parameter | None = None  # (C,)
+        if config.token_shift:
+            self.token_shift = nn.Parameter(torch.zeros(config.d_model))
+        self.dropout = nn.Dropout(config.dropout)
+        self.rope: Rope | None = None
+        if config.positions == "rope":
+            scaling = RopeScaling.from_dict(config.rope_scaling) if config.rope_scaling else None
+            self.rope = Rope(config.head_dim, config.rope_theta, scaling)
+        self.positions: nn.Embedding | None = None
+        if config.positions == "learned":
+            table = _random(config.max_seq_len, config.d_model)
+            self.positions = nn.Embedding.from_pretrained(table, freeze=False)
         self.blocks = nn.ModuleList(
             Block(config, pattern, layer) for layer, pattern in enumerate(config.patterns)
         )
-        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.norm = NORMS.get(config.norm)(config.d_model, config.norm_eps)
         self.lm_head = Linear(config.d_model, config.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
@@ -179,10 +168,17 @@ class Thinker(nn.Module):
         return self.activation_dtype or self.embedding.weight.dtype
 
     def forward(
-        self, tokens: Tensor | None = None, *, embeddings: Tensor | None = None, targets: Tensor | None = None,
-        cache: KVCache | None = None, last_logits_only: bool = False, document_ids: Tensor | None = None,
-        target_losses: Tensor | None = None, chunk_loss: ChunkLoss | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        tokens: Tensor | None = None,
+        *,
+        embeddings: Tensor | None = None,
+        targets: Tensor | None = None,
+        cache: KVCache | None = None,
+        last_logits_only: bool = False,
+        document_ids: Tensor | None = None,
+        target_losses: Tensor | None = None,
+        chunk_loss: ChunkLoss | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Run one pass, for training, prefill or decoding.
 
         Args:
@@ -201,10 +197,6 @@ class Thinker(nn.Module):
         inputs = check_inputs(
             self.config, self.device, self.dtype, tokens, embeddings, targets, document_ids, cache
         )
-        if targets is not None and self.hooks is not None and "logits" in self.hooks:
-            raise UserError(
-                "logits cannot be recorded or patched in a pass with targets; leave out the targets"
-            )
         if targets is not None and last_logits_only:
             raise UserError(
                 "last_logits_only cannot be combined with targets, which need the logits of all positions"
@@ -215,12 +207,18 @@ class Thinker(nn.Module):
             context = self.make_context(inputs, tokens, document_ids, cache)
             x = self.forward_blocks(inputs, context, cache, last_logits_only)  # (B, T, C)
             if targets is None:
-                return hook(self.hooks, "logits", self.lm_head(x))  # (B, T, V)
+                return self.lm_head(x)  # (B, T, V)
             if self.config.prefix:  # no loss if a position attends to its target
                 targets = targets.masked_fill(context.positions < self.config.prefix - 1, -1)
-            compiles_loss = self.is_compiled and x.is_cuda
-            weights = self.lm_head.weight, targets, self.lm_head.cached_weight
-            return linear_cross_entropy(x, *weights, compiles_loss, target_losses, chunk_loss)
+            return linear_cross_entropy(
+                x,
+                self.lm_head.weight,
+                targets,
+                self.lm_head.cast_weight(x.dtype).detach(),  # the gradient of the weight is in fp32
+                self.is_compiled and x.is_cuda,
+                target_losses,
+                chunk_loss,
+            )
 
     def make_context(
         self,
@@ -274,6 +272,16 @@ class Thinker(nn.Module):
         last_logits_only: bool = False,
     ) -> Tensor:
         """Map tokens (B, T) or embeddings (B, T, C) to the input of the LM head, (B, T, C)."""
+        x = self.dropout(self.embed(inputs, context).to(self.dtype))
+        layers = [None] * len(self.blocks) if cache is None else cache.layers
+        for block, mask, layer, slots in zip(self.blocks, context.masks, layers, context.slots):
+            x = block(x, context.rope, mask, layer, slots)  # (B, T, C)
+        if last_logits_only:
+            x = x[:, -1:]
+        return self.norm(x)
+
+    def embed(self, inputs: Tensor, context: ForwardContext) -> Tensor:
+        """Tokens (B, T), or embeddings (B, T, C), and what the input adds about order -> (B, T, C)."""
         x = self.embedding(inputs) if inputs.dim() == 2 else inputs
         if self.token_shift is not None:
             before = F.pad(x, (0, 0, 1, -1))  # (B, T, C)
@@ -285,11 +293,7 @@ class Thinker(nn.Module):
             x = x + self.positions(context.positions)
         elif self.config.positions == "sinusoidal":
             x = x + sinusoidal_embedding(context.positions, x.shape[-1]).to(x.dtype)
-        x = self.dropout(hook(self.hooks, "embedding", x).to(self.dtype))
-        layers = [None] * len(self.blocks) if cache is None else cache.layers
-        for block, mask, layer, slots in zip(self.blocks, context.masks, layers, context.slots):
-            x = block(x, context.rope, mask, layer, slots)  # (B, T, C)
-        return hook(self.hooks, "norm", self.norm(x[:, -1:] if last_logits_only else x))
+        return x
 
     def new_cache(self, batch_size: int = 1, max_len: int | None = None, slack: int = 0) -> KVCache:
         """Create an empty cache for `max_len` positions (default: config.max_seq_len); `slack` as in KVCache."""

@@ -1,66 +1,283 @@
-"""Context managers of a training step: fused kernels of native/, and weights that are cast once."""
+"""Faster forms of modules in a training step: kernels of native/ on a CPU, and matrices that are cast once.
+
+Outside a step the model runs as written. Within it, one method of each known module is replaced on the instance. A form
+is used only if it has proved that it computes the same as the module (model/proof.py).
+"""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from thinker.model import Thinker
-from thinker.model.attention import Attention
-from thinker.model.dropout import Dropout
-from thinker.model.layers import FusedKernels, Linear, RMSNorm
+from thinker.model import Thinker, proof
+from thinker.model.attention import Attention, LinearAttention
+from thinker.model.layers import Linear, RMSNorm
+from thinker.model.positions import Rotation
 from thinker.model.transformer import MLP
 from thinker.native import training as native
 from thinker.native.compiler import load_training_library
 from thinker.runtime.errors import UserError
 from thinker.training.settings.settings import TrainSettings
 
+FP32_TOLERANCE = 1e-5
+BF16_TOLERANCE = 0.03  # of outputs and gradients; plain and fused forms round at other places
+GRADIENT_POSITIONS = 40  # at either end of the context
+REAL_POSITIONS = 4  # in the real shape
+DROPOUT_ELEMENTS = 1 << 16
 
-def choose_kernels(train: TrainSettings, device: torch.device) -> tuple[FusedKernels | None, str]:
-    """The fused kernels, or None and why. They are for CPUs: GPUs and compiled blocks have their own."""
+
+def rms_norm(norm: RMSNorm, x: Tensor) -> Tensor:
+    """RMSNorm.forward() in one kernel."""
+    return native.rms_norm(x, norm.weight, norm.eps)
+
+
+def rms_norm_of_torch(norm: RMSNorm, x: Tensor) -> Tensor:
+    """RMSNorm.forward() on a GPU."""
+    normalized = F.rms_norm(x.float(), x.shape[-1:], eps=norm.eps)
+    return normalized.to(x.dtype) * norm.weight.to(x.dtype)
+
+
+def project(attention: Attention, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention.project() with one matrix product, and one kernel for the norms and the rotation."""
+    qkv = project_jointly(x, attention.q_proj, attention.k_proj, attention.v_proj)
+    q_weight = k_weight = None
+    eps = 0.0
+    if isinstance(attention.q_norm, RMSNorm):
+        q_weight, k_weight = attention.q_norm.weight, attention.k_norm.weight
+        eps = attention.q_norm.eps
+    rope = rope if attention.use_rope else None
+    H, K = attention.n_heads, attention.n_kv_heads
+    return native.rotate_heads(qkv, H, K, q_weight, k_weight, eps, rope)
+
+
+def swiglu(mlp: MLP, x: Tensor) -> Tensor:
+    """MLP.forward() with gate and up in one matrix product, and one kernel for SwiGLU."""
+    return mlp.down_proj(native.swiglu(project_jointly(x, mlp.gate_proj, mlp.up_proj)))
+
+
+def dropout(module: nn.Dropout, x: Tensor) -> Tensor:
+    """nn.Dropout in one kernel; torch takes a fifth of a small model's step for it."""
+    if not module.training or module.p == 0:
+        return x
+    return native.dropout(x, module.p)
+
+
+def project_jointly(x: Tensor, *linears: nn.Module) -> Tensor:
+    """Apply each matrix to x in one product, or one by one if any is not a Linear. Returns all outputs, concatenated."""
+    if any(type(linear) is not Linear for linear in linears):
+        return torch.cat([linear(x) for linear in linears], dim=-1)
+    weight = torch.cat([linear.cast_weight(x.dtype) for linear in linears])
+    biases = [linear.bias.to(x.dtype) for linear in linears if linear.bias is not None]
+    return F.linear(x, weight, torch.cat(biases) if biases else None)
+
+
+# The method that is replaced in modules of exactly this type, and by what.
+Forms = dict[type, tuple[str, Callable[..., Tensor | tuple[Tensor, ...]]]]
+NATIVE: Forms = {
+    RMSNorm: ("forward", rms_norm),
+    Attention: ("project", project),
+    LinearAttention: ("project", project),
+    MLP: ("forward", swiglu),
+    nn.Dropout: ("forward", dropout),
+}
+OF_TORCH: Forms = {RMSNorm: ("forward", rms_norm_of_torch)}
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Faster forms for the modules of a model. `is_native`: of native/, so that optimizers use its kernels, too."""
+
+    forms: Forms
+    is_native: bool = False
+    problem: str = ""  # one line about forms that compute something else, or ""
+
+
+def choose_kernels(
+    model: Thinker, train: TrainSettings, device: torch.device
+) -> tuple[Kernels, str]:
+    """The faster forms that training may use, and why it does not use those of native/, or ""."""
+    if train.kernels == "off":
+        return Kernels({}), "train.kernels is off"
+    if train.compile:  # the compiler fuses the modules as they are written
+        return Kernels({}), "train.compile is on"
     if device.type != "cpu":
-        return None, f"they run only on CPUs; the device is {device.type}"
-    if train.compile:
-        return None, "train.compile is on"
+        forms = OF_TORCH if device.type == "cuda" else {}
+        problem = f"they run only on CPUs; the device is {device.type}"
+        return proven(Kernels(forms), model), problem
     try:
         load_training_library()
     except UserError as error:
-        return None, str(error)
-    return FusedKernels(native.rms_norm, native.rotate_heads, native.swiglu, native.dropout), ""
+        return Kernels({}), str(error)
+    return proven(Kernels(NATIVE, is_native=True), model), ""
 
 
 @contextlib.contextmanager
-def fused_kernels(model: nn.Module, kernels: FusedKernels | None) -> Iterator[None]:
-    """Context manager: the model uses the kernels; outside a training step it always runs in plain torch."""
-    kinds = RMSNorm | Attention | MLP | Dropout
-    modules = [module for module in model.modules() if isinstance(module, kinds)] if kernels else []
+def fused_kernels(model: nn.Module, kernels: Kernels | None) -> Iterator[None]:
+    """Context in which known modules of the model use their faster form; outside, it runs as written."""
+    replaced: list[tuple[nn.Module, str]] = []
     try:
-        for module in modules:
-            module.kernels = kernels
+        if kernels is not None and kernels.forms:
+            for module in model.modules():
+                form = kernels.forms.get(type(module))
+                if form is not None and is_known(module, form[0]):
+                    name, function = form
+                    vars(module)[name] = partial(function, module)
+                    replaced.append((module, name))
         yield
     finally:
-        for module in modules:
-            module.kernels = None
+        for module, name in replaced:
+            del vars(module)[name]
+
+
+def is_known(module: nn.Module, method: str) -> bool:
+    """Whether all that a form leaves out is of known types and unchanged on this instance."""
+    if method in vars(module):
+        return False
+    if isinstance(module, Attention):
+        matrices = (module.q_proj, module.k_proj, module.v_proj)
+        norms = (module.q_norm, module.k_norm)
+        if type(norms[0]) is not type(norms[1]):
+            return False
+        if type(norms[0]) is RMSNorm:
+            if norms[0].eps != norms[1].eps:
+                return False
+        elif type(norms[0]) is not nn.Identity:
+            return False
+        return _are_unchanged(*matrices, *norms) and _are_alike(*matrices)
+    if isinstance(module, MLP):
+        matrices = (module.gate_proj, module.up_proj)
+        is_silu = module.activation is F.silu
+        return is_silu and _are_unchanged(*matrices) and _are_alike(*matrices)
+    return True
+
+
+def _are_unchanged(*parts: nn.Module) -> bool:
+    """Whether a form may leave out the calls of these modules: no hooks, no forward() of an instance."""
+    for part in parts:
+        if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
+            return False
+        if part._backward_hooks or part._backward_pre_hooks:
+            return False
+    return True
+
+
+def _are_alike(*matrices: nn.Module) -> bool:
+    """Whether all or none have a bias."""
+    return len({matrix.bias is None for matrix in matrices}) == 1
 
 
 @contextlib.contextmanager
 def cached_weight_casts(model: Thinker) -> Iterator[None]:
-    """Context manager that casts each matrix to the activation dtype once; gradients accumulate in the fp32 weights."""
-    weights = model.embedding.weight.dtype
-    is_sharded = hasattr(
-        model, "unshard"
-    )  # FSDP2 gathers the weights of blocks in the activation dtype
-    is_cast = model.dtype != weights and not is_sharded
-    matrices = [m for m in model.modules() if isinstance(m, Linear)] if is_cast else []
+    """Context in which Linear.cast_weight() of each matrix casts once; gradients accumulate in the fp32 weights."""
+    dtype = model.dtype
+    # FSDP2 gathers the weights of blocks in the activation dtype.
+    is_cast = dtype != model.embedding.weight.dtype and not hasattr(model, "unshard")
+    replaced: list[nn.Module] = []
     try:
-        for matrix in matrices:
-            matrix.cached_weight = matrix.weight.to(model.dtype)
-        if (
-            model.lm_head.cached_weight is not None
-        ):  # the loss computes the gradient of lm_head.weight in fp32
-            model.lm_head.cached_weight = model.lm_head.cached_weight.detach()
+        if is_cast:
+            for module in model.modules():
+                if isinstance(module, Linear) and "cast_weight" not in vars(module):
+                    vars(module)["cast_weight"] = partial(
+                        _cast_once, module.cast_weight, module.cast_weight(dtype)
+                    )
+                    replaced.append(module)
         yield
     finally:
-        for matrix in matrices:
-            matrix.cached_weight = None
+        for module in replaced:
+            del vars(module)["cast_weight"]
+
+
+def _cast_once(
+    plain: Callable[[torch.dtype], Tensor], weight: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The weight that was cast before, or what the module itself returns for another dtype."""
+    return weight if weight.dtype == dtype else plain(dtype)
+
+
+def proven(kernels: Kernels, model: Thinker) -> Kernels:
+    """The kernels without those forms that compute something else than the model as it is written now."""
+    if not kernels.forms or isinstance(model.embedding.weight, FakeTensor):
+        return kernels
+    used = {type(module) for module in model.modules()} & set(kernels.forms)
+    with proof.own_random_numbers() as generator:
+        wrong = used - {nn.Dropout}
+        with contextlib.suppress(Exception):  # of an edited model, which training as written shows
+            wrong = _different_kinds(kernels.forms, model, generator)
+        rates = {module.p for module in model.modules() if type(module) is nn.Dropout}
+        if nn.Dropout in kernels.forms and not all(map(keeps_contract, rates)):
+            wrong.add(nn.Dropout)
+    if not wrong & used:
+        return kernels
+    forms = {kind: form for kind, form in kernels.forms.items() if kind not in wrong}
+    problem = proof.describe_difference(wrong & used, "training")
+    return Kernels(forms, kernels.is_native, problem)
+
+
+def _different_kinds(forms: Forms, model: Thinker, generator: torch.Generator) -> set[type]:
+    """Compare modules with their faster form, in each layer of a twin, and in the real shape."""
+    wrong: set[type] = set()
+    twin = proof.narrow_twin(model, generator).to(model.device)
+    block = proof.real_block(model, generator)
+    positions = proof.positions_to_compare(model.config.max_seq_len).to(model.device)
+
+    def compare(modules: nn.Module, chosen: Tensor, dtype: torch.dtype, gradients: bool) -> None:
+        for module in modules.modules():
+            kind = type(module)
+            if kind not in forms or kind in wrong or kind is nn.Dropout:
+                continue
+            method, form = forms[kind]
+            if not is_known(module, method):
+                continue
+            plain, fast = getattr(module, method), partial(form, module)
+            parameters = list(module.parameters())
+            if isinstance(module, Attention):
+                rope = None
+                if twin.rope is not None:
+                    rope = twin.rope(chosen, model.config.max_seq_len, dtype)
+                plain, fast = partial(plain, rope=rope), partial(fast, rope=rope)
+                parameters = [p for name, p in module.named_parameters() if _is_projected(name)]
+            x = proof.noise((1, len(chosen), _width(module)), generator).to(model.device, dtype)
+            tolerance = FP32_TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
+            if not proof.agree(plain, fast, x, parameters if gradients else None, tolerance):
+                wrong.add(kind)
+
+    ends = torch.cat((positions[:GRADIENT_POSITIONS], positions[-GRADIENT_POSITIONS:])).unique()
+    compare(twin, positions, torch.float32, gradients=False)
+    compare(twin, ends, torch.float32, gradients=True)
+    if block is not None:
+        for dtype in (torch.float32, torch.bfloat16):
+            compare(block, positions[:REAL_POSITIONS], dtype, gradients=True)
+    return wrong
+
+
+def _is_projected(name: str) -> bool:
+    """Whether a parameter of Attention is one of project()."""
+    return name.partition(".")[0] in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
+
+
+def _width(module: nn.Module) -> int:
+    if isinstance(module, RMSNorm):
+        return len(module.weight)
+    if isinstance(module, MLP):
+        return module.gate_proj.in_features
+    return module.q_proj.in_features
+
+
+def keeps_contract(p: float) -> bool:
+    """Whether the kernel drops this share, divides by the rest, and has the same mask in the backward pass."""
+    if p == 0:
+        return True
+    with torch.enable_grad():
+        x = torch.ones(DROPOUT_ELEMENTS, requires_grad=True)
+        y = native.dropout(x, p)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    share = float((y == 0).float().mean())
+    deviation = (p * (1 - p) / DROPOUT_ELEMENTS) ** 0.5
+    kept = torch.tensor(1 / (1 - p))
+    has_scale = bool(((y == 0) | ((y - kept).abs() <= 1e-6 * kept)).all())
+    return abs(share - p) < 6 * deviation and has_scale and torch.equal(y, grad)

@@ -140,7 +140,7 @@ def describe_machine(step: TrainingStep, dist: DistContext, parallel: str) -> di
         "device": device_name(step.device),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
-        "kernels": PLAIN if step.kernels is None else "fused",
+        "kernels": "fused" if step.kernels.is_native else PLAIN,
     }
     if dist.world_size > 1:
         machine["ranks"] = f"{dist.world_size} ({parallel})"

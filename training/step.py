@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -52,8 +53,10 @@ class TrainingStep:
             add_lora(self.model, train.lora_rank, alpha / train.lora_rank)
         self.parallel_model = parallelize(self.model, train, dist)
         self.device = self.model.device  # FSDP2 may have moved it
-        self.kernels, self.kernel_problem = choose_kernels(train, self.device)
-        is_fused = self.kernels is not None
+        self.kernels, self.kernel_problem = choose_kernels(self.model, train, self.device)
+        if self.kernels.problem and dist.is_main:
+            print(self.kernels.problem, file=sys.stderr)
+        is_fused = self.kernels.is_native
         self.optimizers = Optimizers(self.model, settings.optimizer, is_fused=is_fused)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=train.precision == "fp16")
         self.n_nonfinite = torch.zeros((), dtype=torch.int64, device=self.device)

@@ -13,7 +13,7 @@ from thinker.benchmarks.environment import measure_bandwidth, measure_seconds
 from thinker.benchmarks.speed.decode import SHAPES, make_random_model
 from thinker.benchmarks.speed.kv_cache import fill
 from thinker.generation.caches.sink_cache import SinkCache
-from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.model import Thinker
 from thinker.runtime.device import choose_device
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 @torch.no_grad()
 def measure(model: Thinker, window: int, repeats: int) -> dict[str, Any]:
     """Milliseconds per step at each cached length, compared with the time needed to read the additional bytes."""
-    inference_model = prepare_for_inference(model)
+    inference_model = fuse_for_inference(model)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     caches: dict[tuple[int, str], Any] = {}
     for length in LENGTHS:

@@ -13,7 +13,7 @@ from thinker.benchmarks.environment import measure_seconds
 from thinker.benchmarks.speed.decode import SHAPES
 from thinker.features.retrieval.retrieval_cache import RetrievalCache, context_size
 from thinker.generation.caches.sink_cache import SinkCache
-from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.runtime.device import choose_device
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, save_figure
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     shape = SHAPES[arguments.shape] if arguments.shape else SHAPES["2m"] | {"n_layers": 4}
     shape = shape | {"n_kv_heads": arguments.kv_heads}
     with device:
-        model = prepare_for_inference(
+        model = fuse_for_inference(
             Thinker(ThinkerConfig(**shape, max_seq_len=context_size(*sizes)))
         )
     caches: dict[tuple[str, int], KVCache] = {}

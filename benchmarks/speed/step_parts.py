@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"{part:16} {1e6 * medians[part]:12,.0f} µs  {medians[part] / medians['step']:5.0%}")
     return {
         "config": str(arguments.config), "overrides": arguments.overrides, "precision": step.train.precision,
-        "fused_kernels": step.kernels is not None,
+        "fused_kernels": step.kernels.is_native,
         "parameters": sum(parameter.numel() for parameter in step.model.parameters()),
         "microseconds": {part: round(1e6 * seconds, 1) for part, seconds in medians.items()},
     }  # fmt: skip

@@ -21,7 +21,7 @@ from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training.callback import Callback, TrainingParts, TrainingRun
 from thinker.training.config.config import Config
-from thinker.training.kernels import cached_weight_casts, fused_kernels
+from thinker.training.kernels import cached_weight_casts, fused_kernels, proven
 from thinker.training.objective import Loss, Objective, next_token_loss
 from thinker.training.resume import KeyChange
 
@@ -134,7 +134,8 @@ class DistillationLoss(Callback):
         self.dist = parts.dist
         self.teacher.activation_dtype = self.student.activation_dtype
         self._contexts.enter_context(cached_weight_casts(self.teacher))
-        self._contexts.enter_context(fused_kernels(self.teacher, parts.kernels))
+        kernels = proven(parts.kernels, self.teacher)
+        self._contexts.enter_context(fused_kernels(self.teacher, kernels))
         self.maps: list[tuple[str, str]] = []  # names of activations of the student, of the teacher
         if self.options.attention:
             n_student, n_teacher = len(self.student.blocks), len(self.teacher.blocks)

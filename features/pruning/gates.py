@@ -37,6 +37,10 @@ class GatedLinear(Linear):
         self.bias = plain.bias
         self.gates = gates
 
+    def effective_weight(self) -> Tensor:
+        """The weight with the gates in it, (n_out, n_in)."""
+        return self.weight * self.gates.repeat_interleave(self.in_features // len(self.gates))
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
         groups = x.unflatten(-1, (len(self.gates), -1))  # (..., K, H / K · D)

@@ -11,7 +11,29 @@ from thinker.native.quantization import Packed, pack, quantize, unpack
 MAX_NATIVE_ROWS = 128
 
 
-class NativeLinear(Linear):
+def has_known_weight(module: nn.Module) -> bool:
+    """Whether a module multiplies by its effective_weight(): a Linear, or a subclass that says so."""
+    kind = type(module)
+    if not isinstance(module, Linear) or "forward" in vars(module):
+        return False
+    return kind.forward is Linear.forward or "effective_weight" in vars(kind)
+
+
+class FewRowsLinear(Linear):
+    """A Linear that is faster for a few rows in fp32 on a CPU, without gradients and without a bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., n_in) -> (..., n_out), in x's dtype."""
+        rows = x.numel() // x.shape[-1]
+        is_plain = self.bias is None and x.dtype == self.weight.dtype == torch.float32
+        if not (is_plain and 4 <= rows <= 16) or torch.is_grad_enabled():
+            return super().forward(x)
+        # In this order MKL reads the matrix once for all rows: 8 rows take 1.4 times as long as 1, not 2.4.
+        columns = self.weight @ x.reshape(rows, -1).t().contiguous()  # (n_out, rows)
+        return columns.t().reshape(*x.shape[:-1], -1)
+
+
+class NativeLinear(FewRowsLinear):
     """A Linear that reads its matrix at the speed of memory for few rows on a CPU, without gradients."""
 
     def forward(self, x: Tensor) -> Tensor:

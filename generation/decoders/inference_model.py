@@ -1,93 +1,336 @@
-"""A model for inference: the same forward pass with fused and optionally quantized matrices."""
+"""A model for inference: the same forward pass, in which modules are replaced by faster forms that compute the same.
+
+Only modules of exactly the known types are replaced. Those of a user, or with a method that was changed on the instance,
+are copied as they are; the matrices in them are still replaced one by one.
+"""
+
+import copy
+from collections.abc import Collection, Iterator
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from thinker.generation.decoders.inference_linear import NativeLinear, QuantizedLinear
+from thinker.generation.decoders.inference_linear import (
+    FewRowsLinear,
+    NativeLinear,
+    QuantizedLinear,
+    has_known_weight,
+)
 from thinker.generation.mixed_bits import Bits, matrix_names
 from thinker.model import Thinker
 from thinker.model.activation_hooks import has_open_hooks
+from thinker.model.attention import Attention, LinearAttention
 from thinker.model.layers import Linear, RMSNorm
+from thinker.model.positions import Rotation, apply_rotary_emb
+from thinker.model.transformer import MLP
 from thinker.native.quantization import quantize
 from thinker.runtime.errors import UserError
+
+KINDS = frozenset({Attention, LinearAttention, MLP, RMSNorm, Linear})  # that have a faster form
+
+
+class FusedProjection:
+    """The projections of Attention, with q, k and v in one product, and one norm of all query and key heads."""
+
+    def project(self, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """As Attention.project(): x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D)."""
+        H, K = self.n_heads, self.n_kv_heads
+        rope = rope if self.use_rope else None
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q_and_k, v = heads.split((H + K, K), dim=1)  # (B, H + K, T, D), (B, K, T, D)
+        q, k = apply_rotary_emb(self.qk_norm(q_and_k), rope).split((H, K), dim=1)
+        return q, k, v
+
+
+class FusedAttention(FusedProjection, Attention):
+    """Attention for inference."""
+
+
+class FusedLinearAttention(FusedProjection, LinearAttention):
+    """LinearAttention for inference."""
+
+
+FUSED_ATTENTION = {Attention: FusedAttention, LinearAttention: FusedLinearAttention}
+
+
+class FusedMLP(nn.Module):
+    """MLP for inference: gate and up in one product."""
+
+    def __init__(self, gate_up_proj: nn.Module, down_proj: nn.Module, plain: MLP) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        self.activation = plain.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # (B, T, d_ff) each
+        return self.down_proj(self.activation(gate) * up)
+
+
+class InferenceNorm(RMSNorm):
+    """RMSNorm that writes its result once: by torch's kernel on a GPU, and without a copy in fp32 on a CPU."""
+
+    def __init__(self, plain: RMSNorm) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.eps = plain.weight, plain.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width), in x's dtype."""
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            normalized = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
+            return normalized.to(x.dtype) * self.weight.to(x.dtype)
+        if x.dtype not in (torch.bfloat16, torch.float16) or x.requires_grad:
+            return super().forward(x)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.rsqrt(norm * norm / x.shape[-1] + self.eps)  # (..., 1)
+        # Multiplies in fp32, and casts while writing.
+        return torch.mul(x, scale, out=torch.empty_like(x)) * self.weight.to(x.dtype)
 
 
 def fused_matrices(model: Thinker) -> dict[str, tuple[Linear, ...]]:
     """The matrices that inference reads as one, by name (mixed_bits.matrix_names)."""
-    matrices: list[tuple[Linear, ...]] = []
+    groups: list[tuple[Linear, ...]] = []
     for block in model.blocks:
         attention, mlp = block.attention, block.mlp
-        matrices += [(attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,)]
-        matrices += [(mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)]
-    return dict(zip(matrix_names(len(model.blocks)), [*matrices, (model.lm_head,)]))
+        groups.append((attention.q_proj, attention.k_proj, attention.v_proj))
+        groups.append((attention.o_proj,))
+        inputs = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj")]
+        groups.append(tuple(linear for linear in inputs if linear is not None))
+        down = getattr(mlp, "down_proj", None)
+        groups.append(() if down is None else (down,))
+    groups.append((model.lm_head,))
+    return dict(zip(matrix_names(len(model.blocks)), groups))
 
 
 @torch.no_grad()
-def prepare_for_inference(
-    model: Thinker, dtype: torch.dtype = torch.float32, bits: Bits = None, native: bool = False
+def fuse_for_inference(
+    model: Thinker,
+    dtype: torch.dtype = torch.float32,
+    bits: Bits = None,
+    native: bool = False,
+    kinds: Collection[type] = KINDS,
 ) -> Thinker:
-    """Copy a Thinker for sampling, fusing matrices with the same input (q, k and v; gate and up).
+    """Copy a Thinker for sampling, and replace modules of the given kinds by faster forms.
 
-    `bits` quantizes all matrices and the LM head, tied or not; embedding, activations and cache have `dtype`.
-    `native` uses the kernels of `thinker.native`, for fp32 and bf16 on a CPU.
+    `bits` quantizes all matrices and the LM head, tied or not, also if `kinds` leaves out Linear; embedding, activations
+    and cache have `dtype`. `native` uses the kernels of `thinker.native`, for fp32 and bf16 on a CPU.
     """
-    on_cpu = model.device.type == "cpu"
-    matrices = fused_matrices(model)
-
-    def fuse(name: str) -> nn.Module:
-        linears, n_bits = matrices[name], bits[name] if isinstance(bits, dict) else bits
-        weight = torch.cat([linear.effective_weight() for linear in linears])
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        bias = torch.cat(biases).to(dtype) if biases else None
-        if n_bits is not None and (native or not on_cpu):
-            return QuantizedLinear(weight, bias, n_bits, native)
-        if (
-            n_bits is not None
-        ):  # without kernels, a CPU would take longer to expand the codes than to multiply
-            weight = quantize(weight, n_bits).dequantize()
-        with torch.device("meta"):
-            fused = (NativeLinear if native else Linear)(weight.shape[1], weight.shape[0])
-        fused.weight, fused.bias = (
-            _frozen(weight.to(dtype)),
-            None if bias is None else _frozen(bias),
-        )
-        return fused
-
     if has_open_hooks(model):
         raise UserError(
             "the model has open hooks, which are not copied; record or patch generator.model instead"
         )
-    with torch.device("meta"):
-        copy = Thinker(model.config)  # without allocating weights
-    for layer, (new_block, old_block) in enumerate(zip(copy.blocks, model.blocks)):
-        new, old, name = new_block.attention, old_block.attention, f"blocks.{layer}"
-        new.qkv_proj, new.o_proj = fuse(f"{name}.attention.qkv"), fuse(f"{name}.attention.o")
-        new.qk_norm = new.q_norm
-        if isinstance(new.qk_norm, RMSNorm):  # a weight vector per head, (H + K, 1, D)
-            weights = (
-                old.q_norm.weight.expand(old.n_heads, -1),
-                old.k_norm.weight.expand(old.n_kv_heads, -1),
-            )
-            new.qk_norm.weight = _frozen(torch.cat(weights)[:, None].to(dtype))
-        del new.q_proj, new.k_proj, new.v_proj, new.q_norm, new.k_norm
-        new = new_block.mlp
-        new.gate_up_proj, new.down_proj = fuse(f"{name}.mlp.gate_up"), fuse(f"{name}.mlp.down")
-        del new.gate_proj, new.up_proj
-    copy.embedding.weight = _frozen(model.embedding.weight.to(dtype))
-    if model.config.tie_embeddings and bits is None:
-        if native:
-            with torch.device("meta"):
-                copy.lm_head = NativeLinear(model.config.d_model, model.config.vocab_size)
-        copy.lm_head.weight = copy.embedding.weight
-    else:
-        copy.lm_head = fuse("lm_head")
-    parameters = dict(model.named_parameters())
-    for name, parameter in copy.named_parameters():
-        if parameter.is_meta:
+    return _Fusing(model, dtype, bits, native, kinds).run()
+
+
+class _Fusing:
+    """The arguments of fuse_for_inference(), which all of its steps need."""
+
+    def __init__(
+        self, model: Thinker, dtype: torch.dtype, bits: Bits, native: bool, kinds: Collection[type]
+    ) -> None:
+        self.model, self.dtype, self.bits, self.native = model, dtype, bits, native
+        self.kinds = kinds
+        self.on_cpu = model.device.type == "cpu"
+
+    def run(self) -> Thinker:
+        """The copy."""
+        model, new = self.model, copy_structure(self.model, self.dtype)
+        for layer, (new_block, block) in enumerate(zip(new.blocks, model.blocks)):
+            if type(block.attention) in self.kinds and is_known_attention(block.attention):
+                new_block.attention = self.fuse_attention(block.attention, layer)
+            if MLP in self.kinds and is_known_mlp(block.mlp):
+                new_block.mlp = self.fuse_mlp(block.mlp, layer)
+        new.embedding.weight = frozen(model.embedding.weight, self.dtype)
+        for path, old in list(model.named_modules()):
+            parent = _parent(new, path)
+            if parent is None or isinstance(parent, FusedProjection | FusedMLP):
+                continue  # it was fused
+            name = path.rpartition(".")[2]
+            if has_known_weight(old):
+                setattr(parent, name, self.linear(old, path, new))
+            elif type(old) is RMSNorm and RMSNorm in self.kinds and not is_patched(old):
+                setattr(parent, name, InferenceNorm(old))
+        return self.fill(new)
+
+    def fuse_attention(self, plain: Attention, layer: int) -> Attention:
+        """q, k and v as one matrix, with the same attend()."""
+        fused = FUSED_ATTENTION[type(plain)].__new__(FUSED_ATTENTION[type(plain)])
+        fused.__dict__.update(plain.__dict__)  # numbers such as the scale
+        fused._parameters = dict(plain._parameters)
+        fused._modules = {}
+        path = f"blocks.{layer}.attention"
+        fused.qkv_proj = self.matrix((plain.q_proj, plain.k_proj, plain.v_proj), f"{path}.qkv")
+        fused.o_proj = self.known_or_copied(plain.o_proj, f"{path}.o")
+        fused.qk_norm = nn.Identity()
+        if isinstance(plain.q_norm, RMSNorm):  # a weight vector per head, (H + K, 1, D)
+            q_weights = plain.q_norm.weight.expand(plain.n_heads, -1)
+            k_weights = plain.k_norm.weight.expand(plain.n_kv_heads, -1)
+            fused.qk_norm = InferenceNorm(plain.q_norm)
+            fused.qk_norm.weight = frozen(torch.cat((q_weights, k_weights))[:, None], self.dtype)
+        return fused
+
+    def fuse_mlp(self, plain: MLP, layer: int) -> FusedMLP:
+        """gate and up as one matrix."""
+        path = f"blocks.{layer}.mlp"
+        gate_up = self.matrix((plain.gate_proj, plain.up_proj), f"{path}.gate_up")
+        return FusedMLP(gate_up, self.known_or_copied(plain.down_proj, f"{path}.down"), plain)
+
+    def known_or_copied(self, linear: nn.Module, name: str) -> nn.Module:
+        """One matrix, or a copy of a module that may compute something else."""
+        if has_known_weight(linear):
+            return self.matrix((linear,), name)
+        return copy_module(linear, self.dtype)
+
+    def linear(self, plain: Linear, path: str, new: Thinker) -> nn.Module:
+        """A matrix by itself: the LM head, or one in a module that is not fused."""
+        if plain.weight is self.model.embedding.weight and self.bits is None:
+            tied = self.new_linear(plain.out_features, plain.in_features)
+            tied.weight = new.embedding.weight
+            return tied
+        return self.matrix((plain,), _matrix_name(path))
+
+    def matrix(self, linears: tuple[Linear, ...], name: str) -> nn.Module:
+        """Matrices with the same input as one."""
+        weight = torch.cat([linear.effective_weight() for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        bias = torch.cat(biases).to(self.dtype) if biases else None
+        n_bits = self.bits[name] if isinstance(self.bits, dict) else self.bits
+        if n_bits is not None:
+            if self.native or not self.on_cpu:
+                return QuantizedLinear(weight, bias, n_bits, self.native)
+            # Without kernels, a CPU would take longer to expand the codes than to multiply.
+            weight = quantize(weight, n_bits).dequantize()
+        fused = self.new_linear(*weight.shape)
+        fused.weight = frozen(weight, self.dtype)
+        fused.bias = None if bias is None else frozen(bias, self.dtype)
+        return fused
+
+    def new_linear(self, n_out: int, n_in: int) -> Linear:
+        """An empty matrix of the fastest kind."""
+        kind = Linear
+        if Linear in self.kinds and self.on_cpu:
+            kind = NativeLinear if self.native else FewRowsLinear
+        with torch.device("meta"):
+            return kind(n_in, n_out)
+
+    def fill(self, new: Thinker) -> Thinker:
+        """Copy the parameters that no step has copied, and freeze all."""
+        originals = dict(self.model.named_parameters())
+        shared = set(map(id, originals.values()))
+        for name, parameter in list(new.named_parameters()):
+            if not parameter.is_meta and id(parameter) not in shared:
+                parameter.requires_grad_(False)
+                continue
+            source = originals[name] if parameter.is_meta else parameter
             module, _, leaf = name.rpartition(".")
-            setattr(copy.get_submodule(module), leaf, _frozen(parameters[name].to(dtype)))
-    return copy.to(model.device).eval()
+            setattr(new.get_submodule(module), leaf, frozen(source, self.dtype))
+        return new.to(self.model.device).eval()
 
 
-def _frozen(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight.detach().clone(), requires_grad=False)
+def frozen(weight: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    """A copy of a weight in a dtype, without a gradient."""
+    return nn.Parameter(weight.detach().to(dtype, copy=True), requires_grad=False)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether a method was replaced on this instance, other than by training (compilation, checkpointing)."""
+    forward = vars(module).get("forward")
+    if "project" in vars(module):
+        return True
+    is_checkpointed = isinstance(forward, partial) and forward.func is checkpoint
+    is_ours = is_checkpointed or hasattr(forward, "_torchdynamo_orig_callable")
+    return forward is not None and not is_ours
+
+
+def is_known_attention(attention: nn.Module) -> bool:
+    """Whether FusedProjection computes what Attention.project() of this module does, by the types of its parts."""
+    if type(attention) not in FUSED_ATTENTION or is_patched(attention):
+        return False
+    matrices = (attention.q_proj, attention.k_proj, attention.v_proj)
+    norms = {type(attention.q_norm), type(attention.k_norm)}
+    are_norms_known = norms in ({RMSNorm}, {nn.Identity})
+    are_norms_equal = len({getattr(n, "eps", 0) for n in (attention.q_norm, attention.k_norm)}) == 1
+    has_biases = len({linear.bias is None for linear in matrices}) == 1
+    is_known = are_norms_known and are_norms_equal and has_biases
+    return is_known and not _has_hooks(attention) and all(map(has_known_weight, matrices))
+
+
+def is_known_mlp(mlp: nn.Module) -> bool:
+    """Whether FusedMLP computes what this module does, by the types of its parts."""
+    if type(mlp) is not MLP or is_patched(mlp) or _has_hooks(mlp):
+        return False
+    has_biases = (mlp.gate_proj.bias is None) == (mlp.up_proj.bias is None)
+    matrices = (mlp.gate_proj, mlp.up_proj)
+    return has_biases and all(map(has_known_weight, matrices))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether the user has registered hooks on a module or on parts of it, which fused forms would not run."""
+    return any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
+
+
+def copy_structure(model: Thinker, dtype: torch.dtype) -> Thinker:
+    """Copy a model without the weights of known modules, which stay on the meta device; others are copied whole."""
+    if type(model) is not Thinker or is_patched(model):
+        return copy_module(model, dtype)
+    with torch.device("meta"):
+        new = Thinker(model.config)
+    _copy_unknown(new, model, dtype)
+    return new
+
+
+def _copy_unknown(new: nn.Module, old: nn.Module, dtype: torch.dtype) -> None:
+    """Copy the parts of `old` that a new model of its config does not have."""
+    for name, child in old.named_children():
+        if has_known_weight(child):
+            continue
+        counterpart = getattr(new, name, None)
+        is_plain = not (is_patched(child) or child._forward_hooks or child._forward_pre_hooks)
+        if type(counterpart) is type(child) and is_plain:
+            _copy_unknown(counterpart, child, dtype)
+        else:
+            setattr(new, name, copy_module(child, dtype))
+
+
+def copy_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Copy a module with its weights in a dtype, without compilation and checkpointing."""
+    new = copy.deepcopy(module).to(dtype)
+    for each in new.modules():
+        if not is_patched(each):
+            vars(each).pop("forward", None)
+        if isinstance(each, Thinker):
+            each.activation_dtype, each.is_compiled = None, False
+    return new
+
+
+def _parent(model: nn.Module, path: str) -> nn.Module | None:
+    """The module that has the module at this path, or None if the model has no such module."""
+    name, parent = path.rpartition(".")[2], model
+    for part in path.split(".")[:-1]:
+        parent = getattr(parent, part, None)
+    return parent if isinstance(getattr(parent, name, None), nn.Module) else None
+
+
+def _matrix_name(path: str) -> str:
+    """The name in matrix_names() of the group that has the matrix at this path."""
+    parts = path.split(".")
+    if parts[0] != "blocks":
+        return "lm_head"
+    groups = {"o_proj": "attention.o", "down_proj": "mlp.down"}
+    default = "attention.qkv" if parts[2] == "attention" else "mlp.gate_up"
+    return f"blocks.{parts[1]}.{groups.get(parts[-1], default)}"
+
+
+def known_modules(model: Thinker) -> Iterator[bool]:
+    """For each part of a fused model whether NativeThinker knows it."""
+    yield type(model) is Thinker and not is_patched(model)
+    yield type(model.norm) is InferenceNorm
+    for block in model.blocks:
+        yield not is_patched(block)
+        yield type(block.attention) is FusedAttention
+        yield type(block.mlp) is FusedMLP and block.mlp.activation is F.silu
+        yield type(block.attention_norm) is type(block.mlp_norm) is InferenceNorm
+        yield type(block.attention.o_proj) in (NativeLinear, QuantizedLinear)

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from thinker.features.structured_output.constraints import allowed_tokens
 from thinker.generation.caches.quantized_cache import MAX_PER_PASS, QuantizedCache, QuantizedLayer
 from thinker.generation.decoders.inference_linear import QuantizedLinear
+from thinker.generation.decoders.inference_model import known_modules
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache, Thinker
+from thinker.model.activation_hooks import has_open_hooks
 from thinker.model.masks import ForwardContext
 from thinker.model.patterns.patterns import CAUSAL
 from thinker.model.positions import MAX_TABLE_LEN
@@ -40,12 +42,13 @@ class NativeThinker:
     """
 
     def __init__(self, model: Thinker) -> None:
-        """`model`: from prepare_for_inference(native=True)."""
+        """`model`: from fuse_for_inference(native=True)."""
         config = model.config
         self.model = model
         by_mask = all(not (pattern.by_content or pattern.n_features) for pattern in config.patterns)
         has_native_input = config.positions in ("rope", "alibi", "none") and not config.token_shift
-        self.is_supported = by_mask and has_native_input
+        is_known = all(known_modules(model))
+        self.is_supported = by_mask and has_native_input and is_known
         self.is_causal = config.positions != "alibi" and all(
             pattern == CAUSAL for pattern in config.patterns
         )
@@ -53,7 +56,10 @@ class NativeThinker:
         self.is_batch_invariant = (
             self.is_supported and self.is_causal and self.max_rows >= MIN_ROWS_TO_PREFILL
         )
-        self._hooked = [module for module in model.modules() if hasattr(module, "hooks")]
+        # Hooks of torch, which a user or an open record() has registered.
+        self._hooks: list[dict] = []
+        for module in model.modules():
+            self._hooks += [module._forward_hooks, module._forward_pre_hooks]
         self.seconds_per_step = math.inf  # of the newest step
         self._lock = threading.Lock()  # the buffers serve one call at a time
         self._bound_to: tuple[Callable[[], KVCache | None], int] = (
@@ -122,7 +128,7 @@ class NativeThinker:
             and type(cache) in CACHES
             and len(sequences) <= self.max_rows
         )
-        can_step = can_step and not any(module.hooks for module in self._hooked)
+        can_step = can_step and not self._has_hooks()
         allowed = allowed_tokens([sequence.constraint for sequence in sequences])
         can_step = can_step and allowed is None
         n_steps = (
@@ -211,9 +217,12 @@ class NativeThinker:
             and tokens.dtype == torch.int64
             and 0 <= min(ids) <= max(ids) < config.vocab_size
         )
-        is_recorded = any(module.hooks for module in self._hooked)
         fits = len(cache.layers) == config.n_layers and cache.head_dim == config.head_dim
-        return is_tensor and fits and cache.dtype == self.model.dtype and not is_recorded
+        return is_tensor and fits and cache.dtype == self.model.dtype and not self._has_hooks()
+
+    def _has_hooks(self) -> bool:
+        """Whether any activation is recorded, patched, or seen by a hook of the user."""
+        return any(self._hooks) or has_open_hooks(self.model)
 
     def _allocate(self) -> None:
         config, N = self.model.config, self.max_rows

@@ -78,10 +78,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None, is_compiled: bool,
-        target_losses: Tensor | None, chunk_loss: ChunkLoss | None,
-    ) -> Tensor:  # fmt: skip
-        w = weight.to(x.dtype) if cached_weight is None else cached_weight  # (V, C)
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        cast_weight: Tensor | None,
+        is_compiled: bool,
+        target_losses: Tensor | None,
+        chunk_loss: ChunkLoss | None,
+    ) -> Tensor:
+        w = weight.to(x.dtype) if cast_weight is None else cast_weight  # (V, C)
         needs_x_grad, needs_w_grad = ctx.needs_input_grad[:2]
         x_grad = torch.empty_like(x) if needs_x_grad else None  # (N, C)
         w_grad = None  # (V, C)
@@ -134,14 +140,19 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None = None, is_compiled: bool = False,
-    target_losses: Tensor | None = None, chunk_loss: ChunkLoss | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    cast_weight: Tensor | None = None,
+    is_compiled: bool = False,
+    target_losses: Tensor | None = None,
+    chunk_loss: ChunkLoss | None = None,
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy of softmax(x · weightᵀ) with `targets`, (B, T) int64: (sum in nats, number of targets).
 
     The sum is in fp32, or fp64 if x is fp64. IGNORE_INDEX is not counted.
 
-    x (B, T, C), whose dtype the products use; weight (V, C); cached_weight: the weight in x's dtype.
+    x (B, T, C), whose dtype the products use; weight (V, C); cast_weight: the weight in x's dtype, without a gradient.
     is_compiled: compile softmax, loss and gradient of a chunk; matrix products always call the library.
     target_losses: (B, T) fp32, contiguous; is filled with the loss of each target, 0 for IGNORE_INDEX.
     chunk_loss: replaces the cross-entropy.
@@ -151,6 +162,6 @@ def linear_cross_entropy(
     ):  # a Function ignores this and would compute the weight's gradient
         weight = weight.detach()
     losses = None if target_losses is None else target_losses.view(-1)
-    options = cached_weight, is_compiled, losses, chunk_loss
+    options = cast_weight, is_compiled, losses, chunk_loss
     total = _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *options)
     return total, (targets != IGNORE_INDEX).sum()

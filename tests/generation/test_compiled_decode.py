@@ -14,7 +14,7 @@ from thinker.generation import Generator, SamplingParams, terminal
 from thinker.generation.chat.conversation import Conversation
 from thinker.generation.decoders import compiled_decoder as compiled_decode
 from thinker.generation.decoders.compiled_decoder import CompiledThinker, _Bucket
-from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.inference_model import fuse_for_inference
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
@@ -103,7 +103,7 @@ def test_buckets_give_the_texts_of_plain_decoding(random_model, buckets, bits):
 
 def test_rows_and_positions_that_a_cache_lacks_do_not_matter(random_model, buckets):
     """Whatever an earlier text left there, the logits are the same to the last bit."""
-    model = prepare_for_inference(random_model())
+    model = fuse_for_inference(random_model())
     compiled, tokens = CompiledThinker(model), torch.arange(60).view(3, 20)
     found = []
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_texts_read_in_turns_keep_apart(random_model, buckets):
 
 
 def test_an_interrupted_copy_into_the_bucket_loses_nothing(random_model, buckets, monkeypatch):
-    model = prepare_for_inference(random_model(n_layers=3))
+    model = fuse_for_inference(random_model(n_layers=3))
     compiled, tokens = CompiledThinker(model), torch.arange(20).view(1, 20)
     caches = [model.new_cache(1, 20) for _ in range(2)]
     for cache in caches:

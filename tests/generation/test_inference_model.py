@@ -6,9 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from thinker.benchmarks.speed.decode import matrix_bytes
-from thinker.generation.decoders.inference_linear import NativeLinear, QuantizedLinear
-from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.benchmarks.decode import matrix_bytes
+from thinker.generation.decoders.inference_linear import (
+    FewRowsLinear,
+    NativeLinear,
+    QuantizedLinear,
+)
+from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.model.layers import Linear
 from thinker.native.compiler import has_compiler
 from thinker.native.quantization import quantize, quantized_linear
@@ -38,7 +42,7 @@ def relative_error(ours, expected):
 @pytest.mark.parametrize("native", KERNELS)
 def test_logits_equal_the_models(random_model, qk_norm, tied, n_kv_heads, native):
     model = random_model(qk_norm=qk_norm, tie_embeddings=tied, n_kv_heads=n_kv_heads)
-    copied = prepare_for_inference(model, native=native)
+    copied = fuse_for_inference(model, native=native)
     tokens = random_tokens(3, 24)
     with torch.no_grad():
         expected = model(tokens)
@@ -63,7 +67,7 @@ def test_original_and_copy_are_independent(random_model, form, tied):
     before = copy.deepcopy(model.state_dict())
     tokens = random_tokens(2, 10)
     drawn = torch.get_rng_state()
-    copied = prepare_for_inference(model, **form)
+    copied = fuse_for_inference(model, **form)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert model.training
     assert not copied.training
@@ -87,7 +91,7 @@ def test_original_and_copy_are_independent(random_model, form, tied):
 def test_dropout_is_off(random_model):
     model = random_model(dropout=0.5).train()
     tokens = random_tokens(2, 10)
-    logits = prepare_for_inference(model)(tokens)
+    logits = fuse_for_inference(model)(tokens)
     torch.testing.assert_close(logits, model.eval()(tokens), rtol=0, atol=1e-5)
 
 
@@ -96,7 +100,7 @@ def test_dropout_is_off(random_model):
 @pytest.mark.parametrize("native", KERNELS)
 def test_bf16_logits_and_cache(random_model, tied, bits, native):
     model = random_model(tie_embeddings=tied)
-    copied = prepare_for_inference(model, torch.bfloat16, bits, native)
+    copied = fuse_for_inference(model, torch.bfloat16, bits, native)
     assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
     tokens = random_tokens(2, 20)
     cache = copied.new_cache(2, 20)
@@ -111,8 +115,8 @@ def test_bf16_logits_and_cache(random_model, tied, bits, native):
 def test_dtype_does_not_depend_on_the_models_activation_dtype(random_model):
     model = random_model()
     model.activation_dtype = torch.bfloat16
-    assert prepare_for_inference(model)(random_tokens(1, 3)).dtype == torch.float32
-    assert prepare_for_inference(model, torch.bfloat16)(random_tokens(1, 3)).dtype == torch.bfloat16
+    assert fuse_for_inference(model)(random_tokens(1, 3)).dtype == torch.float32
+    assert fuse_for_inference(model, torch.bfloat16)(random_tokens(1, 3)).dtype == torch.bfloat16
 
 
 @needs_kernels
@@ -120,7 +124,7 @@ def test_dtype_does_not_depend_on_the_models_activation_dtype(random_model):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_all_matrices_but_the_embedding_are_quantized(random_model, tied, bits):
     model = random_model(tie_embeddings=tied)
-    copied = prepare_for_inference(model, bits=bits, native=True)
+    copied = fuse_for_inference(model, bits=bits, native=True)
     assert torch.equal(copied.embedding.weight, model.embedding.weight)
     assert not [
         name for name, module in copied.named_modules() if isinstance(module, torch.nn.Linear)
@@ -142,7 +146,7 @@ def test_quantized_logits_are_close(random_model, tied, native, bits, most):
     for seed in range(4):
         model = random_model(seed, tie_embeddings=tied)
         tokens = random_tokens(2, 20, seed)
-        copied = prepare_for_inference(model, bits=bits, native=native)
+        copied = fuse_for_inference(model, bits=bits, native=native)
         cache = copied.new_cache(2, 20)
         logits = torch.cat(
             [copied(chunk, cache=cache) for chunk in tokens.split([14, 1, 5], dim=1)], dim=1
@@ -164,11 +168,11 @@ def test_matrix_bytes(random_model):
     gains = 3 * (2 * 32 + (4 + 2) * 8) + 32  # those of queries and keys stand once for each head
     for tied in (True, False):
         model = random_model(**shape, tie_embeddings=tied)
-        assert matrix_bytes(prepare_for_inference(model)) == 4 * (weights + gains)
-        assert matrix_bytes(prepare_for_inference(model, torch.bfloat16)) == 2 * (weights + gains)
+        assert matrix_bytes(fuse_for_inference(model)) == 4 * (weights + gains)
+        assert matrix_bytes(fuse_for_inference(model, torch.bfloat16)) == 2 * (weights + gains)
         if has_compiler():
             for bits in (8, 4):  # and a scale of 16 bits for each 32 weights
-                copied = prepare_for_inference(model, bits=bits, native=True)
+                copied = fuse_for_inference(model, bits=bits, native=True)
                 assert matrix_bytes(copied) == weights * (bits + 0.5) / 8 + 4 * gains
 
 
@@ -215,7 +219,7 @@ def test_a_compiled_row_is_the_product_of_the_cast_weights(dtype, bits):
 
 
 @pytest.mark.parametrize("rows", range(1, 21))
-@pytest.mark.parametrize("kind", [Linear, pytest.param(NativeLinear, marks=needs_kernels)])
+@pytest.mark.parametrize("kind", [FewRowsLinear, pytest.param(NativeLinear, marks=needs_kernels)])
 def test_linear_with_few_rows_equals_f_linear(rows, kind):
     linear = kind(48, 30)
     for x in (
@@ -239,7 +243,7 @@ def test_linear_with_few_rows_equals_f_linear(rows, kind):
 @pytest.mark.parametrize("batch", [2, 3, 4])
 @pytest.mark.parametrize("length", [1, 2, 4])
 def test_linear_with_few_rows_and_positions(batch, length):
-    linear, x = Linear(48, 30), random_tensor(batch, length, 48)
+    linear, x = FewRowsLinear(48, 30), random_tensor(batch, length, 48)
     with torch.no_grad():
         torch.testing.assert_close(linear(x), F.linear(x, linear.weight), rtol=0, atol=1e-5)
         torch.testing.assert_close(
@@ -249,7 +253,7 @@ def test_linear_with_few_rows_and_positions(batch, length):
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 20])
 def test_gradients_with_few_rows(rows):
-    linear, x = Linear(48, 30), random_tensor(rows, 48).requires_grad_()
+    linear, x = FewRowsLinear(48, 30), random_tensor(rows, 48).requires_grad_()
     linear(x).square().sum().backward()
     y = x.detach() @ linear.weight.detach().t()
     torch.testing.assert_close(linear.weight.grad, 2 * y.t() @ x.detach(), rtol=1e-4, atol=1e-4)

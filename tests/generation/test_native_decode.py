@@ -9,7 +9,7 @@ from conftest import random_model
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.generation.decoders.native_decoder import NativeThinker
 from thinker.model.activation_hooks import open_hooks
 from thinker.native import operations
@@ -61,7 +61,7 @@ UNSUPPORTED = {
 
 def make(form, **how):
     model = random_model(norm_mean=0.3, n_layers=2, **{**SHAPE, **form})
-    return prepare_for_inference(model, native=True, **how)
+    return fuse_for_inference(model, native=True, **how)
 
 
 def filled(model, lengths, n_new):

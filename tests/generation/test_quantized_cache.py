@@ -25,7 +25,7 @@ from thinker.generation.caches.quantized_cache import (
 from thinker.generation.chat.conversation import Conversation
 from thinker.generation.continuous_batch import ContinuousBatch
 from thinker.generation.decoders import native_decoder as native_decode
-from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.generation.decoders.native_decoder import NativeThinker
 from thinker.native.compiler import has_compiler
 from thinker.runtime.errors import UserError
@@ -49,7 +49,7 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C compil
 def make_model(form, dtype=torch.float32, native=False):
     shape = {"vocab_size": 264, "d_model": 64, "max_seq_len": 128}
     model = random_model(1, 0.4, 0.25, **shape, **FORMS[form])
-    return prepare_for_inference(model, dtype, native=native)
+    return fuse_for_inference(model, dtype, native=native)
 
 
 def rounded(x, bits):
@@ -235,7 +235,7 @@ def test_chunks_of_blocks_equal_single_positions():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 32, 64])
 def test_bytes(head_dim, dtype):
-    model = prepare_for_inference(random_model(head_dim=head_dim, max_seq_len=4096), dtype)
+    model = fuse_for_inference(random_model(head_dim=head_dim, max_seq_len=4096), dtype)
     n_vectors = 2 * 2 * 2 * 3 * 4096  # keys and values, layers, KV heads, rows, positions
     sizes = {bits: make_cache(model, 3, 4096, bits=bits).nbytes for bits in (8, 4)}
     ring = 2 * 2 * 2 * 3 * 64 * head_dim * dtype.itemsize

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.generation.caches.sink_cache import SinkCache
-from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.model.attention_dispatch import AttentionMask, attention_weights
 from thinker.model.positions import apply_rotary_emb
 from thinker.runtime.errors import UserError
@@ -222,13 +222,13 @@ def test_even_rows_again_take_chunks_after_the_uneven_ones_left(random_model):
 def test_the_form_for_decoding_rolls_alike(random_model, sinks):
     model = random_model()
     tokens = draw_tokens(2, 20)
-    snapshot = prepare_for_inference(model)
+    snapshot = fuse_for_inference(model)
     logits = fed(snapshot, SinkCache(snapshot, 2, 4, sinks), tokens, [6, 1, 1, 2])
     assert_close(logits, with_sinks(model, tokens, 4, sinks))
 
 
 def test_bf16_rolls_in_bf16(random_model):
-    model = prepare_for_inference(random_model(), torch.bfloat16)
+    model = fuse_for_inference(random_model(), torch.bfloat16)
     cache = SinkCache(model, 1, 4, 2)
     logits = fed(model, cache, draw_tokens(1, 20), [7, 1])
     assert logits.dtype == cache.layers[0].keys.dtype == torch.bfloat16

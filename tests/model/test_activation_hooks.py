@@ -11,8 +11,9 @@ from test_attention_variants import ATTENTION, close, forms
 
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.decoders.compiled_decoder import CompiledThinker
-from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.model import attention, attention_dispatch
+from thinker.model.activation_hooks import has_open_hooks
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,7 +90,7 @@ def test_nothing_stays(random_model, tokens):
         model(tokens)
     assert set(vars(model)) - state[0] == set()
     assert [set(vars(block.attention)) for block in model.blocks] == state[1]
-    assert all(module.hooks is None for module in model.modules() if hasattr(module, "hooks"))
+    assert not has_open_hooks(model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert model.kernel == "auto"
 
@@ -265,7 +266,7 @@ def test_what_cannot_be_recorded_or_patched_says_so(random_model):
     tokens = torch.arange(6)[None]
     with model.patch({"blocks.0.mlp": "zero"}):
         with pytest.raises(UserError, match="patch generator.model"):
-            prepare_for_inference(model)
+            fuse_for_inference(model)
         with pytest.raises(UserError, match="close the hooks first"):
             copy.deepcopy(model)
         with pytest.raises(UserError, match="use compile=False"):

@@ -21,11 +21,9 @@ from thinker.model.attention_temperature import (
     fold_attention_temperature,
     override_attention_temperature,
 )
-from thinker.model.layers import FusedKernels
-from thinker.native import training as native
 from thinker.native.compiler import has_compiler
 from thinker.runtime.errors import UserError
-from thinker.training.kernels import fused_kernels
+from thinker.training.kernels import NATIVE, Kernels, fused_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEEDS_COMPILER = pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
@@ -161,11 +159,7 @@ def test_native_decoding_equals_the_model(form):
 def test_losses_and_gradients_equal_those_of_divided_queries(form, is_fused):
     model = of_form(form, attention_temperature=4.0)
     plain, tokens = with_divided_queries(model), torch.randint(61, (2, 33))
-    kernels = (
-        FusedKernels(native.rms_norm, native.rotate_heads, native.swiglu, native.dropout)
-        if is_fused
-        else None
-    )
+    kernels = Kernels(NATIVE, is_native=True) if is_fused else None
     losses = []
     for each in (model, plain):
         with fused_kernels(each, kernels):

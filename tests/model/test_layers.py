@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.model.layers import Linear, RMSNorm, project_jointly
+from thinker.model.layers import Linear, RMSNorm
+from thinker.training.kernels import project_jointly
 
 
 @given(

@@ -334,12 +334,12 @@ def test_building_on_the_meta_device_does_not_import_torchs_compiler(positions):
     )
     code = f"""
 import sys, torch
-from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.model import Thinker, ThinkerConfig
 with torch.device("meta"):
     Thinker(ThinkerConfig({config}))
-prepare_for_inference(Thinker(ThinkerConfig({config})))(torch.zeros(1, 8, dtype=torch.long))
+fuse_for_inference(Thinker(ThinkerConfig({config})))(torch.zeros(1, 8, dtype=torch.long))
 sys.exit("torch._dynamo" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -7,10 +7,13 @@ import torch
 
 from thinker.data.batches.prefetch import Batch
 from thinker.model import ThinkerConfig
+from thinker.model.attention import Attention
+from thinker.model.layers import RMSNorm
+from thinker.model.transformer import MLP
 from thinker.native import compiler
 from thinker.native.compiler import has_compiler
 from thinker.training.config.load import validate_config
-from thinker.training.kernels import choose_kernels, fused_kernels
+from thinker.training.kernels import NATIVE, Kernels, choose_kernels, fused_kernels
 from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
@@ -41,7 +44,7 @@ def make_step(config=CONFIG, optimizer="muon", lora_rank=None, **train):
 def trained(step, is_plain=False, has_documents=False):
     """The first gradients and the losses of two steps, of documents that may start anywhere."""
     if is_plain:
-        step.kernels = None
+        step.kernels = Kernels({})
         for optimizer in step.optimizers.optimizers:
             optimizer.is_fused = False
     losses, grads = [], {}
@@ -98,26 +101,30 @@ def test_lora_and_double_weights_train_with_fused_kernels():
 @needs_compiler
 def test_only_the_step_uses_the_kernels(monkeypatch):
     step = make_step()
-    assert step.kernels is not None
+    assert step.kernels == Kernels(NATIVE, is_native=True)
     assert step.kernel_problem == ""
-    fused = [module for module in step.model.modules() if hasattr(module, "kernels")]
-    assert {type(module).__name__ for module in fused} == {"Attention", "Dropout", "MLP", "RMSNorm"}
+
+    def replaced():
+        modules = step.model.modules()
+        return {type(each) for each in modules if {"forward", "project"} & set(vars(each))}
+
     with fused_kernels(step.model, step.kernels):
-        assert all(module.kernels is step.kernels for module in fused)
+        assert replaced() == {Attention, torch.nn.Dropout, MLP, RMSNorm}
+    assert replaced() == set()
     trained(step)
-    assert all(
-        module.kernels is None for module in step.model.modules() if hasattr(module, "kernels")
-    )
+    assert replaced() == set()
 
 
 def test_why_a_run_has_no_kernels(monkeypatch):
-    train = make_step().train
-    assert choose_kernels(train, torch.device("cuda")) == (
-        None,
-        "they run only on CPUs; the device is cuda",
-    )
+    step = make_step()
+    train, model = step.train, step.model
+    kernels, problem = choose_kernels(model, train, torch.device("cuda"))
+    assert not kernels.is_native
+    assert problem == "they run only on CPUs; the device is cuda"
     compiled = train.model_copy(update={"compile": True})
-    assert choose_kernels(compiled, CPU) == (None, "train.compile is on")
+    assert choose_kernels(model, compiled, CPU) == (Kernels({}), "train.compile is on")
+    off = train.model_copy(update={"kernels": "off"})
+    assert choose_kernels(model, off, CPU) == (Kernels({}), "train.kernels is off")
     monkeypatch.setattr(compiler, "COMPILERS", ("no-such-compiler",))
     monkeypatch.delenv("CC", raising=False)
     compiler.load_training_library.cache_clear()

@@ -90,6 +90,12 @@ class ModelConfig(ConfigSection):
     """Layers without RoPE, counted from 0. null: none."""
     n_kv_heads_per_layer: list[int] | None = None
     """Number of KV heads in each layer, for models with pruned heads. null: n_kv_heads in every layer."""
+    mlp: str = "swiglu"
+    """MLP of the blocks: swiglu (gated), ungated, or a name that a module in `extensions` registers."""
+    activation: str = "silu"
+    """Activation in the MLP: silu, gelu, relu, relu2 (squared), or a registered name."""
+    norm: str = "rmsnorm"
+    """Norm of the blocks and of the output: rmsnorm, layernorm, or a registered name. QK-norm is always RMSNorm."""
 
 
 @with_feature_keys("optimizer")
@@ -166,6 +172,8 @@ class TrainConfig(ConfigSection):
     """Precision of activations; weights are always fp32. auto: the fastest one that trains well on this device."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the blocks with torch.compile. auto: only if it saves time over the whole run."""
+    kernels: Literal["auto", "off"] = "auto"
+    """Faster forms of modules in training steps. auto: those that compute the same as the model. off: none."""
     log_every: Positive = 1
     """Steps between log lines of training metrics."""
     eval_every: Positive | None = 250

@@ -9,7 +9,7 @@ from conftest import ROOT, random_model, run_script
 from thinker.features.quantization_study import sensitivity
 from thinker.features.quantization_study.sensitivity import Cost
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.generation.mixed_bits import check_bits, matrix_names
 from thinker.interop import load
 from thinker.native.quantization import quantize
@@ -52,7 +52,7 @@ def test_a_matrix_costs_what_it_costs_when_sampling(texts, bits, tied):
     assert [cost.name for cost in costs] == matrix_names(2)
     for name, cost in zip(matrix_names(2), costs):
         matrices = sensitivity.fused_matrices(model)[name]
-        copy = prepare_for_inference(model)
+        copy = fuse_for_inference(model)
         module = copy
         for part in name.split("."):
             module = getattr(

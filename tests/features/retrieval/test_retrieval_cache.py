@@ -15,7 +15,7 @@ from thinker.features.retrieval.block_store import BlockStore, stored_bytes
 from thinker.features.retrieval.retrieval_cache import RetrievalCache, context_size
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.caches.sink_cache import SinkCache
-from thinker.generation.decoders.inference_model import prepare_for_inference
+from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.model.positions import apply_rotary_emb
 from thinker.runtime.errors import UserError
 
@@ -274,7 +274,7 @@ def test_generator_with_each_precision(dtype, bits, n_kv_heads):
 def test_the_form_for_decoding_retrieves_alike(random_model):
     model = random_model()
     tokens = draw_tokens(2, 40)
-    snapshot = prepare_for_inference(model)
+    snapshot = fuse_for_inference(model)
     sizes = (4, 2, 2, 2, torch.float32)
     known = fed(model, RetrievalCache(model, 2, *sizes), tokens, [1])
     assert_close(fed(snapshot, RetrievalCache(snapshot, 2, *sizes), tokens, [9, 1]), known)

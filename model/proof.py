@@ -1,0 +1,146 @@
+"""Evidence that a faster form of a module computes the same as the module itself.
+
+An edit of the model must take effect, so a faster form proves itself before it is used. The proof runs on a *twin*: a
+model of the same config with the same layers, heads and context, but narrow, which takes little time. Its weights are
+random, because many matrices of a new model are zero and would hide a difference.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from thinker.model.transformer import Block, Thinker
+
+SEED = 0
+WIDTH = 32  # of the residual stream and the MLP of a twin, plus the rest of the real width by this number
+PERIOD = 4099
+MAX_POSITIONS = 512  # to compare; in a longer context the first and the last half as many
+MAX_BLOCK = 1 << 24  # parameters of a block that is compared in its real shape
+
+Tensors = Tensor | tuple[Tensor, ...]
+
+
+@contextlib.contextmanager
+def own_random_numbers() -> Iterator[torch.Generator]:
+    """Context that leaves torch's generator as it is, whatever a module draws. Yields a generator for weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        yield torch.Generator().manual_seed(SEED)
+
+
+def narrow_twin(model: Thinker, generator: torch.Generator) -> Thinker:
+    """A model with the layers, heads and context of another, but narrow, with random weights, in the same mode."""
+    config = model.config
+    last_token = max((token for pattern in config.patterns for token in pattern.tokens), default=0)
+    narrow = dataclasses.replace(
+        config,
+        d_model=WIDTH + config.d_model % WIDTH,
+        d_ff=WIDTH + config.d_ff % WIDTH,
+        vocab_size=min(config.vocab_size, last_token + WIDTH + 1),
+    )
+    twin = Thinker(narrow).float().train(model.training)
+    randomize(twin, generator)
+    return twin
+
+
+def real_block(model: Thinker, generator: torch.Generator) -> Block | None:
+    """A block in the real shape with random weights, or None if that would take long."""
+    with torch.device("meta"):
+        block = Block(model.config, model.config.patterns[0], 0)
+    if sum(parameter.numel() for parameter in block.parameters()) > MAX_BLOCK:
+        return None
+    block = block.to_empty(device="cpu").float()
+    randomize(block, generator)
+    return block.to(model.device).train(model.training)
+
+
+@torch.no_grad()
+def randomize(module: nn.Module, generator: torch.Generator) -> None:
+    """Set all parameters to random numbers of the size that activations keep, none of them constant."""
+    for parameter in module.parameters():
+        values = noise(tuple(parameter.shape), generator)
+        if parameter.dim() == 1:
+            parameter.copy_(1 + 0.3 * values)
+        else:
+            parameter.copy_(values * parameter.shape[-1] ** -0.5)
+
+
+def noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Normal numbers that repeat after a prime number of elements, which is faster than drawing all."""
+    size = math.prod(shape)
+    values = torch.randn(min(size, PERIOD), generator=generator, dtype=torch.float32)
+    return values.repeat(-(-size // PERIOD))[:size].view(shape)
+
+
+def positions_to_compare(max_seq_len: int) -> Tensor:
+    """The first and the last positions of the context."""
+    if max_seq_len <= MAX_POSITIONS:
+        return torch.arange(max_seq_len)
+    half = MAX_POSITIONS // 2
+    return torch.cat((torch.arange(half), torch.arange(max_seq_len - half, max_seq_len)))
+
+
+def agree(
+    plain: Callable[[Tensor], Tensors],
+    fast: Callable[[Tensor], Tensors],
+    x: Tensor,
+    parameters: Sequence[Tensor] | None,
+    tolerance: float,
+) -> bool:
+    """Whether two functions of x have the same outputs and, with parameters, gradients of x and of them.
+
+    The largest difference of each tensor may be `tolerance` times its largest value.
+    """
+    known, found = (_results(function, x, parameters) for function in (plain, fast))
+    if len(known) != len(found):
+        return False
+    return all(is_near(ours, theirs, tolerance) for ours, theirs in zip(found, known))
+
+
+def _results(
+    function: Callable[[Tensor], Tensors], x: Tensor, parameters: Sequence[Tensor] | None
+) -> list[Tensor | None]:
+    """The outputs and, with parameters, gradients of x and of them."""
+    with torch.set_grad_enabled(parameters is not None):
+        x = x.detach().requires_grad_(parameters is not None)
+        outputs = function(x)
+        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        if parameters is None:
+            return outputs
+        generator = torch.Generator().manual_seed(SEED)
+        grads = [noise(tuple(y.shape), generator).to(y) for y in outputs]
+        return outputs + list(
+            torch.autograd.grad(outputs, [x, *parameters], grads, allow_unused=True)
+        )
+
+
+def is_near(ours: Tensor | None, known: Tensor | None, tolerance: float) -> bool:
+    """Whether two tensors differ by at most `tolerance` times the largest value. False for NaN."""
+    if ours is None or known is None:
+        return ours is known
+    if ours.shape != known.shape or ours.dtype != known.dtype:
+        return False
+    difference = (ours.float() - known.float()).abs().amax()
+    return bool(difference <= tolerance * known.float().abs().amax())
+
+
+def where_defined(kind: type) -> str:
+    """Such as "model/transformer.py:MLP"."""
+    root = Path(__file__).parents[1]
+    path = Path(inspect.getfile(kind))
+    shown = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+    return f"{shown}:{kind.__name__}"
+
+
+def describe_difference(kinds: Collection[type], task: str) -> str:
+    """One line that says which modules have no faster form; `task`: "training" or "inference"."""
+    names = " and ".join(sorted(map(where_defined, kinds)))
+    if len(kinds) == 1:
+        return f"{names} computes something else than the kernel; {task} runs it as written"
+    return f"{names} compute something else than the kernels; {task} runs them as written"
