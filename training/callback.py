@@ -16,7 +16,7 @@ from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.batches.prefetch import Batch
 from thinker.data.corpus.corpus import Corpus
 from thinker.model import Thinker
-from thinker.model.layers import FusedKernels
+from thinker.training.kernels import Kernels
 from thinker.runtime.process_group import DistContext
 from thinker.training.optim.optimizers import Optimizers
 from thinker.training.run_state import RunState
@@ -109,7 +109,7 @@ class TrainingParts:
     optimizers: Optimizers
     settings: Settings
     dist: DistContext
-    kernels: FusedKernels | None
+    kernels: Kernels
     callbacks: Sequence[Callback]
 
 

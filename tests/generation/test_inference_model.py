@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from thinker.benchmarks.decode import matrix_bytes
+from thinker.benchmarks.speed.decode import matrix_bytes
 from thinker.generation.decoders.inference_linear import (
     FewRowsLinear,
     NativeLinear,
