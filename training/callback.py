@@ -16,8 +16,8 @@ from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.batches.prefetch import Batch
 from thinker.data.corpus.corpus import Corpus
 from thinker.model import Thinker
-from thinker.training.kernels import Kernels
 from thinker.runtime.process_group import DistContext
+from thinker.training.kernels import Kernels
 from thinker.training.optim.optimizers import Optimizers
 from thinker.training.run_state import RunState
 from thinker.training.settings.settings import Settings
