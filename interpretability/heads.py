@@ -16,7 +16,7 @@ from tqdm import tqdm
 from thinker.evaluation.perplexity import estimate_ratio
 from thinker.interpretability.attribution import require_grad_from_embedding
 from thinker.model import Thinker
-from thinker.model.attention_statistics import entropy, first_token, row_entropy  # noqa: F401 - measures, too
+from thinker.model.inspection.attention_statistics import entropy, first_token, row_entropy  # noqa: F401 - measures, too
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 

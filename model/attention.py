@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from thinker.model.attention_dispatch import ROWS, AttentionMask, attend, chunked_attention_weights
 from thinker.model.config import ThinkerConfig
-from thinker.model.implied_attention import implied_weights
+from thinker.model.inspection.implied_attention import implied_weights
 from thinker.model.kernels.linear_attention import linear_attention, random_features
 from thinker.model.kv_cache import LayerCache, LinearLayer
 from thinker.model.layers import Linear, RMSNorm

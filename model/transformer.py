@@ -8,11 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinker.model.activation_hooks import ActivationCache, Patch, hook_points, open_hooks
 from thinker.model.attention import AnyCache, Attention, LinearAttention
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.input_checks import check_inputs, tokens_to_inspect
+from thinker.model.inspection.activation_hooks import (
+    ActivationCache,
+    Patch,
+    hook_points,
+    open_hooks,
+)
 from thinker.model.kernels.linear_cross_entropy import ChunkLoss, linear_cross_entropy
 from thinker.model.kv_cache import KVCache
 from thinker.model.layers import Linear

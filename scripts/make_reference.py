@@ -52,7 +52,7 @@ CLASSES = {
 MODULES = (
     *(f"thinker.interpretability.{name}" for name in ("heads", "flow", "attribution")),
     "thinker.features.pruning.pruning",
-    "thinker.model.attention_statistics",
+    "thinker.model.inspection.attention_statistics",
 )
 EXAMPLE = """import torch
 from thinker import Thinker, ThinkerConfig

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from thinker.model import KVCache, Thinker, ThinkerConfig
-from thinker.model.activation_hooks import has_open_hooks
+from thinker.model.inspection.activation_hooks import has_open_hooks
 from thinker.runtime.errors import UserError
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from thinker.data.batches.prefetch import Batch
 from thinker.features.monitoring.validation_figures import write_validation_figures
 from thinker.model import Thinker
-from thinker.model.attention_statistics import FIGURES, measure_attention
+from thinker.model.inspection.attention_statistics import FIGURES, measure_attention
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.process_group import full_tensor
 from thinker.training.callback import Callback, StepInfo, TrainingParts, TrainingRun

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from thinker.model import KVCache, Thinker
-from thinker.model.attention_statistics import FIGURES, figure_names, measure_text
+from thinker.model.inspection.attention_statistics import FIGURES, figure_names, measure_text
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_json
 

@@ -13,7 +13,7 @@ from thinker.data.corpus.shards import TokenShards
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.features.monitoring.monitor import FILE_NAME
 from thinker.model import Thinker
-from thinker.model.attention_statistics import figure_names, measure_text
+from thinker.model.inspection.attention_statistics import figure_names, measure_text
 from thinker.runtime.files import atomic_write
 
 MAX_TEXTS, MAX_TOKENS = 64, 1 << 14  # read for the figures, but always at least 4 texts

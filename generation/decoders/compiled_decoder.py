@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from thinker.model import KVCache, Thinker
-from thinker.model.activation_hooks import has_open_hooks
 from thinker.model.attention_dispatch import AttentionMask
+from thinker.model.inspection.activation_hooks import has_open_hooks
 from thinker.model.masks import CacheSlots, ForwardContext
 from thinker.model.positions import Rotation
 from thinker.runtime.device import to_device

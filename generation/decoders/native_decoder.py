@@ -18,7 +18,7 @@ from thinker.generation.decoders.inference_linear import QuantizedLinear
 from thinker.generation.decoders.inference_model import known_modules
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache, Thinker
-from thinker.model.activation_hooks import has_open_hooks
+from thinker.model.inspection.activation_hooks import has_open_hooks
 from thinker.model.masks import ForwardContext
 from thinker.model.patterns.patterns import CAUSAL
 from thinker.model.positions import MAX_TABLE_LEN

@@ -11,7 +11,7 @@ from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.generation.decoders.native_decoder import NativeThinker
-from thinker.model.activation_hooks import open_hooks
+from thinker.model.inspection.activation_hooks import open_hooks
 from thinker.native import operations
 from thinker.native.compiler import has_compiler
 from thinker.runtime.errors import UserError

@@ -13,7 +13,7 @@ from thinker.data.batches.prefetch import Batch
 from thinker.features.monitoring.layer_log import mean_attention
 from thinker.features.monitoring.monitor import FILE_NAME, Reference
 from thinker.interop import load
-from thinker.model.attention_statistics import FIGURES
+from thinker.model.inspection.attention_statistics import FIGURES
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
 from thinker.training.settings.resolve import resolve_settings

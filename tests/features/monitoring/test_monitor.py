@@ -12,7 +12,7 @@ from thinker.features.monitoring import monitor as module
 from thinker.features.monitoring.monitor import Monitor, Reference
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.continuous_batch import ContinuousBatch
-from thinker.model.attention_statistics import figure_names, measure_text
+from thinker.model.inspection.attention_statistics import figure_names, measure_text
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

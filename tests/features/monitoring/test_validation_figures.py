@@ -9,7 +9,7 @@ from conftest import random_model
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.features.monitoring.monitor import FILE_NAME, Reference
 from thinker.features.monitoring.validation_figures import measure_validation, validation_texts
-from thinker.model.attention_statistics import figure_names, measure_text
+from thinker.model.inspection.attention_statistics import figure_names, measure_text
 from thinker.runtime.errors import UserError
 
 T = 24

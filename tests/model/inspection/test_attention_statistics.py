@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import random_model
 
-from thinker.model.attention_statistics import FIGURES, measure_attention
+from thinker.model.inspection.attention_statistics import FIGURES, measure_attention
 
 PATTERNS = {
     "full": {},

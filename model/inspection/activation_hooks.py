@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from thinker.model.attention import AnyCache
 from thinker.model.attention_dispatch import AttentionMask
-from thinker.model.implied_attention import weights_of_attend
+from thinker.model.inspection.implied_attention import weights_of_attend
 from thinker.model.kernels.linear_attention import LinearState
 from thinker.model.masks import ForwardContext
 from thinker.runtime.checks import check_types, describe
