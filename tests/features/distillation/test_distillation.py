@@ -24,6 +24,7 @@ from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS
 from thinker.training.config.load import load_config
+from thinker.training.kernels import Kernels
 from thinker.training.run import build_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -182,7 +183,7 @@ def test_a_copy_of_the_teacher_has_nothing_to_learn_from_it(options):
     compute = DistillationLoss(
         Teacher(model, DistillConfig(teacher="x", weight=1.0, **options), "")
     )
-    compute.setup(SimpleNamespace(model=copy, dist=SINGLE_PROCESS, kernels=None))
+    compute.setup(SimpleNamespace(model=copy, dist=SINGLE_PROCESS, kernels=Kernels({})))
     loss = compute(copy, Batch(tokens, tokens, tokens.numel()))
     assert abs(float(loss.sum)) < 1e-3
     torch.testing.assert_close(loss.cross_entropy, copy(tokens, targets=tokens)[0].detach())
