@@ -8,6 +8,7 @@ from thinker.runtime.cli import ArgumentParser, output_file, png_file
 BENCHMARKS = {  # by room and name, the arguments of two examples
     "losses.ablation": ("--seeds 3 --png ablation.png", "--steps 10 --only 'window(32)' 'topk(16)'"),
     "speed.attention": ("--png attention.png", "--patterns full 'window(128)' --lengths 512,1024"),
+    "systems.before_after": ("1071b80", "main~5 --only step-quickstart decode-8 --pairs 3"),
     "losses.bigram": ("", "--minutes 5 --run runs/bigram-5"),
     "systems.checkpoint_overhead": ("configs/quickstart.yaml", "configs/quickstart.yaml train.batch_size=16 --saves 3"),
     "systems.comm_volume": ("", "--ranks 2 --layers 8 --precision fp32"),

@@ -55,14 +55,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all sides in turns, and print tokens per second and ratios."""
     if min(arguments.prompt, arguments.new, arguments.repeats, *arguments.clients) < 1:
         raise UserError("--prompt, --new, --repeats and --clients need at least 1")
-    tokenizer = make_vocabulary(SHAPES[arguments.shape]["vocab_size"])
     max_len = max(1024, arguments.prompt + arguments.new)
-    model = make_random_model(arguments.shape, max_len, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name) / "model"
-        folder.mkdir()
-        save_pretrained(model, tokenizer, folder)
-        tokenizer_conversion.write(tokenizer, folder, max_len)
+        model, tokenizer = save_random_model(arguments.shape, max_len, folder)
         port = stack.enter_context(
             start_thinker(folder, arguments.precision, max(arguments.clients))
         )
@@ -87,6 +83,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
         "first_token": first_token,
     }
+
+
+def save_random_model(shape: str, max_len: int, folder: Path) -> tuple[Thinker, Tokenizer]:
+    """Save a random model of decode.SHAPES and its tokenizer as a new Hugging Face folder."""
+    tokenizer = make_vocabulary(SHAPES[shape]["vocab_size"])
+    model = make_random_model(shape, max_len, torch.device("cpu"))
+    folder.mkdir()
+    save_pretrained(model, tokenizer, folder)
+    tokenizer_conversion.write(tokenizer, folder, max_len)
+    return model, tokenizer
 
 
 def make_generator(model: Thinker, tokenizer: Tokenizer, precision: str) -> Generator:
@@ -132,10 +138,20 @@ def start_transformers(command: str, folder: Path, precision: str) -> Iterator[i
 
 
 @contextlib.contextmanager
-def start(command: list[str], health: str) -> Iterator[None]:
-    """Run a server until the block ends; waits until it answers."""
+def start(
+    command: list[str],
+    health: str,
+    environment: dict[str, str] | None = None,
+    folder: Path | None = None,
+) -> Iterator[None]:
+    """Run a server in a folder until the block ends; waits until it answers."""
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=folder,
     )
     try:
         while True:

@@ -17,6 +17,7 @@ from thinker.benchmarks.losses.scaling import PowerLaw
 from thinker.benchmarks.speed import attention
 from thinker.benchmarks.speed.step_parts import PARTS
 from thinker.benchmarks.speed.train import SHAPES
+from thinker.benchmarks.systems.before_after import MEASURES, summarize
 from thinker.benchmarks.training_runs import TrainingRun, train_all
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.patterns.pattern_parser import PATTERNS
@@ -92,6 +93,34 @@ def test_retrieval(benchmark):
         16 * (4 * (2 * 16 + 2 * 4) + 4 * 16 * 4) + 3 * 17 * 16 * 4
     )
     assert of["full", 64]["bytes"] - of["full", 32]["bytes"] == 2 * 2 * 32 * 2 * 16 * 4
+
+
+@pytest.mark.stress
+def test_before_after(benchmark):
+    """This tree against its own last commit: every measure, each side in processes of its own."""
+    sizes = ("--steps", "4", "--shape", "tiny", "--prompt", "16", "--new", "4", "--clients", "2")
+    shown = benchmark(
+        BENCHMARK, "before_after", "HEAD", *sizes, "--pairs", "1", "--repeats", "1",
+        "--device", "cpu", "--threads", "1",
+    )  # fmt: skip
+    rows = json.loads(shown.splitlines()[-1])["rows"]
+    assert [row["measure"] for row in rows] == list(MEASURES)
+    for row in rows:
+        assert min(row["old_s"], row["new_s"]) > 0
+        assert row["ratio"] > 0
+
+
+def test_before_after_reports_the_median_of_the_ratios():
+    row = summarize("server", [2.0, 3.0, 8.0], [1.0, 4.0, 4.0])
+    assert (row["old_s"], row["new_s"]) == (3.0, 4.0)
+    assert row["ratios"] == [2.0, 0.75, 2.0]
+    assert row["ratio"] == 2.0
+
+
+def test_before_after_needs_a_commit_of_the_history():
+    done = run_script(BENCHMARK, "before_after", "no-such-commit", "--only", "step-12m")
+    assert done.returncode == 2
+    assert "has no commit no-such-commit" in done.stderr
 
 
 def test_structured(benchmark):
