@@ -190,7 +190,7 @@ TEXTS = [
     ),
     Text("JSON schema", words("--json-schema schema.json"), feature="structured_output"),
     Text("regex", ("--regex", "[a-z]{3,9}( [a-z]+){2,4}[.!]"), feature="structured_output"),
-    Text("stop strings", (*PROMPT, *words("--stop and --stop .\\n --no-slide"))),
+    Text("stop strings", (*PROMPT, *words("--stop night --stop magic --no-slide"))),
     Text(
         "penalties",
         (
@@ -278,7 +278,7 @@ RUNS = [
         feature="mixtures",
         evaluation=(*READ, "--part", "rows"),
     ),
-    Run("stream", (*ROWS, "data.buffer_tokens=6000"), feature="streams", evaluation=READ),
+    Run("stream", (*ROWS, "data.buffer_tokens=7000"), feature="streams", evaluation=READ),
     Run(
         "clean",
         (*ROWS, "data.clean={min_characters: 60, max_repeated_lines: 0.5, duplicates: near}"),
