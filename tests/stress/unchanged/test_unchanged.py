@@ -57,7 +57,7 @@ OPENINGS = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="a stored null of an unknown key is not dropped yet")
+@pytest.mark.stress
 def test_a_stored_null_of_an_unknown_key_is_dropped(comparison, store):
     folder = store(None)
     for command in OPENINGS.values():
@@ -73,7 +73,6 @@ def test_a_stored_null_of_an_unknown_key_is_dropped(comparison, store):
 
 
 @pytest.mark.stress
-@pytest.mark.xfail(strict=True, reason="a stored null of an unknown key is not dropped yet")
 def test_a_null_in_a_checkpoint_alone_is_dropped(comparison, store):
     """The run resumes by the config that it began with, which does not have the key."""
     folder = store(None)
