@@ -14,87 +14,125 @@ from thinker.data.tokenizers.tokenizer import MAX_VOCAB, Tokenizer, replace_surr
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
 
-FILE_NAME, CONFIG_NAME, TEMPLATE_NAME = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
-# Our own keys in tokenizer_config.json, for values that no other key stores or that model files may contradict.
-EOS_KEY, ADD_BOS_KEY, BOS_KEY = "thinker_eos_ids", "thinker_add_bos", "thinker_bos_id"
+FILE_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"
+TEMPLATE_NAME = "chat_template.jinja"
+
+# Our own keys in tokenizer_config.json, for values that no other key stores or that model files may
+# contradict.
+EOS_KEY = "thinker_eos_ids"
+ADD_BOS_KEY = "thinker_add_bos"
+BOS_KEY = "thinker_bos_id"
+
 EOS_FILES = "eos_token_id in generation_config.json or config.json"
 SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-FLAGS = (
-    "single_word",
-    "lstrip",
-    "rstrip",
-    "normalized",
-)  # of an added token; decide where it is recognized
-# Byte -> the character that stands for it in a byte-level vocabulary (GPT-2's bytes_to_unicode), and back.
-_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS = [byte for byte in range(256) if byte not in _PLAIN]
-TO_CHAR = {byte: chr(byte) for byte in _PLAIN} | {
-    byte: chr(256 + n) for n, byte in enumerate(_OTHERS)
-}
+
+# Flags of an added token, which decide where it is recognized.
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def _bytes_to_characters() -> dict[int, str]:
+    """The characters of bytes in a byte-level vocabulary, as GPT-2's bytes_to_unicode()."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # printable in Latin-1
+    characters = {byte: chr(byte) for byte in plain}
+    n_others = 0
+    for byte in range(256):
+        if byte not in characters:
+            characters[byte] = chr(256 + n_others)
+            n_others += 1
+    return characters
+
+
+TO_CHAR = _bytes_to_characters()
 TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
 
 
 class HFTokenizer(Tokenizer):
     """A tokenizer of the library `tokenizers` with the interface of Tokenizer.
 
-    content, config: tokenizer.json and tokenizer_config.json. flags: name of an added token -> FLAGS -> bool.
+    content, config: tokenizer.json and tokenizer_config.json.
+    flags: name of an added token -> FLAGS -> bool.
     """
 
     def __init__(
-        self, content: dict, config: dict, chat_template: str | None, eos_ids: list[int], bos_id: int | None,
+        self,
+        content: dict,
+        config: dict,
+        chat_template: str | None,
+        eos_ids: list[int],
+        bos_id: int | None,
         tokens_elsewhere: list[Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """eos_ids, bos_id: from generation_config.json or config.json, if present.
 
-        tokens_elsewhere: added tokens, as names or dictionaries, that files other than tokenizer.json declare. Raises
-        ValueError for unsupported tokenizers. Does not call the base class, which builds a tiktoken encoding.
+        tokens_elsewhere: added tokens, as names or dictionaries, that files other than
+        tokenizer.json declare. Raises ValueError for unsupported tokenizers. Does not call the base
+        class, which builds a tiktoken encoding.
         """
-        self.content, self.config, self.chat_template = content, config, chat_template
-        self.kind, self.normalizer, self.may_lose_text = "hf", None, True
+        self.content = content
+        self.config = config
+        self.chat_template = chat_template
+        self.kind = "hf"
+        self.normalizer = None
+        self.may_lose_text = True
+
         added = content.get("added_tokens") or []
-        self.special_tokens = {str(token["content"]): token["id"] for token in added}
-        self.non_special_added_tokens = [
-            token["content"] for token in added if not token.get("special")
-        ]
-        self.flags = {
-            token["content"]: {flag: bool(token.get(flag)) for flag in FLAGS} for token in added
-        }
+        self.special_tokens = {}
+        self.non_special_added_tokens = []
+        self.flags = {}
+        for token in added:
+            name = token["content"]
+            self.special_tokens[str(name)] = token["id"]
+            self.flags[name] = _flags(token)
+            if not token.get("special"):
+                self.non_special_added_tokens.append(name)
         self._check(len(added), tokens_elsewhere)
-        named = {name: config[name] for name in SPECIAL if config.get(name) is not None}
-        self.special_tokens_map = {
-            name: x.get("content") if isinstance(x, dict) else x for name, x in named.items()
-        }
+
+        self.special_tokens_map = {}
+        for key in SPECIAL:
+            name = config.get(key)
+            if isinstance(name, dict):
+                name = name.get("content")
+                self.special_tokens_map[key] = name
+            elif name is not None:
+                self.special_tokens_map[key] = name
+
         eos_token = self.special_tokens_map.get("eos_token")
-        self.eos_ids = eos_ids or [
-            self.special_tokens[name] for name in [eos_token] if name in self.special_tokens
-        ]
-        if any(type(i) is not int or not 0 <= i < MAX_VOCAB for i in self.special_tokens.values()):
+        if not eos_ids and eos_token in self.special_tokens:
+            eos_ids = [self.special_tokens[eos_token]]
+        if not all(map(_is_id, self.special_tokens.values())):
             raise ValueError("an added token has an invalid id")
-        if any(type(i) is not int or not 0 <= i < MAX_VOCAB for i in self.eos_ids):
-            raise ValueError(f"{self.eos_ids} are not valid EOS token ids ({EOS_FILES})")
-        bos_names = [self.special_tokens_map.get("bos_token")]
-        bos_names += [
-            name for name, number in reversed(self.special_tokens.items()) if number == bos_id
-        ]
-        bos_names += [
-            name for name, number in self.special_tokens.items() if number in self.eos_ids
-        ]
-        self.bos_token = next((name for name in bos_names if name), None)
-        if self.bos_token not in self.special_tokens or not self.eos_ids:
+        if not all(map(_is_id, eos_ids)):
+            raise ValueError(f"{eos_ids} are not valid EOS token ids ({EOS_FILES})")
+        self.bos_token = self._find_bos_token(bos_id, eos_ids)
+        if self.bos_token not in self.special_tokens or not eos_ids:
             raise ValueError("it has no BOS or EOS token")
-        self.bos_id, self.eos_id = self.special_tokens[self.bos_token], self.eos_ids[0]
-        prefix = _template_prefix(content.get("post_processor"), self.special_tokens)
-        self.bos_prefix = prefix or ([self.bos_id] if config.get(ADD_BOS_KEY) is True else [])
+        self.bos_id = self.special_tokens[self.bos_token]
+        self.eos_ids = eos_ids
+        self.eos_id = eos_ids[0]
+
+        self.bos_prefix = _template_prefix(content.get("post_processor"), self.special_tokens)
+        if not self.bos_prefix and config.get(ADD_BOS_KEY) is True:
+            self.bos_prefix = [self.bos_id]
         if self.bos_prefix not in ([], [self.bos_id]):
             raise ValueError("texts begin with more than one special token")
         self._load()
 
+    def _find_bos_token(self, bos_id: int | None, eos_ids: list[int]) -> str | None:
+        """The BOS token of the config, or of the model, or else an EOS token."""
+        stated = self.special_tokens_map.get("bos_token")
+        if stated:
+            return stated
+        for name, number in reversed(self.special_tokens.items()):
+            if name and number == bos_id:
+                return name
+        for name, number in self.special_tokens.items():
+            if name and number in eos_ids:
+                return name
+        return None
+
     def _check(self, n_added: int, tokens_elsewhere: list[Any]) -> None:
-        """Raise ValueError if the library or transformers would not behave as tokenizer.json states."""
+        """Raise ValueError if the library or transformers do not do what tokenizer.json states."""
         if len(self.special_tokens) < n_added:
             raise ValueError("it adds a token twice")
         if self.chat_template is not None and not isinstance(self.chat_template, str):
@@ -110,57 +148,57 @@ class HFTokenizer(Tokenizer):
             name = token.get("content") if isinstance(token, dict) else token
             if name not in self.special_tokens:
                 raise ValueError(f"it does not add the token {name!r} that other files declare")
-            if (
-                isinstance(token, dict)
-                and {flag: bool(token.get(flag)) for flag in FLAGS} != self.flags[name]
-            ):
+            if isinstance(token, dict) and _flags(token) != self.flags[name]:
                 raise ValueError(f"other files declare its token {name!r} with different flags")
 
     def _load(self) -> None:
-        """Load the tokenizer twice, with and without recognition of special tokens, and check the vocabulary."""
+        """Load the tokenizer with and without recognition of special tokens.
+
+        Raises ValueError if its vocabulary is wrong.
+        """
         self._with_special = _library(self.content)
-        special = {
-            name: i
-            for name, i in self.special_tokens.items()
-            if name not in self.non_special_added_tokens
-        }
+        special = dict(self.special_tokens)
+        for name in self.non_special_added_tokens:
+            special.pop(name, None)
         self._plain = _library(_without_names(self.content, special))
+
         vocab = self._with_special.get_vocab()
         self.vocab_size = 1 + max(vocab.values())
-        if moved := [
-            name for name, number in self.special_tokens.items() if vocab.get(name) != number
-        ]:
-            raise ValueError(f"its token {moved[0]!r} has a different id in its vocabulary")
+        for name, number in self.special_tokens.items():
+            if vocab.get(name) != number:
+                raise ValueError(f"its token {name!r} has a different id in its vocabulary")
         if self.vocab_size > MAX_VOCAB:
             raise ValueError(
                 f"its vocabulary of {self.vocab_size} is too large (maximum: {MAX_VOCAB})"
             )
-        if (eos_id := max(self.eos_ids)) >= self.vocab_size:
+        last_eos_id = max(self.eos_ids)
+        if last_eos_id >= self.vocab_size:
             raise ValueError(
-                f"its vocabulary of {self.vocab_size} does not contain EOS token {eos_id} ({EOS_FILES})"
+                f"its vocabulary of {self.vocab_size} does not contain EOS token {last_eos_id} "
+                f"({EOS_FILES})"
             )
+
+        self._added_bytes = {}
+        for name in self.non_special_added_tokens:
+            self._added_bytes[self.special_tokens[name]] = name.encode()
         self._tokens = [None] * self.vocab_size
-        self._added_bytes = {
-            self.special_tokens[name]: name.encode() for name in self.non_special_added_tokens
-        }
-        to_bytes, added_ids = _piece_to_bytes(self.content), set(self.special_tokens.values())
+        to_bytes = _piece_to_bytes(self.content)
+        added_ids = set(self.special_tokens.values())
         for piece, number in vocab.items():
             if number not in added_ids:
                 self._tokens[number] = to_bytes(piece)
         adds_space = self.decode_bytes(self.encode("a")).startswith(b" ")
-        if (stated := self.config.get("add_prefix_space")) not in (None, adds_space):
+        stated = self.config.get("add_prefix_space")
+        if stated not in (None, adds_space):
             raise ValueError(f"add_prefix_space is {stated}, but tokenizer.json does the opposite")
 
     def encode_array(self, text: str, allow_special: bool = False) -> np.ndarray:
         """Encode a text to a 1-D array of uint32; see encode()."""
-        library = (
-            self._with_special if allow_special else self._plain
-        )  # both recognize non-special added tokens
+        # Both recognize added tokens that are not special.
+        library = self._with_special if allow_special else self._plain
         try:
-            return np.array(
-                library.encode(replace_surrogates(text), add_special_tokens=False).ids,
-                dtype=np.uint32,
-            )
+            encoding = library.encode(replace_surrogates(text), add_special_tokens=False)
+            return np.array(encoding.ids, dtype=np.uint32)
         except BaseException as error:
             if not _is_of_library(error):
                 raise
@@ -173,19 +211,30 @@ class HFTokenizer(Tokenizer):
         return self._with_special.decode(ids, skip_special_tokens=True)
 
     def _content(self) -> dict:
-        content = {
+        return {
             "tokenizer": self.content,
             "chat_template": self.chat_template,
             "bos_token": self.bos_token,
+            "eos_ids": self.eos_ids,
+            "add_bos": bool(self.bos_prefix),
+            "special_tokens_map": self.special_tokens_map,
         }
-        content |= {"eos_ids": self.eos_ids, "add_bos": bool(self.bos_prefix)}
-        return content | {"special_tokens_map": self.special_tokens_map}
 
     def save(self, folder: str | Path) -> Path:
         """Write the Hugging Face files to an existing folder."""
         config = self.config | {EOS_KEY: self.eos_ids, BOS_KEY: self.bos_id}
         write_files(Path(folder), self.content, config, self.chat_template)
         return Path(folder) / FILE_NAME
+
+
+def _flags(token: dict) -> dict[str, bool]:
+    """The flags of an added token."""
+    return {flag: bool(token.get(flag)) for flag in FLAGS}
+
+
+def _is_id(number: Any) -> bool:
+    """Whether a value from a file can be the id of a token."""
+    return type(number) is int and 0 <= number < MAX_VOCAB
 
 
 def write_files(folder: Path, content: dict, config: dict, chat_template: str | None) -> None:
@@ -198,64 +247,85 @@ def write_files(folder: Path, content: dict, config: dict, chat_template: str | 
 
 def _without_names(content: dict, special: dict[str, int]) -> dict:
     """Rename these tokens in tokenizer.json so that no text can match them; ids do not change."""
-    secret, model = secrets.token_hex(16), content["model"]
+    secret = secrets.token_hex(16)
     new = {name: f"{secret} {number}" for name, number in special.items()}
-    changed = {"unk_token": new.get(model.get("unk_token"), model.get("unk_token"))}
+    model = dict(content["model"])
+    unknown = model.get("unk_token")
+    model["unk_token"] = new.get(unknown, unknown)
     if isinstance(model.get("vocab"), dict):
-        changed["vocab"] = {
-            new.get(piece, piece): number for piece, number in model["vocab"].items()
-        }
+        model["vocab"] = {new.get(piece, piece): i for piece, i in model["vocab"].items()}
     else:  # a Unigram model lists its pieces by id
-        changed["vocab"] = [[new.get(piece, piece), score] for piece, score in model["vocab"]]
+        model["vocab"] = [[new.get(piece, piece), score] for piece, score in model["vocab"]]
     if "merges" in model:
-        pairs = [
-            tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
-            for merge in model["merges"]
-        ]
-        changed["merges"] = [pair for pair in pairs if not new.keys() & {*pair, "".join(pair)}]
-    added = [
-        token | {"content": new.get(token["content"], token["content"])}
-        for token in content["added_tokens"]
-    ]
-    return content | {"model": model | changed, "added_tokens": added, "post_processor": None}
+        merges = []
+        for merge in model["merges"]:
+            pair = pair_of(merge)
+            if not new.keys() & {*pair, "".join(pair)}:
+                merges.append(pair)
+        model["merges"] = merges
+    added = []
+    for token in content["added_tokens"]:
+        name = token["content"]
+        added.append(token | {"content": new.get(name, name)})
+    return content | {"model": model, "added_tokens": added, "post_processor": None}
+
+
+def pair_of(merge: str | list[str]) -> tuple[str, ...]:
+    """The two pieces of a merge, which older files separate by a space."""
+    if isinstance(merge, str):
+        merge = merge.split(" ")
+    return tuple(merge)
 
 
 def _template_prefix(post_processor: dict | None, added: dict[str, int]) -> list[int]:
-    """Special tokens that a post-processor adds before a text. Raises ValueError if it adds some after the text."""
-    steps = post_processor or {}
-    steps = steps["processors"] if steps.get("type") == "Sequence" else [steps]
+    """Special tokens that a post-processor adds before a text.
+
+    Raises ValueError if it adds some after the text.
+    """
+    steps = [post_processor or {}]
+    if steps[0].get("type") == "Sequence":
+        steps = steps[0]["processors"]
     prefix: list[int] = []
     for step in steps:
-        if step.get("type") == "TemplateProcessing":
-            kinds = [next(iter(part), None) for part in step["single"]]
+        kind = step.get("type")
+        if kind == "TemplateProcessing":
+            parts = step["single"]
+            kinds = [next(iter(part), None) for part in parts]  # the only key of each
             text = kinds.index("Sequence")
             if text < len(kinds) - 1:
                 raise ValueError("its post-processor ends every text with a special token")
-            prefix += [added[part["SpecialToken"]["id"]] for part in step["single"][:text]]
-        elif step.get("type") not in (None, "ByteLevel"):
-            raise ValueError(f"its post-processor {step.get('type')} is not supported")
+            for part in parts[:text]:
+                prefix.append(added[part["SpecialToken"]["id"]])
+        elif kind not in (None, "ByteLevel"):
+            raise ValueError(f"its post-processor {kind} is not supported")
     return prefix
 
 
 def _piece_to_bytes(content: dict) -> Callable[[str], bytes]:
-    """Return the function from a vocabulary piece to its bytes. Raises ValueError for an unknown decoder."""
+    """Return the function from a vocabulary piece to its bytes.
+
+    Raises ValueError for an unknown decoder.
+    """
     kinds = re.findall(r'"type": ?"(\w+)"', json.dumps(content.get("decoder") or {}))
     if "ByteLevel" in kinds:
-        return lambda piece: (
-            bytes(TO_BYTE[char] for char in piece)
-            if set(piece) <= TO_BYTE.keys()
-            else piece.encode()
-        )
+        return _bytes_of_byte_level
     if not {"Metaspace", "ByteFallback", "Replace"} & set(kinds):
-        raise ValueError(
-            f"its decoder is {' of '.join(kinds) or 'missing'} (supported: ByteLevel, Metaspace)"
-        )
+        found = " of ".join(kinds) or "missing"
+        raise ValueError(f"its decoder is {found} (supported: ByteLevel, Metaspace)")
+    return _bytes_of_sentencepiece
 
-    def from_sentencepiece(piece: str) -> bytes:
-        number = re.fullmatch("<0x([0-9A-F]{2})>", piece)
-        return bytes([int(number[1], 16)]) if number else piece.replace("▁", " ").encode()
 
-    return from_sentencepiece
+def _bytes_of_byte_level(piece: str) -> bytes:
+    if set(piece) <= TO_BYTE.keys():
+        return bytes(TO_BYTE[char] for char in piece)
+    return piece.encode()
+
+
+def _bytes_of_sentencepiece(piece: str) -> bytes:
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+    if byte:
+        return bytes([int(byte[1], 16)])
+    return piece.replace("▁", " ").encode()
 
 
 def _library(content: dict) -> Any:
@@ -274,5 +344,8 @@ def _library(content: dict) -> Any:
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """Whether the library raised the error: a plain Exception or a Rust panic, which is a BaseException."""
+    """Whether the library raised the error.
+
+    It raises a plain Exception, or a Rust panic, which is a BaseException.
+    """
     return type(error) is Exception or type(error).__name__ == "PanicException"

@@ -22,18 +22,17 @@ from thinker.runtime.reading import read_json
 FILE_NAME = "thinker-tokenizer.json"
 FILE_FORMAT = 2
 MAX_VOCAB = 1 << 20
-PIECE_CHARS = (
-    1 << 16
-)  # rustbpe's and tiktoken's regular expressions overflow their stack on a million spaces
+PIECE_CHARS = 1 << 16  # on a million spaces, regular expressions in Rust overflow their stack
 PROBE = "A cat's 2 Émigrés,\n\n\tΩ 中文 🙂  \u200d x"  # every pattern must split it without loss
 BOS_TOKEN = "<|bos|>"
 ONE_CHARACTER = r"(?s)."
 
 
 class Tokenizer:
-    """Convert text to token ids and back. Each id below `vocab_size` is a byte string, a special token or a gap.
+    """Convert text to token ids and back.
 
-    Special tokens have no text: `decode`, `decode_bytes` and `token_bytes` skip them. The exception are
+    Each id below `vocab_size` is a byte string, a special token or a gap. Special tokens have no
+    text: `decode`, `decode_bytes` and `token_bytes` skip them. The exception are
     `non_special_added_tokens`, whose text is their name and which are recognized in any text.
 
     Attributes:
@@ -41,92 +40,86 @@ class Tokenizer:
         vocab_size: the largest id + 1.
         special_tokens: name -> id, of all added tokens.
         bos_token, bos_id: the token that starts every document and so ends the previous document.
-        eos_ids: tokens that end a text; only the BOS token unless imported. eos_id: the first EOS token.
+        eos_ids: tokens that end a text; only the BOS token unless imported.
+        eos_id: the first EOS token.
         bos_prefix: ids at the start of a prompt: [bos_id] or [].
         chat_template: the Jinja template that renders a conversation as text, or None.
         special_tokens_map: bos_token, eos_token, ... in the template -> name of the token.
     """
 
     def __init__(
-        self, kind: str, tokens: list[bytes | None], special_tokens: dict[str, int], bos_token: str = BOS_TOKEN,
-        pattern: str = ONE_CHARACTER, *, eos_ids: list[int] | None = None, add_bos: bool = True,
-        non_special_added_tokens: list[str] | None = None, normalizer: str | None = None,
-        chat_template: str | None = None, special_tokens_map: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        tokens: list[bytes | None],
+        special_tokens: dict[str, int],
+        bos_token: str = BOS_TOKEN,
+        pattern: str = ONE_CHARACTER,
+        *,
+        eos_ids: list[int] | None = None,
+        add_bos: bool = True,
+        non_special_added_tokens: list[str] | None = None,
+        normalizer: str | None = None,
+        chat_template: str | None = None,
+        special_tokens_map: dict[str, str] | None = None,
+    ) -> None:
         """tokens: the bytes of each id, None for a special token or a gap.
 
-        pattern: regular expression that splits text before merging. add_bos: start prompts with the BOS token.
-        normalizer: "NFC" or None, applied to text first. Raises ValueError if some text could not be encoded.
+        pattern: regular expression that splits text before merging. add_bos: start prompts with the
+        BOS token. normalizer: "NFC" or None, applied to text first. Raises ValueError if some text
+        could not be encoded.
         """
         ranks = {token: i for i, token in enumerate(tokens) if token is not None}
-        are_distinct = len(ranks) == sum(token is not None for token in tokens) and b"" not in ranks
-        if not (
-            256 <= len(tokens) <= MAX_VOCAB
-            and are_distinct
-            and all(bytes([b]) in ranks for b in range(256))
-        ):
-            raise ValueError(
-                "the tokens must be distinct, non-empty, at most 2**20, and include all 256 bytes"
-            )
-        ids = list(special_tokens.values())
-        if any(
-            not 0 <= i < len(tokens) or tokens[i] is not None for i in ids
-        ):  # two names may share an id
-            raise ValueError(
-                "the id of a special token is out of range or belongs to an ordinary token"
-            )
-        ends_with_gap = tokens[-1] is None and len(tokens) - 1 not in ids
-        if bos_token not in special_tokens or "" in special_tokens or ends_with_gap:
-            raise ValueError(
-                "the BOS token or the last id has no token, or a special token has no name"
-            )
-        self.kind, self.pattern, self.normalizer, self.chat_template = (
-            kind,
-            pattern,
-            normalizer,
-            chat_template,
-        )
-        self.vocab_size, self._tokens = len(tokens), tokens
-        self.special_tokens, self.non_special_added_tokens = (
-            dict(special_tokens),
-            non_special_added_tokens or [],
-        )
-        self.bos_token, self.bos_id = bos_token, special_tokens[bos_token]
+        _check_tokens(tokens, ranks)
+        _check_special_tokens(special_tokens, bos_token, tokens)
+        self.kind = kind
+        self.pattern = pattern
+        self.normalizer = normalizer
+        self.may_lose_text = normalizer is not None
+        self.chat_template = chat_template
+        self.vocab_size = len(tokens)
+        self._tokens = tokens
+        self.special_tokens = dict(special_tokens)
+        self.non_special_added_tokens = non_special_added_tokens or []
+
+        self.bos_token = bos_token
+        self.bos_id = special_tokens[bos_token]
         self.bos_prefix = [self.bos_id] if add_bos else []
-        self.eos_ids = [self.bos_id] if eos_ids is None else eos_ids
-        if not self.eos_ids or any(
-            type(i) is not int or not 0 <= i < len(tokens) for i in self.eos_ids
-        ):
+        if eos_ids is None:
+            eos_ids = [self.bos_id]
+        if not eos_ids or not all(type(i) is int and 0 <= i < len(tokens) for i in eos_ids):
             raise ValueError("an EOS token is missing or out of range")
-        self.eos_id, self.may_lose_text = self.eos_ids[0], normalizer is not None
-        eos_names = [name for name, number in special_tokens.items() if number == self.eos_id]
-        default = {"bos_token": bos_token, "eos_token": [bos_token, *eos_names][-1]}
-        self.special_tokens_map = default if special_tokens_map is None else special_tokens_map
-        if normalizer not in (None, "NFC") or any(
-            name not in special_tokens for name in self.non_special_added_tokens
-        ):
+        self.eos_ids = eos_ids
+        self.eos_id = eos_ids[0]
+
+        if special_tokens_map is None:
+            eos_token = bos_token
+            for name, number in special_tokens.items():
+                if number == self.eos_id:
+                    eos_token = name
+            special_tokens_map = {"bos_token": bos_token, "eos_token": eos_token}
+        self.special_tokens_map = special_tokens_map
+        names_are_known = all(name in special_tokens for name in self.non_special_added_tokens)
+        if normalizer not in (None, "NFC") or not names_are_known:
             raise ValueError(
                 "the normalizer is not NFC, or non_special_added_tokens has an unknown name"
             )
-        texts = [
-            kind,
-            *self.special_tokens_map.values(),
-            *([] if chat_template is None else [chat_template]),
-        ]
+        texts = [kind, *special_tokens_map.values()]
+        if chat_template is not None:
+            texts.append(chat_template)
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 "its kind, chat template or a name in special_tokens_map is not a string"
             )
-        self._added_bytes = {
-            special_tokens[name]: name.encode() for name in self.non_special_added_tokens
-        }
-        options = {"mergeable_ranks": ranks, "special_tokens": self.special_tokens}
-        self._encoding = tiktoken.Encoding(kind, pat_str=pattern, **options)
+        self._added_bytes = {}
+        for name in self.non_special_added_tokens:
+            self._added_bytes[special_tokens[name]] = name.encode()
+        self._encoding = tiktoken.Encoding(
+            kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
+        )
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.kind}, {self.vocab_size:,} ids, BOS {self.bos_token!r})"
-        )
+        facts = f"{self.kind}, {self.vocab_size:,} ids, BOS {self.bos_token!r}"
+        return f"{type(self).__name__}({facts})"
 
     def with_chat_template(self, template: str) -> Tokenizer:
         """Return a copy with another chat template."""
@@ -136,28 +129,36 @@ class Tokenizer:
         return other
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
-        """Encode a text without a BOS token. Names of special tokens are plain text unless allow_special is set."""
+        """Encode a text without a BOS token.
+
+        Names of special tokens are plain text unless allow_special is set.
+        """
         return self.encode_array(text, allow_special).tolist()
 
     def encode_array(self, text: str, allow_special: bool = False) -> np.ndarray:
         """Encode a text to a 1-D array of uint32; see encode()."""
-        names = list(self.special_tokens) if allow_special else self.non_special_added_tokens
+        names = self.non_special_added_tokens
+        if allow_special:
+            names = list(self.special_tokens)
         if not names:
             return self._encode(text)
-        alternatives = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-        parts = re.split(f"({alternatives})", text)
-        ids = [
-            np.array([self.special_tokens[p]], np.uint32) if i % 2 else self._encode(p)
-            for i, p in enumerate(parts)
-        ]
+        longest_first = sorted(names, key=len, reverse=True)
+        alternatives = "|".join(map(re.escape, longest_first))
+        ids = []
+        for i, part in enumerate(re.split(f"({alternatives})", text)):
+            is_name = i % 2 == 1  # re.split() returns names between the other parts
+            if is_name:
+                ids.append(np.array([self.special_tokens[part]], np.uint32))
+            else:
+                ids.append(self._encode(part))
         return np.concatenate(ids)
 
     def _encode(self, text: str) -> np.ndarray:
+        """Encode a text without names of tokens."""
         try:
             if self.normalizer is not None:
-                from tokenizers import (
-                    normalizers,  # uses the Unicode tables that the model was trained with
-                )
+                # Its Unicode tables are those that the model was trained with.
+                from tokenizers import normalizers
 
                 text = normalizers.NFC().normalize_str(text)
             return self._encoding.encode_to_numpy(text, disallowed_special=())
@@ -176,7 +177,10 @@ class Tokenizer:
             ) from error
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids to text; invalid UTF-8 becomes U+FFFD. Raises ValueError for an id out of range."""
+        """Decode ids to text; invalid UTF-8 becomes U+FFFD.
+
+        Raises ValueError for an id out of range.
+        """
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -184,7 +188,10 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one id, b"" for a special token or a gap. Raises ValueError for an id out of range."""
+        """Return the bytes of one id, b"" for a special token or a gap.
+
+        Raises ValueError for an id out of range.
+        """
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
         return self._tokens[token_id] or self._added_bytes.get(token_id, b"")
@@ -196,22 +203,24 @@ class Tokenizer:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _content(self) -> dict[str, Any]:
-        content = {
+        """What is in the file."""
+        tokens: list[str | None] = []
+        for token in self._tokens:
+            if token is None:
+                tokens.append(None)
+            else:
+                tokens.append(base64.b64encode(token).decode())
+        return {
             "format": FILE_FORMAT,
             "kind": self.kind,
             "pattern": self.pattern,
             "bos_token": self.bos_token,
-        }
-        content["special_tokens"] = self.special_tokens
-        content["tokens"] = [
-            None if token is None else base64.b64encode(token).decode() for token in self._tokens
-        ]
-        content |= {"eos_ids": self.eos_ids, "add_bos": bool(self.bos_prefix)}
-        content |= {
+            "special_tokens": self.special_tokens,
+            "tokens": tokens,
+            "eos_ids": self.eos_ids,
+            "add_bos": bool(self.bos_prefix),
             "non_special_added_tokens": self.non_special_added_tokens,
             "normalizer": self.normalizer,
-        }
-        return content | {
             "chat_template": self.chat_template,
             "special_tokens_map": self.special_tokens_map,
         }
@@ -219,25 +228,33 @@ class Tokenizer:
     def save(self, folder: str | Path) -> Path:
         """Write `thinker-tokenizer.json` to an existing folder, atomically."""
         path = Path(folder) / FILE_NAME
-        atomic_write(path, json.dumps({**self._content(), "sha256": self.content_hash}, indent=0))
+        content = self._content() | {"sha256": self.content_hash}
+        atomic_write(path, json.dumps(content, indent=0))
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Load a saved tokenizer from its folder or file. Raises UserError if the file is damaged."""
-        path = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
+        """Load a saved tokenizer from its folder or file.
+
+        Raises UserError if the file is damaged.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / FILE_NAME
         content = read_json(path)
-        version, stated_hash = content.pop("format", None), content.pop("sha256", None)
+        version = content.pop("format", None)
+        stated_hash = content.pop("sha256", None)
         try:
             if version != FILE_FORMAT:
                 raise ValueError(
                     f"it has format {version}, but this version reads format {FILE_FORMAT}"
                 )
-            encoded = content.pop("tokens")
-            tokens = [
-                None if token is None else base64.b64decode(token, validate=True)
-                for token in encoded
-            ]
+            tokens: list[bytes | None] = []
+            for text in content.pop("tokens"):
+                if text is None:
+                    tokens.append(None)
+                else:
+                    tokens.append(base64.b64decode(text, validate=True))
             tokenizer = cls(tokens=tokens, **content)
             if tokenizer.content_hash != stated_hash:  # also detects missing keys and wrong types
                 raise ValueError("its content does not match its sha256")
@@ -246,6 +263,33 @@ class Tokenizer:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is not a valid {FILE_NAME}: {error}") from error
         return tokenizer
+
+
+def _check_tokens(tokens: list[bytes | None], ranks: dict[bytes, int]) -> None:
+    """Raise ValueError if the ordinary tokens, whose ids are `ranks`, cannot encode all texts."""
+    n_ordinary = len(tokens) - tokens.count(None)
+    are_distinct = len(ranks) == n_ordinary and b"" not in ranks
+    has_all_bytes = all(bytes([b]) in ranks for b in range(256))
+    if not are_distinct or not has_all_bytes or len(tokens) > MAX_VOCAB:
+        raise ValueError(
+            "the tokens must be distinct, non-empty, at most 2**20, and include all 256 bytes"
+        )
+
+
+def _check_special_tokens(
+    special_tokens: dict[str, int], bos_token: str, tokens: list[bytes | None]
+) -> None:
+    """Raise ValueError if an id is not free, or a name is missing. Two names may share an id."""
+    ids = list(special_tokens.values())
+    if not all(0 <= i < len(tokens) and tokens[i] is None for i in ids):
+        raise ValueError(
+            "the id of a special token is out of range or belongs to an ordinary token"
+        )
+    ends_with_gap = tokens[-1] is None and len(tokens) - 1 not in ids
+    if bos_token not in special_tokens or "" in special_tokens or ends_with_gap:
+        raise ValueError(
+            "the BOS token or the last id has no token, or a special token has no name"
+        )
 
 
 def replace_surrogates(text: str) -> str:
