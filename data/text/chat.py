@@ -13,83 +13,111 @@ from thinker.runtime.errors import UserError
 def render(
     tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool = False
 ) -> str:
-    """Render a conversation; with add_generation_prompt it ends where the next answer starts. Raises UserError."""
-    return _render(tokenizer, messages, add_generation_prompt, mark_answers=False)[0]
+    """Render a conversation; with add_generation_prompt it ends where the next answer starts.
+
+    Raises UserError.
+    """
+    text, _ = _render(tokenizer, messages, add_generation_prompt, mark_answers=False)
+    return text
 
 
 def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, bool]]:
-    """Split a conversation into (text, is an answer) pieces. Answers include the EOS token after them.
+    """Split a conversation into (text, is an answer) pieces.
 
-    Uses the answers that the template marks with {% generation %}. Otherwise an answer is the difference between the
-    conversation up to and including it, and the conversation before it with the generation prompt. Raises UserError if
-    the template renders earlier turns differently when later turns follow, because then answers cannot be located.
+    Answers include the EOS token after them. Uses the answers that the template marks with {%
+    generation %}. Otherwise an answer is the difference between the conversation up to and
+    including it, and the conversation before it with the generation prompt. Raises UserError if the
+    template renders earlier turns differently when later turns follow, because then answers cannot
+    be located.
     """
-    code = re.sub(
-        r"\{#.*?#\}", "", tokenizer.chat_template or "", flags=re.DOTALL
-    )  # without comments
-    if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", code):
+    if _marks_answers(tokenizer.chat_template or ""):
         text, spans = _render(tokenizer, messages, add_generation_prompt=False, mark_answers=True)
     else:
-        text, spans = render(tokenizer, messages), []
-        for number in [
-            number for number, message in enumerate(messages) if message["role"] == "assistant"
-        ]:
-            before = render(tokenizer, messages[:number], add_generation_prompt=True)
-            after = render(tokenizer, messages[: number + 1])
-            if not (after.startswith(before) and text.startswith(after)):
-                reason = (
-                    "renders a turn differently if more turns follow, so answers cannot be located"
-                )
-                remedy = "mark them with {% generation %} and {% endgeneration %} in your own data.chat_template"
-                raise UserError(f"the chat template {reason}; {remedy}")
-            spans.append(
-                (len(before), len(before) + _answer_length(tokenizer, after[len(before) :]))
-            )
-    parts, position = [], 0
-    for start, end in [*spans, (len(text), len(text))]:
-        parts += [(text[position:start], False), (text[start:end], True)]
+        text = render(tokenizer, messages)
+        spans = _find_answers(tokenizer, messages, text)
+    parts = []
+    position = 0
+    for start, end in spans:
+        parts.append((text[position:start], False))
+        parts.append((text[start:end], True))
         position = end
+    parts.append((text[position:], False))
     return [(part, is_answer) for part, is_answer in parts if part]
+
+
+def _marks_answers(template: str) -> bool:
+    """Whether a template says where answers begin and end."""
+    code = re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL)  # without comments
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", code) is not None
+
+
+def _find_answers(
+    tokenizer: Tokenizer, messages: list[Message], text: str
+) -> list[tuple[int, int]]:
+    """Find the answers in a rendered conversation by rendering its beginnings."""
+    spans = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render(tokenizer, messages[:number], add_generation_prompt=True)
+        after = render(tokenizer, messages[: number + 1])
+        if not after.startswith(before) or not text.startswith(after):
+            raise UserError(
+                "the chat template renders a turn differently if more turns follow, so answers "
+                "cannot be located; mark them with {% generation %} and {% endgeneration %} "
+                "in your own data.chat_template"
+            )
+        answer = after[len(before) :]
+        spans.append((len(before), len(before) + _answer_length(tokenizer, answer)))
+    return spans
 
 
 def _answer_length(tokenizer: Tokenizer, answer: str) -> int:
     """Length of an answer including its EOS token, without a newline that the template adds."""
-    ends = [
-        name for name, number in tokenizer.special_tokens.items() if number in tokenizer.eos_ids
-    ]
-    ends += [name for key, name in tokenizer.special_tokens_map.items() if key == "eos_token"]
+    ends = []
+    for name, number in tokenizer.special_tokens.items():
+        if number in tokenizer.eos_ids:
+            ends.append(name)
+    if "eos_token" in tokenizer.special_tokens_map:
+        ends.append(tokenizer.special_tokens_map["eos_token"])
     stripped = answer.rstrip()
-    return len(stripped) if stripped.endswith(tuple(ends)) else len(answer)
+    if stripped.endswith(tuple(ends)):
+        return len(stripped)
+    return len(answer)
 
 
 def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:
-    """Encode a conversation: ids, (n,) uint32, and a mask of answers, (n,) bool, without a BOS token at the start.
+    """Encode a conversation: ids, (n,) uint32, and a mask of answers, (n,) bool.
 
-    Answers are tokenized separately from the text before them, as in generation.
+    Without a BOS token at the start. Answers are tokenized separately from the text before them, as
+    in generation.
     """
-    parts = [
-        (tokenizer.encode(text, allow_special=True), is_answer)
-        for text, is_answer in pieces(tokenizer, messages)
-    ]
-    ids = np.array([i for part, _ in parts for i in part], np.uint32)
-    answers = np.array([is_answer for part, is_answer in parts for _ in part], bool)
-    start = int(ids[:1].tolist() == [tokenizer.bos_id])
-    return ids[start:], answers[start:]
+    ids: list[int] = []
+    answers: list[bool] = []
+    for text, is_answer in pieces(tokenizer, messages):
+        part = tokenizer.encode(text, allow_special=True)
+        ids += part
+        answers += [is_answer] * len(part)
+    if ids[:1] == [tokenizer.bos_id]:  # rendered by the template
+        del ids[0], answers[0]
+    return np.array(ids, np.uint32), np.array(answers, bool)
 
 
 def encode_prompt(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
     """Encode a conversation up to where the model answers, with the usual BOS prefix."""
-    ids = tokenizer.encode(
-        render(tokenizer, messages, add_generation_prompt=True), allow_special=True
-    )
-    return ids if ids[:1] == [tokenizer.bos_id] else [*tokenizer.bos_prefix, *ids]
+    text = render(tokenizer, messages, add_generation_prompt=True)
+    ids = tokenizer.encode(text, allow_special=True)
+    if ids[:1] == [tokenizer.bos_id]:  # rendered by the template
+        return ids
+    return [*tokenizer.bos_prefix, *ids]
 
 
 def _render(
     tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool, mark_answers: bool
 ) -> tuple[str, list[tuple[int, int]]]:
     if tokenizer.chat_template is None:
-        need = "conversations need a chat template, but the tokenizer has none"
-        remedy = "set run.init_from and data.chat_template=configs/chat.jinja"
-        raise UserError(f"{need}; to train a chat model, {remedy}")
+        raise UserError(
+            "conversations need a chat template, but the tokenizer has none; to train a chat "
+            "model, set run.init_from and data.chat_template=configs/chat.jinja"
+        )
     return chat_template.render(tokenizer, messages, add_generation_prompt, mark_answers)

@@ -1,4 +1,7 @@
-"""Render chat templates in a separate process: an untrusted template is a program that may never end."""
+"""Render chat templates in a separate process.
+
+An untrusted template is a program that may never end.
+"""
 
 import atexit
 import contextlib
@@ -17,32 +20,40 @@ from thinker.runtime.errors import UserError
 CPU_SECONDS = 10  # per conversation; real templates take less than a millisecond
 MEMORY_BYTES = 2 << 30  # for the whole process; the libraries use less than a tenth
 MAX_TEXT_CHARS = 1 << 26
-# The process uses the same sys.path. Its standard output goes to standard error, because libraries may print.
-START = "import sys; sys.path[:] = {path!r}; from thinker.data.text import chat_template; chat_template.serve({seconds})"
+
+# The program of the process, which uses the same sys.path.
+START = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from thinker.data.text import chat_template; chat_template.serve({seconds})"
+)
 
 
 class Renderer:
     """A process that renders conversations, one per line of JSON.
 
-    Linux limits it to CPU_SECONDS per conversation and to MEMORY_BYTES, macOS only to CPU_SECONDS. Windows has no
-    limits.
+    Linux limits it to CPU_SECONDS per conversation and to MEMORY_BYTES, macOS only to CPU_SECONDS.
+    Windows has no limits.
     """
 
     def __init__(self) -> None:
         path = [str(Path(entry).resolve()) for entry in sys.path]
-        command = [sys.executable, "-c", START.format(path=path, seconds=CPU_SECONDS)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # each thread uses address space
-        # In its own session, so that Ctrl-C in the terminal does not reach it.
+        program = START.format(path=path, seconds=CPU_SECONDS)
         self.process = subprocess.Popen(
-            command, **pipes, env=environment, text=True, encoding="ascii", start_new_session=True
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # each thread uses address space
+            text=True,
+            encoding="ascii",
+            start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
         )
         atexit.register(self.close)
 
     def render(self, **request: Any) -> tuple[str, list[tuple[int, int]]]:
         """See render()."""
         reply = ""
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError):  # the process has reached a limit
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
             reply = self.process.stdout.readline()
@@ -79,25 +90,26 @@ def render(
     add_generation_prompt: bool,
     mark_answers: bool,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Render a conversation and, with mark_answers, return the spans of answers that the template marks.
+    """Render a conversation.
 
-    Raises UserError if the template rejects the conversation, is invalid or exceeds the limits, or if transformers is
-    not installed.
+    With mark_answers, also returns the spans of answers that the template marks. Raises UserError
+    if the template rejects the conversation, is invalid or exceeds the limits, or if transformers
+    is not installed.
     """
-    request = {
-        "template": tokenizer.chat_template,
-        "names": tokenizer.special_tokens_map,
-        "messages": messages,
-    }
     with _lock:  # a thread must not read the reply to another
         return _renderer().render(
-            **request, add_generation_prompt=add_generation_prompt, mark_answers=mark_answers
+            template=tokenizer.chat_template,
+            names=tokenizer.special_tokens_map,
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            mark_answers=mark_answers,
         )
 
 
 def serve(cpu_seconds: int) -> None:
     """Answer requests from standard input until it ends."""
-    replies, sys.stdout = sys.stdout, sys.stderr
+    replies = sys.stdout
+    sys.stdout = sys.stderr  # libraries may print
     for line in sys.stdin:
         _limit(cpu_seconds)
         try:
@@ -110,19 +122,15 @@ def serve(cpu_seconds: int) -> None:
 
 def _limit(cpu_seconds: int) -> None:
     """Limit the memory of this process, and its CPU time for the next conversation."""
-    with contextlib.suppress(
-        ImportError, ValueError, OSError
-    ):  # no limits on Windows, no memory limit on macOS
+    # Windows has no limits, macOS no limit of memory.
+    with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
         import time
 
         seconds = int(time.process_time()) + 1 + cpu_seconds
-        resource.setrlimit(
-            resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1])
-        )
-        resource.setrlimit(
-            resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1])
-        )
+        for kind, limit in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, MEMORY_BYTES)):
+            _, maximum = resource.getrlimit(kind)
+            resource.setrlimit(kind, (limit, maximum))
 
 
 def _reply(
@@ -137,23 +145,23 @@ def _reply(
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, spans = render_jinja_template(
-            [messages], chat_template=template, add_generation_prompt=add_generation_prompt,
-            return_assistant_tokens_mask=mark_answers, **names,
-        )  # fmt: skip
-    except ImportError:
-        return (
-            "",
-            [],
-            "conversations need the transformers package; run pip install transformers jinja2",
+            [messages],
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            return_assistant_tokens_mask=mark_answers,
+            **names,
         )
+    except ImportError:
+        remedy = "run pip install transformers jinja2"
+        return "", [], f"conversations need the transformers package; {remedy}"
     except MemoryError:
         raise
     except Exception as error:  # a template can raise any error
         return "", [], f"the chat template rejects a conversation: {error or type(error).__name__}"
-    if len(texts[0]) > MAX_TEXT_CHARS:
-        return (
-            "",
-            [],
-            f"the chat template renders more than {MAX_TEXT_CHARS:,} characters for one conversation",
-        )
-    return texts[0], spans[0] if mark_answers else [], None
+    text = texts[0]
+    if len(text) > MAX_TEXT_CHARS:
+        limit = f"{MAX_TEXT_CHARS:,} characters for one conversation"
+        return "", [], f"the chat template renders more than {limit}"
+    if not mark_answers:
+        return text, [], None
+    return text, spans[0], None

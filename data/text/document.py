@@ -11,9 +11,8 @@ class MissingData(UserError):
     """Error for text or a related file that is not where the config says."""
 
 
-Start = tuple[
-    int, Any
-]  # of a document: its number and its position, with which its source can begin again there
+# The number and the position of a document, with which its source can begin again there.
+Start = tuple[int, Any]
 BEGIN: Start = (0, None)
 
 

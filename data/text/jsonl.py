@@ -1,5 +1,9 @@
-"""Rows of JSON files: one object per line or one array of objects, plain or compressed with gzip or Zstandard."""
+"""Rows of JSON files: one object per line or one array of objects.
 
+Plain, or compressed with gzip or Zstandard.
+"""
+
+import codecs
 import gzip
 import io
 import json
@@ -16,27 +20,28 @@ def read_rows(path: str) -> Iterator[tuple[dict[str, Any], float]]:
 
     Empty lines are skipped. Raises ValueError with the line number.
     """
-    number, has_begun, size = 0, False, max(os.path.getsize(path), 1)
+    number = 0
+    has_begun = False
+    size = max(os.path.getsize(path), 1)
     with open(path, "rb") as plain:
         file = _decompressed(plain)
         try:
             while line := file.readline(MAX_ROW_BYTES):
                 number += 1
-                if not has_begun and line.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-                    line += file.read(MAX_ROW_BYTES)  # an array may span many lines
-                has_begun = has_begun or bool(line.strip())
+                if not has_begun and _begins_array(line):
+                    line += file.read(MAX_ROW_BYTES)  # it may span many lines
+                if line.strip():
+                    has_begun = True
                 if len(line) >= MAX_ROW_BYTES:
                     raise ValueError(f"the row is longer than {MAX_ROW_BYTES >> 20} MB")
-                text = line.decode("utf-8-sig")
-                rows = json.loads(text) if text.strip() else []
-                if b"\\u" in line:  # raises for half of a surrogate pair
-                    json.dumps(rows, ensure_ascii=False).encode()
-                for row in rows if isinstance(rows, list) else [rows]:
+                for row in _parse(line):
                     if not isinstance(row, dict):
+                        kind = type(row).__name__
                         raise ValueError(
-                            f'the row is {type(row).__name__}, not an object such as {{"text": ...}}'
+                            f'the row is {kind}, not an object such as {{"text": ...}}'
                         )
-                    yield row, min(plain.tell() / size, 1.0)  # a compressed file is read ahead
+                    # At most 1, because a compressed file is read ahead.
+                    yield row, min(plain.tell() / size, 1.0)
         except RecursionError as error:
             raise ValueError(f"line {number}: the row is nested too deeply") from error
         except UnicodeDecodeError as error:
@@ -48,6 +53,23 @@ def read_rows(path: str) -> Iterator[tuple[dict[str, Any], float]]:
             raise ValueError(f"line {number} is not valid JSON ({error.msg}); {remedy}") from error
         except (ValueError, EOFError, zlib.error, gzip.BadGzipFile, DecompressionError) as error:
             raise ValueError(f"line {number}: {error}") from error
+
+
+def _begins_array(line: bytes) -> bool:
+    return line.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
+def _parse(line: bytes) -> list[Any]:
+    """The rows in a line, or in a whole file that is an array. Raises ValueError."""
+    text = line.decode("utf-8-sig")
+    if not text.strip():
+        return []
+    rows = json.loads(text)
+    if b"\\u" in line:  # raises for half of a surrogate pair
+        json.dumps(rows, ensure_ascii=False).encode()
+    if isinstance(rows, list):
+        return rows
+    return [rows]
 
 
 class DecompressionError(Exception):
@@ -75,9 +97,14 @@ class _ZstdStream(io.RawIOBase):
 
 
 def _decompressed(plain: io.BufferedReader) -> io.BufferedIOBase:
-    """The bytes of a file, decompressed if it begins as a compressed file does, whatever its name."""
+    """The bytes of a file, decompressed if it begins as a compressed file does.
+
+    Its name does not matter.
+    """
     begin = plain.read(4)
     plain.seek(0)
     if begin[:2] == b"\x1f\x8b":
         return gzip.GzipFile(fileobj=plain)
-    return io.BufferedReader(_ZstdStream(plain), 1 << 20) if begin == b"\x28\xb5\x2f\xfd" else plain
+    if begin == b"\x28\xb5\x2f\xfd":
+        return io.BufferedReader(_ZstdStream(plain), 1 << 20)
+    return plain

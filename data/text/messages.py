@@ -12,59 +12,84 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "obse
 
 
 def find_column(row: dict[str, Any]) -> str:
-    """The column with the text or conversation of a row: text, messages or conversations; or PAIR; else text."""
-    names = [name for name in ("text", "messages", "conversations") if name in row]
-    return [*names, PAIR if {"prompt", "completion"} <= row.keys() else "text"][0]
+    """The column with the text or conversation of a row, or PAIR. Text if there is none."""
+    for name in ("text", "messages", "conversations"):
+        if name in row:
+            return name
+    if {"prompt", "completion"} <= row.keys():
+        return PAIR
+    return "text"
 
 
 def join_pair(row: dict[str, Any], where: str) -> list[Any]:
-    """The messages of a row whose prompt and completion are texts or lists of messages. Raises UserError."""
+    """The messages of a row whose prompt and completion are texts or lists of messages.
+
+    Raises UserError.
+    """
     messages = []
     for column, role in (("prompt", "user"), ("completion", "assistant")):
         value = row.get(column)
-        if not isinstance(value, str | list):
-            raise UserError(
-                f"{where}: {column} is {type(value).__name__}; it must be text or a list of messages"
-            )
-        messages += [{"role": role, "content": value}] if isinstance(value, str) else value
+        if isinstance(value, str):
+            messages.append({"role": role, "content": value})
+        elif isinstance(value, list):
+            messages += value
+        else:
+            kind = type(value).__name__
+            raise UserError(f"{where}: {column} is {kind}; it must be text or a list of messages")
     return messages
 
 
 def check_messages(value: list, where: str) -> list[Message]:
-    """Return the messages of a table row without null values. Raises UserError with the row if they are invalid.
+    """Return the messages of a table row without null values.
 
-    Messages of ShareGPT, {"from": "human", "value": ...}, are converted.
+    Messages of ShareGPT, {"from": "human", "value": ...}, are converted. Raises UserError with the
+    row if they are invalid.
     """
-    if value and all(
-        isinstance(message, dict) and {"from", "value"} <= message.keys() for message in value
-    ):
-        value = [
-            {"role": SHAREGPT_ROLES.get(str(m["from"]), m["from"]), "content": m["value"]}
-            for m in value
-        ]
-    if not all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
-    ):
+    if value and all(map(_is_of_sharegpt, value)):
+        value = [_from_sharegpt(message) for message in value]
+    if not all(map(_has_role, value)):
         raise UserError(
             f'{where} is not a conversation; use a list of {{"role": ..., "content": ...}}'
         )
-    for part in (part for message in value for part in message.values()):
-        if not isinstance(part, JSON):  # the datasets library turns some strings into dates
-            raise UserError(
-                f"{where}: {part!r} was parsed as a {type(part).__name__}; write all messages as text"
-            )
-    messages = [
-        {key: part for key, part in message.items() if part is not None} for message in value
-    ]
+    messages = [_without_nulls(message, where) for message in value]
     for message in messages:
-        if not message.keys() & {"content", "tool_calls"}:  # a template would treat it as empty
-            hint = did_you_mean("content", message.keys() - {"role"}, "content instead of {}")
-            raise UserError(f"{where}: a message has no content, only {', '.join(message)}{hint}")
-        if not isinstance(
-            message.get("content", ""), str
-        ):  # most templates would print its Python repr
-            kind = type(message["content"]).__name__
-            raise UserError(f"{where}: the content of a message is a {kind}; it must be text")
+        _check_content(message, where)
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(f"{where} has no answer; add a message with the role assistant")
     return messages
+
+
+def _is_of_sharegpt(message: Any) -> bool:
+    return isinstance(message, dict) and {"from", "value"} <= message.keys()
+
+
+def _from_sharegpt(message: dict[str, Any]) -> Message:
+    role = message["from"]
+    return {"role": SHAREGPT_ROLES.get(str(role), role), "content": message["value"]}
+
+
+def _has_role(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str)
+
+
+def _without_nulls(message: Message, where: str) -> Message:
+    """The message without nulls, which tables have for keys of other messages."""
+    kept = {}
+    for key, part in message.items():
+        if not isinstance(part, JSON):  # the datasets library turns some strings into dates
+            kind = type(part).__name__
+            raise UserError(f"{where}: {part!r} was parsed as a {kind}; write all messages as text")
+        if part is not None:
+            kept[key] = part
+    return kept
+
+
+def _check_content(message: Message, where: str) -> None:
+    """Raise UserError if a template would treat a message as empty, or print its Python repr."""
+    if not message.keys() & {"content", "tool_calls"}:
+        hint = did_you_mean("content", message.keys() - {"role"}, "content instead of {}")
+        raise UserError(f"{where}: a message has no content, only {', '.join(message)}{hint}")
+    content = message.get("content", "")
+    if not isinstance(content, str):
+        kind = type(content).__name__
+        raise UserError(f"{where}: the content of a message is a {kind}; it must be text")

@@ -6,16 +6,18 @@ from typing import Any
 
 
 def read_rows(path: str) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield the rows of a file, each with the share of rows up to it; an empty file has no rows.
+    """Yield the rows of a file, each with the share of rows up to it.
 
-    Raises errors of pyarrow.
+    An empty file has no rows. Raises errors of pyarrow.
     """
     from pyarrow.parquet import ParquetFile
 
-    if os.path.getsize(path):
-        with ParquetFile(path) as table:
-            number, total = 0, table.metadata.num_rows
-            for batch in table.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield row, number / total
+    if os.path.getsize(path) == 0:
+        return
+    with ParquetFile(path) as table:
+        number = 0
+        total = table.metadata.num_rows
+        for batch in table.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield row, number / total

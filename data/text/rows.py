@@ -13,9 +13,10 @@ from thinker.data.text.messages import PAIR, check_messages, find_column, join_p
 from thinker.runtime.constants import FULL_DISK
 from thinker.runtime.errors import UserError, did_you_mean
 
-Row = tuple[
-    dict[str, Any], float | None
-]  # a row, and the share of the file that has been read, if known
+# A row, and the share of the file that has been read, if known.
+Row = tuple[dict[str, Any], float | None]
+
+# Libraries whose errors are about the network, and have no common class.
 NETWORK_LIBRARIES = (
     "aiohttp",
     "httpcore",
@@ -32,15 +33,20 @@ READERS = {"jsonl": jsonl.read_rows, "parquet": parquet.read_rows}
 def read_tables(
     source: str, files: list[str], column: str | None, start: Start = BEGIN
 ) -> Iterator[Document]:
-    """Yield a document per row of some files, one file at a time because their other columns may differ."""
+    """Yield a document per row of some files.
+
+    One file at a time, because their other columns may differ.
+    """
     sizes = [os.path.getsize(file) for file in files]
     total = max(sum(sizes), 1)
-    first, n_before = start[1] or (0, 0)  # a file, and the number of its rows to skip
-    for number, file in list(enumerate(files))[first:]:
-        part = sum(sizes[:number]) / total, sizes[number] / total
-        documents = read_rows(f"data.path={file}", column, partial(READERS[source], file), part)
-        for row, document in enumerate(documents):
-            document.position = number, row
+    _, position = start
+    first, n_before = position or (0, 0)  # a file, and the number of its rows to skip
+    for number in range(first, len(files)):
+        file = files[number]
+        part = (sum(sizes[:number]) / total, sizes[number] / total)
+        rows = partial(READERS[source], file)
+        for row, document in enumerate(read_rows(f"data.path={file}", column, rows, part)):
+            document.position = (number, row)
             if number > first or row >= n_before:
                 yield document
 
@@ -53,7 +59,10 @@ def read_dataset(
     streaming: bool,
     start: Start = BEGIN,
 ) -> Iterator[Document]:
-    """Yield a document per row of a dataset on the hub, of a folder of data files, or of one that `datasets` saved."""
+    """Yield a document per row of a dataset.
+
+    It is on the hub, a folder of data files, or a folder that the library `datasets` saved.
+    """
     positions: list[Any] = []  # of the row that is being read
     rows = partial(_load_rows, path, config, split, streaming, start, positions)
     for document in read_rows(f"data.path={path}", column, rows):
@@ -71,65 +80,89 @@ def _load_rows(
 ) -> Iterator[Row]:
     """Yield the rows of a dataset. Raises ValueError if the library datasets cannot read it.
 
-    positions: receives the position of each row as its last element: a state of the dataset, and the number of rows to
-    skip after it. None if the dataset is not streamed.
+    positions: receives the position of each row as its last element: a state of the dataset, and
+    the number of rows to skip after it. None if the dataset is not streamed.
     """
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # we report its errors
     datasets.disable_progress_bars()
-    is_saved = any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json"))
-    n_after = 0  # rows since the last state of the dataset
+    number, position = start
     try:
-        loaded = _load_saved(path) if is_saved else None
-        if isinstance(loaded, datasets.DatasetDict):
-            names, split = list(loaded), split or "train"
-            if split not in names:
-                raise ValueError(
-                    f"it has no split {split}; set data.split to one of {', '.join(names)}"
-                )
-            loaded = loaded[split]
-        elif is_saved and split not in (None, str(loaded.split)):
-            raise ValueError(f"it has only the split {loaded.split}; remove data.split={split}")
-        if is_saved and config is not None:
-            raise ValueError(f"data.config={config} has no effect on a saved dataset; remove it")
-        if loaded is None:
-            loaded = datasets.load_dataset(
-                path, config, split=split or "train", streaming=streaming
-            )
+        loaded = _open_dataset(path, config, split, streaming)
         if not hasattr(loaded, "load_state_dict"):
             positions.append(None)
-            rest = loaded.select(range(start[0], len(loaded))) if start[0] else loaded
-            for number, row in enumerate(rest, start[0] + 1):
+            rest = loaded
+            if number > 0:
+                rest = loaded.select(range(number, len(loaded)))
+            for row in rest:
+                number += 1
                 yield row, number / len(loaded)
             return
         known = (loaded.info.splits or {}).get(split or "train")
-        total, number = known and known.num_examples, start[0]
-        state, n_skipped = start[1] or (loaded.state_dict(), start[0])
-        if start[1] is not None:
-            loaded.load_state_dict(state)
-        for row in loaded:
-            positions[:] = [(state, n_after)]
-            n_after += 1
-            if n_skipped:
-                n_skipped -= 1
-                continue
+        total = known.num_examples if known else None
+        for row in _streamed_rows(loaded, start, positions):
             number += 1
-            yield row, min(number / total, 1.0) if total else None
-            if n_after >= STATE_ROWS:
-                state, n_after = loaded.state_dict(), 0
+            share = min(number / total, 1.0) if total else None
+            yield row, share
     except datasets.exceptions.DatasetsError as error:
         raise ValueError(str(error) or type(error).__name__) from error
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        if start[1] is None or n_after:
+        has_begun = len(positions) > 0
+        if position is None or has_begun:
             raise
         raise ValueError(
             "the library datasets does not understand the position that it has reported"
         ) from error
-    except Exception as error:  # those of the network libraries have no common class
+    except Exception as error:
         if type(error).__module__.partition(".")[0] not in NETWORK_LIBRARIES:
             raise
         raise ConnectionError(f"{type(error).__name__}: {error}") from error
+
+
+def _open_dataset(path: str, config: str | None, split: str | None, streaming: bool) -> Any:
+    """One split of a dataset. Raises ValueError if an option does not fit."""
+    import datasets
+
+    names = ("dataset_dict.json", "state.json")
+    is_saved = any((Path(path) / name).is_file() for name in names)
+    if not is_saved:
+        return datasets.load_dataset(path, config, split=split or "train", streaming=streaming)
+    loaded = _load_saved(path)
+    if isinstance(loaded, datasets.DatasetDict):
+        split = split or "train"
+        if split not in loaded:
+            raise ValueError(
+                f"it has no split {split}; set data.split to one of {', '.join(loaded)}"
+            )
+        loaded = loaded[split]
+    elif split not in (None, str(loaded.split)):
+        raise ValueError(f"it has only the split {loaded.split}; remove data.split={split}")
+    if config is not None:
+        raise ValueError(f"data.config={config} has no effect on a saved dataset; remove it")
+    return loaded
+
+
+def _streamed_rows(loaded: Any, start: Start, positions: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a streamed dataset from a start, and note their positions."""
+    number, position = start
+    if position is None:
+        state = loaded.state_dict()
+        n_to_skip = number
+    else:
+        state, n_to_skip = position
+        loaded.load_state_dict(state)
+    n_after = 0  # rows since the state
+    for row in loaded:
+        positions[:] = [(state, n_after)]
+        n_after += 1
+        if n_to_skip > 0:
+            n_to_skip -= 1
+            continue
+        yield row
+        if n_after >= STATE_ROWS:  # a state takes long to get
+            state = loaded.state_dict()
+            n_after = 0
 
 
 def _load_saved(path: str) -> Any:
@@ -148,39 +181,52 @@ def read_rows(
     rows: Callable[[], Iterable[Row]],
     part: tuple[float, float] = (0.0, 1.0),
 ) -> Iterator[Document]:
-    """Yield a document per row: the column's text or conversation. A null becomes an empty document.
+    """Yield a document per row: the column's text or conversation.
 
-    column: None for the one that messages.find_column() finds in the first row.
+    column: None for the one that messages.find_column() finds in the first row. A null in it
+    becomes an empty document.
     part: the share of the source before these rows, and their own.
     """
+    share_before, share_of_rows = part
     try:
         for number, (row, share) in enumerate(rows()):
-            share_read = None if share is None else part[0] + part[1] * share
-            column = column or find_column(row)
-            row_name = f"data.column={column}: row {number} of {where}"
-            if column == PAIR:
-                text = join_pair(row, f"row {number} of {where}")
-            elif column in row:
-                text = row[column]
-            else:
-                hint = did_you_mean(column, row) if number == 0 else ""  # earlier rows have it
-                if {"role", "content"} <= row.keys():
-                    hint = '; write each conversation as {"messages": [{"role": ..., "content": ...}, ...]}'
-                raise UserError(
-                    f"data.column={column} is not in row {number} of {where} (has {', '.join(row)}){hint}"
-                )
-            if isinstance(text, list):
-                messages = check_messages(text, row_name)
-                yield Document(
-                    json.dumps(messages, ensure_ascii=False), None, messages, row_name, share_read
-                )
-            elif text is None or isinstance(text, str):
-                yield Document(text or "", share_read=share_read)
-            else:
-                raise UserError(f"{row_name} is {type(text).__name__}, not text")
+            if not column:
+                column = find_column(row)
+            document = _read_row(row, column, number, where)
+            if share is not None:
+                document.share_read = share_before + share_of_rows * share
+            yield document
     except (OSError, ValueError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
-        kind = MissingData if isinstance(error, FileNotFoundError | ConnectionError) else UserError
-        raise kind(f"{where} cannot be read: {reason[:300]}") from error
+        message = f"{where} cannot be read: {reason[:300]}"
+        if isinstance(error, FileNotFoundError | ConnectionError):
+            raise MissingData(message) from error
+        raise UserError(message) from error
+
+
+def _read_row(row: dict[str, Any], column: str, number: int, where: str) -> Document:
+    """The document in a row. Raises UserError."""
+    name = f"row {number} of {where}"
+    if column == PAIR:
+        value = join_pair(row, name)
+    elif column in row:
+        value = row[column]
+    else:
+        hint = ""
+        if number == 0:  # otherwise earlier rows have it
+            hint = did_you_mean(column, row)
+        if {"role", "content"} <= row.keys():
+            example = '{"messages": [{"role": ..., "content": ...}, ...]}'
+            hint = f"; write each conversation as {example}"
+        raise UserError(f"data.column={column} is not in {name} (has {', '.join(row)}){hint}")
+    if value is None:
+        return Document("")
+    if isinstance(value, str):
+        return Document(value)
+    name = f"data.column={column}: {name}"
+    if isinstance(value, list):
+        messages = check_messages(value, name)
+        return Document(json.dumps(messages, ensure_ascii=False), messages=messages, where=name)
+    raise UserError(f"{name} is {type(value).__name__}, not text")

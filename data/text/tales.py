@@ -1,18 +1,20 @@
 """Short children's stories from a probabilistic grammar, each with its exact probability.
 
-`tales.grammar` is plain text that you can edit. A rule is a list of weighted alternatives, which consist of four
-constructs:
+`tales.grammar` is plain text that you can edit. A rule is a list of weighted alternatives, which
+consist of four constructs:
 
     plain text      literal text; `//` starts a new paragraph
     <rule>          one of the alternatives of a rule
-    {name:list}     a word sampled uniformly from the list and bound to the name; `{:list}` binds nothing
+    {name:list}     a word sampled uniformly from the list and bound to the name, which may be empty
     {name}          the word bound to the name
 
-`{a name:list}` and `{a name}` add "a" or "an", `{A name}` adds it at the start of a sentence, and a capital letter in
-`{Name}` or `{:List}` capitalizes the word. `{name.he}` is a pronoun: the form `he` that the word's list declares.
+`{a name:list}` and `{a name}` add "a" or "an", `{A name}` adds it at the start of a sentence, and
+a capital letter in `{Name}` or `{:List}` capitalizes the word. `{name.he}` is a pronoun: the form
+`he` that the word's list declares.
 
-Choices are independent, so probabilities multiply, and the entropy of the whole language is a short sum. Each story has
-only one derivation, which the tests verify by parsing, so its probability is the product over its choices.
+Choices are independent, so probabilities multiply, and the entropy of the whole language is a short
+sum. Each story has only one derivation, which the tests verify by parsing, so its probability is
+the product over its choices.
 """
 
 from __future__ import annotations
@@ -31,9 +33,8 @@ from typing import NamedTuple
 SLOT = re.compile(r"\{(?:([aA]) )?([A-Za-z]*)(?:\.([A-Za-z]+))?(?::([A-Za-z]+))?\}|<([a-z0-9_]+)>")
 WORD_WITH_ARTICLE = re.compile(r"(?:[Aa]n? )?[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*")
 
-Item = dict[
-    str, str
-]  # the forms of a word: "" plain, "^" capitalized, "a" and "A" with article, ".he" pronouns
+# The forms of a word: "" plain, "^" capitalized, "a" and "A" with article, ".he" pronouns.
+Item = dict[str, str]
 
 
 class Choice(NamedTuple):
@@ -47,11 +48,11 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Story:
-    """A story, its choices in the order of the text, and the sum of their log-probabilities in nats."""
+    """A story and how it came about."""
 
     text: str
-    choices: tuple[Choice, ...]
-    log_prob: float
+    choices: tuple[Choice, ...]  # in the order of the text
+    log_prob: float  # the sum of theirs, in nats
 
 
 class Text(NamedTuple):
@@ -93,13 +94,11 @@ class Rule:
         self.name = name
         self.alternatives: list[tuple[Op, ...]] = []
         total = sum(weights)
-        self.cumulative = [weight / total for weight in accumulate(weights)][
-            :-1
-        ]  # empty for a single alternative
-        self.choices = [
-            Choice("plot", name, str(n), math.log(weight / total))
-            for n, weight in enumerate(weights)
-        ]
+        shares = [weight / total for weight in accumulate(weights)]
+        self.cumulative = shares[:-1]  # empty for a single alternative
+        self.choices = []
+        for n, weight in enumerate(weights):
+            self.choices.append(Choice("plot", name, str(n), math.log(weight / total)))
 
 
 class Grammar:
@@ -111,8 +110,9 @@ class Grammar:
         self.articles: dict[str, str] = {}
         self.used: set[str] = set()  # rules and lists that a story can use
         unread: list[tuple[Rule, int, str]] = []  # alternatives, which may refer to later rules
+        without_comments = re.sub(r"(?m)^#.*|[ \t]+$", "", source)
         line = 0
-        for block in re.split(r"\n(?=\S)", "\n" + re.sub(r"(?m)^#.*|[ \t]+$", "", source)):
+        for block in re.split(r"\n(?=\S)", "\n" + without_comments):
             head, _, body = block.partition("\n")
             kind, _, name = head.partition(" ")
             if kind == "article":
@@ -123,11 +123,12 @@ class Grammar:
                 assert name not in self.rules, f"line {line}: rule {name} is defined twice"
                 before, *parts = re.split(r"(?m)^ +(\d+)\|", body)
                 assert not before.strip(), f"line {line}: rule {name} needs `weight| text`"
-                self.rules[name] = Rule(name, [int(weight) for weight in parts[::2]])
+                # Weights and texts take turns.
+                rule = Rule(name, [int(weight) for weight in parts[::2]])
+                self.rules[name] = rule
                 for text in parts[1::2]:
-                    unread.append(
-                        (self.rules[name], line, " ".join(text.split()).replace(" // ", "\n\n"))
-                    )
+                    text = " ".join(text.split()).replace(" // ", "\n\n")
+                    unread.append((rule, line, text))
             else:
                 assert not block.strip(), f"line {line}: neither list, rule nor article: {head}"
             line += block.count("\n") + 1
@@ -141,20 +142,24 @@ class Grammar:
     def _read_list(self, head: str, body: str, line: int) -> None:
         name, *options = head.split()
         assert name not in self.lists, f"line {line}: list {name} is defined twice"
+        items: list[Item] = []
         if options[:1] == ["="]:  # a union of earlier lists
-            self.lists[name] = tuple(item for part in options[1:] for item in self.lists[part])
+            for part in options[1:]:
+                items += self.lists[part]
             self.used.update(options[1:])
         else:
             pronouns = [option.split("=") for option in options]
-            self.lists[name] = tuple(self._item(word, pronouns, line) for word in body.split())
-        words = {item[""] for item in self.lists[name]}
-        assert len(words) == len(self.lists[name]) > 1, (
+            items = [self._item(word, pronouns, line) for word in body.split()]
+        words = {item[""] for item in items}
+        assert len(words) == len(items) > 1, (
             f"line {line}: list {name} repeats a word or has only one"
         )
+        self.lists[name] = tuple(items)
 
     def _item(self, word: str, pronouns: list[list[str]], line: int) -> Item:
         assert WORD_WITH_ARTICLE.fullmatch(word), f"line {line}: not a single word: {word}"
-        article = self.articles.get(word, "an" if word[0] in "aeiouAEIOU" else "a")
+        default = "an" if word[0] in "aeiouAEIOU" else "a"
+        article = self.articles.get(word, default)
         item = {
             "": word,
             "^": _capital(word),
@@ -178,11 +183,16 @@ class Grammar:
                 assert rule in self.rules, f"line {line}: there is no rule {rule}"
                 yield Call(self.rules[rule])
                 continue
-            form = article or (
-                f".{pronoun}" if pronoun else "^" if (name or source)[0].isupper() else ""
-            )
-            name, source = (part and part[0].lower() + part[1:] for part in (name, source))
+            form = ""
+            if article:
+                form = article
+            elif pronoun:
+                form = f".{pronoun}"
+            elif (name or source)[0].isupper():
+                form = "^"
+            name = _uncapitalized(name)
             if source:
+                source = _uncapitalized(source)
                 assert source in self.lists, f"line {line}: there is no list {source}"
                 assert not pronoun, f"line {line}: {name} must be bound before it has a pronoun"
                 items = self.lists[source]
@@ -205,7 +215,8 @@ class Grammar:
                 elif isinstance(op, SampleWord):
                     assert op.name not in names, f"rule {rule.name}: {op.name} is already bound"
                     self.used.add(op.source)
-                    names = names | {op.name} if op.name else names
+                    if op.name:
+                        names = names | {op.name}
                 elif isinstance(op, RecallWord):
                     assert op.name in names, f"rule {rule.name}: nothing is bound to {op.name}"
             after.append(names)
@@ -216,6 +227,10 @@ def _capital(word: str) -> str:
     return word[0].upper() + word[1:]
 
 
+def _uncapitalized(name: str) -> str:
+    return name[:1].lower() + name[1:]
+
+
 _SOURCE = (Path(__file__).parent / "tales.grammar").read_bytes()
 GRAMMAR = Grammar(_SOURCE.decode("ascii"))
 GRAMMAR_HASH = hashlib.sha256(_SOURCE).hexdigest()
@@ -224,10 +239,15 @@ RECALL = "recall"  # kind of an event that is not a choice: a bound word recurs
 
 
 def generate_story(seed: int, index: int) -> Story:
-    """Generate story number `index` of a seed, deterministically and independently of other stories."""
+    """Generate story number `index` of a seed.
+
+    It depends on both numbers alone, not on other stories.
+    """
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     uniform = random.Random(int.from_bytes(digest, "big")).random
-    pieces, events, bound = [], [], {}  # texts, Choices, and name -> Item
+    pieces: list[str] = []
+    events: list[Choice] = []
+    bound: dict[str, Item] = {}
 
     def walk(rule: Rule) -> None:
         number = 0
@@ -254,13 +274,19 @@ def generate_story(seed: int, index: int) -> Story:
 
 
 def story_of(text: str, events: list[Choice]) -> Story:
-    """Create a story from its events in text order: choices, and recalls, which turn a slot into a fact."""
-    # A pronoun is not a recall, because it does not require remembering the word.
-    recalled = {
-        event.name for event in events if event.kind == RECALL and not event.value.startswith(".")
-    }
-    chosen = (event for event in events if event.kind != RECALL)
-    choices = tuple(
-        e._replace(kind="fact") if e.kind == "filler" and e.name in recalled else e for e in chosen
-    )
-    return Story(text, choices, sum(choice.log_prob for choice in choices))
+    """Create a story from its events in text order.
+
+    They are choices, and recalls, which turn a slot into a fact.
+    """
+    recalled = set()
+    for event in events:
+        # A pronoun is not a recall, because it does not require remembering the word.
+        if event.kind == RECALL and not event.value.startswith("."):
+            recalled.add(event.name)
+    choices = []
+    for event in events:
+        if event.kind == "filler" and event.name in recalled:
+            event = event._replace(kind="fact")
+        if event.kind != RECALL:
+            choices.append(event)
+    return Story(text, tuple(choices), sum(choice.log_prob for choice in choices))

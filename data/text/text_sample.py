@@ -17,18 +17,20 @@ def sample_texts(
 ) -> tuple[list[str], list[SplitDocument] | None]:
     """A sample of the training split of a source, of about `max_bytes`, in the order of the source.
 
-    Keeps the texts whose hashed numbers are lowest, so that the sample depends only on the source. Reads at most
-    SCANNED_BYTES; of the hub, which may be read over a network, only as much as the sample needs.
+    Keeps the texts whose hashed numbers are lowest, so that the sample depends only on the source.
+    Reads at most SCANNED_BYTES; of the hub, which may be read over a network, only as much as the
+    sample needs.
 
-    documents: those of the source, of both splits. Returns the sample, and the documents that were read, which may be
-    all; None if they were too long to keep.
+    documents: those of the source, of both splits. Returns the sample, and the documents that were
+    read, which may be all; None if they were too long to keep.
     """
-    kept: list[
-        tuple[bytes, int, str]
-    ] = []  # a heap: (inverted hash, number, text), the highest hash first
+    kept: list[tuple[bytes, int, str]] = []  # a heap: (inverted hash, number, text)
+    kept_bytes = 0
     read: list[SplitDocument] | None = []
-    kept_bytes = read_bytes = 0
-    limit = max_bytes if source.name == "hub" else SCANNED_BYTES
+    read_bytes = 0
+    limit = SCANNED_BYTES
+    if source.name == "hub":
+        limit = max_bytes
     with tqdm(
         desc=f"sampling {source.name}", unit="B", unit_scale=True, disable=not progress, leave=False
     ) as bar:
@@ -39,15 +41,20 @@ def sample_texts(
             if read is not None:
                 read.append((split, document))
             if split == "train":
-                key = bytes(
-                    255 - byte for byte in hashlib.sha256(str(number).encode()).digest()[:8]
-                )
-                heapq.heappush(kept, (key, number, document.text))
+                heapq.heappush(kept, (_inverted_hash(number), number, document.text))
                 kept_bytes += n_bytes
             while kept_bytes > max_bytes and len(kept) > 1:
-                kept_bytes -= len(heapq.heappop(kept)[2].encode())
+                _, _, dropped = heapq.heappop(kept)
+                kept_bytes -= len(dropped.encode())
             if read_bytes >= limit:
                 break
             if read_bytes > max_bytes:
                 read = None  # too long to keep
-    return [text for _, text in sorted((number, text) for _, number, text in kept)], read
+    kept.sort(key=lambda item: item[1])  # by number
+    return [text for _, _, text in kept], read
+
+
+def _inverted_hash(number: int) -> bytes:
+    """The hash of a document's number, inverted: a heap drops its lowest item first."""
+    digest = hashlib.sha256(str(number).encode()).digest()
+    return bytes(255 - byte for byte in digest[:8])
