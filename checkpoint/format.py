@@ -83,6 +83,7 @@ def write_checkpoint(
             manifest[name] = _write_file(temporary / name, files[name], throttle)
         listing = {"format_version": FORMAT_VERSION, "files": dict(sorted(manifest.items()))}
         _write_file(temporary / MANIFEST, listing, throttle)
+        # After a power failure, a folder with the final name is complete.
         sync_to_disk(temporary)
         _rename_to(temporary, folder)
     except BaseException as error:
@@ -149,6 +150,7 @@ def verify(folder: Path) -> None:
                 )
     except OSError as error:
         raise CorruptCheckpoint(f"{folder} cannot be read: {error}") from error
+    # A run would resume a renamed or copied folder at the wrong step.
     number = re.fullmatch(r"(?:step|best|nonfinite)-(\d+)", folder.name)
     if number and read_json(folder / STATE).get("step") != int(number[1]):
         raise CorruptCheckpoint(f"{folder / STATE} is from a different step than its folder")
@@ -189,6 +191,7 @@ def load_tensors(folder: Path, name: str, expected: Expected) -> dict[str, Tenso
     has_shards = sharded.is_sharded(folder)
     where = folder if has_shards else folder / name
     _compare(read_header(folder, name), expected, where)
+    # Sharded tensors are filled in place; others are new.
     wanted = {key: tensor for key, tensor in expected.items() if tensor is not None}
     if has_shards or any(hasattr(tensor, "to_local") for tensor in wanted.values()):
         return sharded.read(folder, wanted)
@@ -298,6 +301,7 @@ def _to_safetensors(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)  # aligns the tensors
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
+        # One tensor at a time, so that a GPU's tensors need little host memory.
         data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         for start in range(0, len(data), CHUNK_BYTES):
             yield data[start : start + CHUNK_BYTES]

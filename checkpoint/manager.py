@@ -53,6 +53,7 @@ class CheckpointManager:
         self.wait()
         in_background = self._executor is not None
         if not self.sharded and (in_background or self.dist.world_size > 1):
+            # Training changes the tensors while the thread writes, and rank 0 needs all rows.
             files = to_cpu(files, self.dist, always=in_background)
             if not self.dist.is_main:
                 return

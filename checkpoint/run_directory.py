@@ -66,6 +66,7 @@ class RunDirectory:
                 file=sys.stderr,
             )
             path.touch()
+        # To notice if the folder is removed or replaced while we train.
         self._locked_file = path.stat()
         atomic_write(owner, f"process {os.getpid()} on {socket.gethostname()}\n")
 

@@ -60,6 +60,7 @@ def to_cpu(files: Files, dist: DistContext = SINGLE_PROCESS, always: bool = True
 
 def model_tensors(model: Thinker) -> dict[str, Tensor]:
     """The parameters by name, without a tied head."""
+    # safetensors stores neither views nor two names of one tensor.
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_embeddings:
         del tensors["lm_head.weight"]

@@ -77,6 +77,7 @@ class ThinkerLM(TemplateLM):
         with tqdm(total=len(order), desc="scoring", disable=disable_tqdm) as bar:
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
+                # The last token is a target alone, so it does not count against the context.
                 truncated = [rows[i][-(self.max_length + 1) :] for i in batch]
                 inputs = [torch.tensor(row[:-1]) for row in truncated]
                 padded = pad_sequence(inputs, batch_first=True).to(self.model.device)
@@ -108,6 +109,7 @@ class ThinkerLM(TemplateLM):
         owners = []  # of each window: the index of its request
         for index, request in enumerate(requests):
             ids = self.tok_encode(*request.args)
+            # Each window starts with the last token before it.
             overlapping = get_rolling_token_windows(
                 ids, self.prefix_token_id, self.max_length, context_len=1
             )

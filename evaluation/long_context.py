@@ -66,6 +66,7 @@ class PositionLosses:
         """Both halves of the trained length, then multiples of it, without empty segments."""
         length = self.trained_length
         T = self.nats.shape[1]
+        # The first half has less context than the second, so they are apart.
         edges = sorted({0, length // 2, *range(length, T, length), T})
         counts = self.counts
         segments = []
@@ -111,6 +112,7 @@ def ratio_with_error(sums: Tensor, sizes: Tensor) -> tuple[float, float | None]:
     mean = (sums.sum() / total).item()  # NaN without tokens
     if n <= 1:
         return mean, None
+    # Samples differ in size: deviations are from the share of the mean that each would have.
     spread = (sums - mean * sizes).square().sum().item()
     return mean, math.sqrt(spread * n / (n - 1)) / total
 

@@ -181,6 +181,7 @@ def log_probs(model: Thinker, context: list[int], values: list[list[int]]) -> Te
 
     Values that differ only in their last token share a row of the batch.
     """
+    # Words are short: most differ only in their last token, so few rows are needed.
     prefixes = all_prefixes(values)
     rows = [torch.tensor([*context, *prefix]) for prefix in prefixes]
     tokens = pad_sequence(rows, batch_first=True).to(model.device)

@@ -84,6 +84,7 @@ def estimate_ratio(sums: Tensor, sizes: Tensor, confidence: float) -> Estimate:
     from scipy.stats import t  # slow to import
 
     has_size = sizes > 0
+    # Empty samples, such as windows without targets, say nothing about the spread.
     mean, error = ratio_with_error(sums[has_size].double(), sizes[has_size].double())
     if error is None:
         return Estimate(mean, None, None)

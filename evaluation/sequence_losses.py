@@ -11,7 +11,10 @@ BATCH_TOKENS = 4096
 
 @torch.no_grad()
 def sequence_losses(model: Thinker, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the losses in nats and number of targets of each sequence, (N,) float64 each, from (N, T) tokens."""
+    """Sum of the losses in nats and number of targets of each sequence.
+
+    (N, T) tokens and targets -> (N,) float64 each.
+    """
     rows = max(1, BATCH_TOKENS // tokens.shape[1])
     nats = []
     for part, wanted in zip(tokens.split(rows), targets.split(rows)):

@@ -1,4 +1,7 @@
-"""Models in other formats: Hugging Face folders, peft adapters, GGUF. load() opens any of them, save() writes ours."""
+"""Models in other formats: Hugging Face folders, peft adapters, GGUF.
+
+load() opens any of them, save() writes ours.
+"""
 
 from thinker.interop.load import load
 from thinker.interop.save import save

@@ -51,6 +51,7 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
     run = RunDirectory(path)
     if not run.checkpoints.is_dir():
         wanted = "a run directory, or a Hugging Face folder"
+        # The folder checkpoints/ itself.
         if RunDirectory(path.parent).checkpoints == path:
             wanted = path.parent
         raise UserError(

@@ -351,6 +351,7 @@ def hf_model_type(config: ThinkerConfig) -> str:
     """
     layers = [pattern.text for pattern in config.patterns]
     windows = {text for text in layers if text != "full"}
+    # transformers has one sliding_window for all layers.
     is_one_window = len(windows) <= 1 and all(
         re.fullmatch(r"window\(\d+\)", text) for text in windows
     )
@@ -371,6 +372,7 @@ def hf_model_type(config: ThinkerConfig) -> str:
             raise UserError(
                 f"cannot export a model with {obstacle}; no transformers architecture supports it"
             )
+    # Only smollm3 has layers without RoPE.
     if config.no_rope_layers:
         if config.qk_norm or config.attention_bias or windows:
             raise UserError(

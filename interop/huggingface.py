@@ -75,6 +75,7 @@ def load_pretrained(folder: Path) -> Thinker:
                 f"{folder}: {LM_HEAD} differs from the embedding, but config.json ties them"
             )
     model.load_state_dict(tensors, strict=not config.tie_embeddings, assign=True)
+    # Assigning has replaced the tied parameter.
     if config.tie_embeddings:
         model.lm_head.weight = model.embedding.weight
     return model.eval()

@@ -62,6 +62,7 @@ def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Pa
     """
     ours = config.to_dict()
     theirs = from_hf_config(read_json(base / "config.json")).to_dict()
+    # peft loads the base model with the config of the base.
     for name in ("max_seq_len", "rope_scaling", "attention_temperature"):
         if ours[name] != theirs[name]:
             raise UserError(
@@ -118,6 +119,7 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
     config = read_json(path)
     _check_config(config, path)
     rank = config["r"]
+    # Rank-stabilized LoRA divides by the root of the rank.
     divisor = rank**0.5 if config.get("use_rslora") else rank
     scale = config["lora_alpha"] / divisor
     base = _find_base(folder, str(config.get("base_model_name_or_path")))
@@ -154,6 +156,7 @@ def _check_config(config: dict[str, Any], path: Path) -> None:
 def _find_base(folder: Path, name: str) -> Path:
     """The folder of the base model: where the adapter says, or next to the adapter."""
     beside = folder.absolute().parent / Path(name).name
+    # The path that training wrote may be of another machine.
     for base in (Path(name), folder / name, beside):
         if is_hf_folder(base):
             return base

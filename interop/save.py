@@ -15,8 +15,8 @@ from thinker.runtime.extensions import imported_extensions
 def save(model: Thinker, tokenizer: Tokenizer | None, path: str | Path) -> None:
     """Write the weights, the architecture, the tokenizer and the names of imported extensions.
 
-    The folder appears complete or not at all. If it holds a saved model, that is replaced. Raises UserError if it
-    holds anything else.
+    The folder appears complete or not at all. If it holds a saved model, that is replaced. Raises
+    UserError if it holds anything else.
     """
     folder = Path(path)
     is_empty = not folder.exists() or not any(folder.iterdir())

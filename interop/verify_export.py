@@ -175,6 +175,7 @@ def _check_tokenizer(tokenizer: Tokenizer, hf_tokenizer: Any, n_texts: int) -> s
     """Compare the tokens of random texts."""
     reason = ""
     if type(hf_tokenizer).__name__.startswith("Qwen2"):
+        # transformers replaces the split pattern of the file by its own.
         reason = " (for qwen2, it always splits text as Qwen does)"
     texts = islice(adversarial_texts(list(tokenizer.special_tokens)), n_texts)
     with tqdm(total=n_texts, desc="comparing tokenizers", unit=" texts", leave=False) as bar:

@@ -60,6 +60,7 @@ def divisors(n: int) -> list[int]:
 
 def check_weights(named_tensors: Iterable[tuple[str, Tensor]], source: Any) -> None:
     """Raise RunError if a weight is not finite."""
+    # Imported here, as commands check their flags before they load torch.
     import torch
 
     for name, tensor in named_tensors:

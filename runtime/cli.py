@@ -34,6 +34,7 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: {shown})".lstrip()
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        # argparse would repeat the name of the flag in capitals.
         if action.type in METAVARS:
             return METAVARS[action.type]
         return super()._get_default_metavar_for_optional(action)

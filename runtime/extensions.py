@@ -1,9 +1,10 @@
-"""Extensions: modules of the user that register names, such as attention patterns, optimizers and callbacks.
+"""Extensions: modules of the user that register names.
 
-A config lists them (`extensions: [my_module]`), and the run records each with the folder where it was found, such as
-"my_module @ /home/ann/project". Whoever opens the run imports them again: from that folder, or else from the current
-one, or from the Python path. They are never imported from the run directory itself, so that a run that was downloaded
-does not bring code of its own.
+The names are those of attention patterns, optimizers, callbacks and so on. A config lists them
+(`extensions: [my_module]`), and the run records each with the folder where it was found, such as
+"my_module @ /home/ann/project". Whoever opens the run imports them again: from that folder, or else
+from the current one, or from the Python path. They are never imported from the run directory
+itself, so that a run that was downloaded does not bring code of its own.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _imported: dict[str, str] = {}  # by name, as they are recorded
 def import_extensions(
     entries: Iterable[str], folders: Sequence[Path] = (), opened: Path | None = None
 ) -> list[str]:
-    """Import modules, each "NAME" or "NAME @ FOLDER". Returns them with the folders where they were found.
+    """Import modules, each "NAME" or "NAME @ FOLDER".
 
-    folders: where to search before the current folder and the Python path.
-    opened: a run directory or checkpoint, in which nothing is searched.
+    Returns them with the folders where they were found. folders: where to search before the current
+    folder and the Python path. opened: a run directory or checkpoint, in which nothing is searched.
 
     Raises UserError if a module is not found, or if another module has its name.
     """
@@ -87,7 +88,10 @@ def _is_on_python_path(name: str) -> bool:
 
 
 def _import_from(folder: Path, name: str) -> ModuleType:
-    """Import a module of a folder, which comes first only now: later imports find what they found before."""
+    """Import a module of a folder.
+
+    The folder comes first only now, so that later imports find what they found before.
+    """
     text = str(folder)
     sys.path.insert(0, text)
     importlib.invalidate_caches()  # the file may be new

@@ -23,6 +23,7 @@ def atomic_write(path: Path, content: str | bytes, sync: bool = True) -> None:
     """
     if isinstance(content, str):
         content = content.encode()
+    # Several processes may write the same file, so each has a temporary one.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -75,6 +76,7 @@ def sync_to_disk(path: Path) -> None:
     is_windows = os.name == "nt"
     if is_windows and path.is_dir():
         return
+    # Windows syncs only files that are open for writing.
     flags = os.O_RDWR if is_windows else os.O_RDONLY
     descriptor = os.open(path, flags)
     try:

@@ -40,6 +40,7 @@ def _interrupt(number: int, frame: FrameType) -> None:
 
     During an import, which might catch the exception, Ctrl-C ends the process.
     """
+    # A second signal would end the process before its cleanup, so ignore an echo of the first.
     signal.signal(number, signal.SIG_IGN)
     time.sleep(TWICE_SECONDS)
     signal.signal(number, _leave)

@@ -93,6 +93,7 @@ class DistContext:
             return
         import torch.distributed
 
+        # gloo would wait as long, but would not say which rank is missing.
         missing = self._wait_for_ranks("here", timeout)
         if missing:
             raise RunError(f"{missing} did not start within {timeout:g} s (train.dist_timeout_s)")
@@ -186,7 +187,7 @@ class DistContext:
         try:
             if _lost_contact(error):
                 error = self._name_missing_ranks(error)
-            # Rank 0 may also have failed, and be closing files. Its error is the better one.
+            # Rank 0 may also have failed, and be closing files. Let it be the first.
             while not self.is_main and time.monotonic() < end and not self._has_failed():
                 time.sleep(POLL_SECONDS)
             first_to_fail = self.store.compare_set("failed", "", str(self.rank)).decode()
@@ -233,6 +234,7 @@ class DistContext:
 
         Returns a description of the ranks without an answer, or "".
         """
+        # The value says which process this is, should it end later.
         self.store.set(f"{key}/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
         missing = list(range(self.world_size))
         end = time.monotonic() + seconds

@@ -74,6 +74,7 @@ def read_bytes(path: Path, error_type: type[Exception] = UserError) -> bytes:
         if not path.is_file():
             raise error_type(f"{path} is not a regular file")
         with path.open("rb") as file:
+            # One byte more shows that the file is too large, and a size from stat() may be wrong.
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise error_type(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error

@@ -83,6 +83,7 @@ class ResilientStream:
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO, *FULL_DISK):
                 raise
+            # Nobody can read what follows, so discard it without further errors.
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, self._stream.fileno())
             os.close(devnull)

@@ -1,7 +1,7 @@
 """Conversion from and to Hugging Face's tokenizer.json and tokenizer_config.json.
 
-A byte-level BPE becomes a tiktoken encoding, which is five times as fast (docs/benchmarks/data.md), if
-it produces the same ids for every text. This is verified in two steps:
+A byte-level BPE becomes a tiktoken encoding, which is five times as fast (docs/benchmarks/data.md),
+if it produces the same ids for every text. This is verified in two steps:
 
 1. The merges. tiktoken merges the pair whose token has the lowest id; Hugging Face follows a list.
    The two agree if the list creates tokens in the order of their ids, and if merging each token's
