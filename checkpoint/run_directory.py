@@ -28,7 +28,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
-        self.streams = self.path / "streams"
+        self.dataset_files = self.path / "streams"  # for as long as a run reads them
         self._lock = FileLock(self.path / ".lock", timeout=0)
         self._locked_file: os.stat_result | None = None
 

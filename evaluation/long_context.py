@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.shards import TokenShards
 from thinker.evaluation.loss import batch_losses
 from thinker.model import Thinker, ThinkerConfig

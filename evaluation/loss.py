@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.data.batches.batches import PackedDataset, entropy_floor, sequential_batches
+from thinker.data.batches.windows import PackedDataset, sequential_batches
+from thinker.evaluation.entropy_floor import entropy_floor
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import to_device
@@ -24,10 +25,13 @@ PROGRESS_DELAY = 1.0  # seconds
 
 @torch.no_grad()
 def batch_losses(
-    model: Thinker, windows: PackedDataset, batch_size: int,
-    compute_loss: Callable[[Tensor, Tensor, Tensor | None], Any], limit: int | None = None,
+    model: Thinker,
+    windows: PackedDataset,
+    batch_size: int,
+    compute_loss: Callable[[Tensor, Tensor, Tensor | None], Any],
+    limit: int | None = None,
     dist: DistContext = SINGLE_PROCESS,
-) -> Iterator[tuple[Tensor, Any]]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Any]]:
     """Yield (targets, compute_loss(inputs, targets, document_ids)) per batch of the first `limit` windows, in order.
 
     Tensors are (B, T), on the model's device for compute_loss; the model is in evaluation mode until the loop ends.
@@ -36,14 +40,15 @@ def batch_losses(
     was_training = model.training
     model.eval()
     try:
-        for inputs, targets in sequential_batches(
-            windows, batch_size, limit, dist.rank, dist.world_size
-        ):
-            batch = inputs, targets, windows.document_ids(inputs)
-            yield (
-                targets,
-                compute_loss(*(x if x is None else to_device(x, model.device) for x in batch)),
+        batches = sequential_batches(windows, batch_size, limit, dist.rank, dist.world_size)
+        for inputs, targets in batches:
+            document_ids = windows.document_ids(inputs)
+            if document_ids is not None:
+                document_ids = to_device(document_ids, model.device)
+            loss = compute_loss(
+                to_device(inputs, model.device), to_device(targets, model.device), document_ids
             )
+            yield targets, loss
     finally:
         model.train(was_training)
 
@@ -52,7 +57,7 @@ def batch_losses(
 class Evaluation:
     """Nats per token, bits per byte of text, and the entropy floor of the corpus (nats per token) if known.
 
-    In a mixture, `parts` has the evaluation of each source.
+    metrics: more keys of the evaluation for metrics.jsonl.
     """
 
     loss: float
@@ -60,7 +65,7 @@ class Evaluation:
     entropy_floor: float | None
     n_tokens: int
     n_bytes: float
-    parts: Mapping[str, "Evaluation"] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -79,7 +84,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self.n_windows = min(self.limit or len(self.windows), len(self.windows))
-        if not any((self.windows[i][1] != IGNORE_INDEX).any() for i in range(self.n_windows)):
+        if not any(self._has_targets(index) for index in range(self.n_windows)):
             reasons = (
                 "no answers (data.assistant_only_loss) or no text beyond the bidirectional prefix"
             )
@@ -89,37 +94,33 @@ class Evaluator:
             )
         self.floor = entropy_floor(self.windows, self.limit)
 
+    def _has_targets(self, index: int) -> bool:
+        _, targets = self.windows.window(index)
+        return bool((targets != IGNORE_INDEX).any())
+
     def __call__(
         self, model: Thinker, stop: Callable[[], bool] = lambda: False
     ) -> Evaluation | None:
         """Compute the loss of `model`; None if stop(), called after each batch, returns True."""
-        device = (
-            "cpu" if model.device.type == "mps" else model.device
-        )  # Apple's GPUs have no float64
-        nats = torch.zeros(
-            (), dtype=torch.float64, device=device
-        )  # on the device, to synchronize only once at the end
-        n_tokens, n_bytes = 0, 0.0
+        # The sum stays on the device, to synchronize only once at the end. Apple's GPUs have no float64.
+        device = torch.device("cpu") if model.device.type == "mps" else model.device
+        nats = torch.zeros((), dtype=torch.float64, device=device)
+        n_tokens = 0
+        n_bytes = 0.0
 
         def loss_sum(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
             missing = self.batch_size - len(inputs)
-            if (
-                missing and inputs.is_cuda
-            ):  # avoids compiling the model again for a short last batch
+            if missing and inputs.is_cuda:
+                # Fill up a short last batch, so that the model is not compiled again for its shape.
                 below = (0, 0, 0, missing)
-                inputs, targets = F.pad(inputs, below), F.pad(targets, below, value=IGNORE_INDEX)
-                document_ids = None if document_ids is None else F.pad(document_ids, below)
+                inputs = F.pad(inputs, below)
+                targets = F.pad(targets, below, value=IGNORE_INDEX)
+                if document_ids is not None:
+                    document_ids = F.pad(document_ids, below)
             return model(inputs, targets=targets, document_ids=document_ids)[0]
 
         losses = batch_losses(model, self.windows, self.batch_size, loss_sum, self.limit, self.dist)
-        n_batches = -(-self.n_windows // (self.batch_size * self.dist.world_size))
-        bar = tqdm(
-            desc="evaluating",
-            total=n_batches,
-            leave=False,
-            delay=PROGRESS_DELAY,
-            disable=not self.progress,
-        )
+        bar = self._bar()
         with contextlib.closing(losses), bar:  # restores the model's mode after a stop
             for targets, loss in losses:
                 bar.update()
@@ -129,10 +130,25 @@ class Evaluator:
                 nats += loss.to(nats.device, nats.dtype)
                 if stop():
                     return None
-        all_nats, all_tokens, all_bytes = zip(
-            *self.dist.all_gather_scalars(nats.item(), n_tokens, n_bytes)
-        )
-        total, n_tokens, n_bytes = math.fsum(all_nats), int(sum(all_tokens)), math.fsum(all_bytes)
+        gathered = self.dist.all_gather_scalars(nats.item(), n_tokens, n_bytes)
+        all_nats, all_tokens, all_bytes = zip(*gathered)
+        total_nats = math.fsum(all_nats)
+        total_tokens = int(sum(all_tokens))
+        total_bytes = math.fsum(all_bytes)
         return Evaluation(
-            total / n_tokens, total / math.log(2) / max(n_bytes, 1), self.floor, n_tokens, n_bytes
+            loss=total_nats / total_tokens,
+            bits_per_byte=total_nats / math.log(2) / max(total_bytes, 1),
+            entropy_floor=self.floor,
+            n_tokens=total_tokens,
+            n_bytes=total_bytes,
+        )
+
+    def _bar(self) -> tqdm:
+        n_batches = -(-self.n_windows // (self.batch_size * self.dist.world_size))
+        return tqdm(
+            desc="evaluating",
+            total=n_batches,
+            leave=False,
+            delay=PROGRESS_DELAY,
+            disable=not self.progress,
         )

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.data.batches.batches import PackedDataset, entropy_floor
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.encoding import encode_document
 from thinker.data.corpus.shard_writer import ShardWriter
 from thinker.data.corpus.shards import TokenShards
 from thinker.data.text.sources import Source
 from thinker.data.tokenizers.text_bytes import count_bytes, loses_text, warn_of_lost_text
 from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.evaluation.entropy_floor import entropy_floor
 from thinker.evaluation.long_context import PositionLosses, loss_by_position, ratio_with_error
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX

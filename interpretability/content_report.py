@@ -13,7 +13,7 @@ from thinker.interpretability.content_heads import LOCAL, RELATIONS, ContentScor
 from thinker.interpretability.reports import Panel, Report, existing_heads, head_labels, to_json
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
-from thinker.training.run_data import load_run_config
+from thinker.training.open_run import load_run_config
 
 N_PAIRS = 5  # of the most similar heads, listed
 BY_DEPTH = ("entropy", "distance", "local", "next fact", "this fact", "subject")

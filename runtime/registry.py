@@ -82,7 +82,25 @@ class Feature:
     # Keys that decide weights or batches, such as "train.prune", and for each a function that says whether it may
     # change when a run resumes: (training.resume.KeyChange) -> the reason why not, or "". "": it may not.
     fixed_keys: Mapping[str, str] = field(default_factory=dict)
-    dataset: str = ""  # the training data, or None
+
+    # Data.
+    # (config, tokenizer or its name) -> Corpus: the tokens of a config, or None if the road can prepare them.
+    corpus: str = ""
+    # (config.data, sha256, tokenizer hash) -> Corpus: the tokens of an existing run in the cache, or None.
+    find_corpus: str = ""
+    # (training.batches.DatasetOptions) -> OrderedDataset: the training windows of all sources, or None.
+    dataset: str = ""
+    # (DatasetOptions, TextSource, name, number) -> OrderedDataset: the windows of one source, or None.
+    source_dataset: str = ""
+    # (settings, corpus, loader, dist) -> what measures the validation loss, as evaluation.loss.Evaluator does; or None.
+    evaluator: str = ""
+    # (settings, corpus, loader) -> lines that describe the data before a run.
+    describe_data: str = ""
+    # (a line of metrics.jsonl with val_loss) -> lines that describe the evaluation after a run.
+    describe_evaluation: str = ""
+    # (settings, corpus, loader, lines of metrics.jsonl, best val_loss) -> lines whose losses are those of equal texts, to
+    # see whether the model fits them; or None if all lines are so already.
+    comparable_losses: str = ""
 
     # Generation: the names of the options of Generator() that the feature reads.
     generator_options: tuple[str, ...] = ()

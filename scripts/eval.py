@@ -206,7 +206,7 @@ def open_text(
     arguments: argparse.Namespace, folder: Path, tokenizer: Tokenizer, scratch: Path
 ) -> Text:
     """The text of --source, or the validation split of the run. Raises UserError if it cannot be read."""
-    from thinker.training.run_data import load_run_config, load_validation_data
+    from thinker.training.open_run import load_run_config, load_validation_data
 
     if arguments.source is not None:
         config = load_run_config(folder)
@@ -302,7 +302,7 @@ def evaluate_text(
     arguments: argparse.Namespace, folder: Path, model: Thinker, tokenizer: Tokenizer, scratch: Path
 ) -> Report:
     """Measure loss, perplexity and bits per byte by context length."""
-    from thinker.data.batches.batches import PackedDataset
+    from thinker.data.batches.windows import PackedDataset
     from thinker.data.tokenizers.text_bytes import scaled_byte_lengths
     from thinker.evaluation.perplexity import format_table, text_loss
 

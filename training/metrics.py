@@ -31,9 +31,7 @@ def part_losses(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]
 def evaluation_line(evaluation: Evaluation) -> dict[str, float]:
     """The losses of an evaluation, and of each source of a mixture."""
     line = {"val_loss": evaluation.loss, "val_bits_per_byte": evaluation.bits_per_byte}
-    for name, part in evaluation.parts.items():
-        line[f"val_loss/{name}"] = part.loss
-        line[f"val_bits_per_byte/{name}"] = part.bits_per_byte
+    line |= evaluation.metrics
     if evaluation.entropy_floor is not None:
         line["entropy_floor"] = evaluation.entropy_floor
     return line

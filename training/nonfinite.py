@@ -14,7 +14,7 @@ from thinker import checkpoint
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.batches.batch_loader import BatchLoader
-from thinker.data.batches.batches import WindowRemoved
+from thinker.data.batches.dataset import WindowRemoved
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError
@@ -95,7 +95,7 @@ def diagnose(
             inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
         except WindowRemoved:
             break  # the step was long ago
-        loss = _backward(copy, inputs, targets, loader.dataset.document_ids(inputs))
+        loss = _backward(copy, inputs, targets, loader.document_ids(inputs))
         gradients = {name: p.grad for name, p in copy.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not math.isfinite(norm):

@@ -175,7 +175,7 @@ def create_run(run: RunDirectory, is_new: bool, dist: DistContext) -> None:
         raise UserError(
             f"another process has just trained in {run.path}; run the same command again"
         )
-    shutil.rmtree(run.streams, ignore_errors=True)
+    shutil.rmtree(run.dataset_files, ignore_errors=True)
     for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
         if (run.path / FILE_NAME).exists():
             shutil.copy(run.path / FILE_NAME, folder)  # the run's tokenizer may change

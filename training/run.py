@@ -7,9 +7,9 @@ import torch
 
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.features.mixtures.reports import describe_mixture
 from thinker.runtime.device import choose_device, configure_backend, enable_determinism
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.runtime.registry import offers
 from thinker.training import resume
 from thinker.training.batches import build_batches
 from thinker.training.callback import Callback
@@ -19,7 +19,7 @@ from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter
 from thinker.training.objective import Objective, build_objective
 from thinker.training.reports.advice import before_training
-from thinker.training.resumed_data import own_tokenizer, read_corpus
+from thinker.training.run_corpus import own_tokenizer, read_corpus
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.resolve import (
     check_batch_split,
@@ -130,7 +130,8 @@ def build_trainer(
     if not trainer.is_finished:
         run.write_config(settings.model_dump(mode="json"))
         lines = before_training(settings, corpus, batches.loader, step.kernel_problem)
-        lines += describe_mixture(settings, corpus, batches.loader)
+        for describe_data in offers("describe_data"):
+            lines += describe_data(settings, corpus, batches.loader)
         print("\n".join(lines), file=sys.stderr)
     if dist.is_main:
         corpus.tokenizer.save(run.path)

@@ -78,8 +78,8 @@ class Trainer:
         if self.is_finished:
             return
         if self.dist.is_main:
-            self.loader.write_streams(self.state.step)
-        # The other ranks read only after old blocks of streams were removed.
+            self.loader.start(self.state.step)
+        # The other ranks read only after old files of the dataset were removed.
         self.dist.broadcast_object(None)
         self.sync_step()
 
@@ -105,8 +105,7 @@ class Trainer:
                 saved = f"saved step {self.state.step} in {self.run.path}"
                 print(f"{saved}; run the same command again to resume", file=sys.stderr)
                 return 128 + self.stopping  # as shells report a signal: 129, 130, 143
-            shares = dict(zip(self.corpus.parts, self.loader.mixture.mean_token_shares().tolist()))
-            print_summary(self.run, self.state, self.epochs, self.corpus, shares)
+            print_summary(self.run, self.state, self.epochs, self.corpus, self.loader)
         return 0
 
     def fit(self) -> None:
@@ -234,7 +233,7 @@ class Trainer:
 
     @property
     def epochs(self) -> float:
-        """Number of epochs: how often the training split, or the source of a mixture that repeats most, was read."""
+        """Number of epochs: how often the training split, or that of its sources that repeats most, was read."""
         return max(self.loader.epochs(self.state.step))
 
     def progress(self) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from thinker.data.batches.batches import PackedDataset, sequential_batches
+from thinker.data.batches.windows import PackedDataset, sequential_batches
 from thinker.data.corpus.shards import TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.training.config.load import load_config

@@ -12,14 +12,14 @@ from tqdm import tqdm
 
 from thinker.benchmarks.losses.ablation import COMMON_OVERRIDES, CORPORA
 from thinker.benchmarks.training_runs import ROOT, TrainingRun, train_all
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.evaluation.long_context import loss_by_position, override_rope_scaling
 from thinker.interop import load
 from thinker.runtime.device import choose_device, configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure
 from thinker.training.config.load import load_config
-from thinker.training.training_data import prepare_training_data
+from thinker.training.run_corpus import prepare_training_data
 
 MULTIPLES = (1, 2, 4)  # of the trained length
 LONGEST = max(MULTIPLES)

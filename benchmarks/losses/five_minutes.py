@@ -67,11 +67,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure(training: TrainingRun) -> dict[str, Any]:
     """Bits per byte of a finished run on its validation split, with a 95% interval, and what was trained."""
-    from thinker.data.batches.batches import PackedDataset
+    from thinker.data.batches.windows import PackedDataset
     from thinker.data.tokenizers.text_bytes import scaled_byte_lengths
     from thinker.evaluation.perplexity import text_loss
     from thinker.interop import load
-    from thinker.training.run_data import load_validation_data
+    from thinker.training.open_run import load_validation_data
 
     model, tokenizer = load(training.folder)
     config, tokens = load_validation_data(

@@ -10,7 +10,8 @@ from tqdm import tqdm
 
 from thinker.benchmarks.training_runs import TrainingRun
 from thinker.data.batches.batch_loader import BatchLoader
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.dataset import ShuffledDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.tokenizers.text_bytes import token_byte_lengths
 from thinker.evaluation.loss import Evaluator
 from thinker.runtime.constants import IGNORE_INDEX
@@ -19,7 +20,7 @@ from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
 from thinker.training.metrics import MemoryMeter
 from thinker.training.optim.schedule import lr_multiplier
-from thinker.training.training_data import prepare_training_data
+from thinker.training.run_corpus import prepare_training_data
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Gpt2Run(TrainingRun):
             weight_decay=config.optimizer.weight_decay, fused=True,
         )  # fmt: skip
         train_set = PackedDataset(corpus.train, seq_len, config.data.packing)
-        loader = BatchLoader(train_set, train.batch_size, config.run.seed)
+        loader = BatchLoader(ShuffledDataset(train_set, config.run.seed), train.batch_size)
         tokens, start = 0, time.perf_counter()
         for step in tqdm(range(train.max_steps), desc=self.name):
             multiplier = lr_multiplier(train, step, step / train.max_steps)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from thinker.benchmarks.losses.regularization import train_quietly
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.text.sources import open_source
 from thinker.data.tokenizers.text_bytes import token_byte_lengths
 from thinker.evaluation.loss import Evaluator
 from thinker.interop.load import load
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config
-from thinker.training.training_data import prepare_training_data
+from thinker.training.run_corpus import prepare_training_data
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 PACKINGS = ("contiguous", "documents", "best_fit")

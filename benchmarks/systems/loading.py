@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from thinker.data.batches.batch_loader import BatchLoader
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.dataset import ShuffledDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.corpus import prepare_corpus
+from thinker.features.mixtures.mixed_dataset import MixedDataset
 from thinker.features.mixtures.mixture import Mixture, MixtureSource
 
 PACKINGS = ("contiguous", "documents", "best_fit")
@@ -32,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time batches of one source, and of a mixture of its two halves. Print a table."""
+    """Time batches of one source, and of a mixture of it with itself. Print a table."""
     torch.set_num_threads(1)
     tokens = prepare_corpus(
         source="jsonl",
@@ -43,13 +45,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for seq_len, packing in itertools.product(arguments.lengths, PACKINGS):
         dataset, batch_size = PackedDataset(tokens, seq_len, packing), BATCH_TOKENS // seq_len
-        half = len(dataset) // 2
+        sources = [ShuffledDataset(dataset, 1, source=number) for number in range(2)]
         mixture = Mixture([MixtureSource({0: 0.7}), MixtureSource({0: 0.3})])
         loaders = {
-            "one source": BatchLoader(dataset, batch_size, 1),
-            "mixture": BatchLoader(
-                dataset, batch_size, 1, mixture=mixture, bounds=[0, half, len(dataset)]
-            ),
+            "one source": BatchLoader(sources[0], batch_size),
+            "mixture": BatchLoader(MixedDataset(sources, mixture, [len(dataset)] * 2), batch_size),
         }
         for name, loader in loaders.items():
             rate = (

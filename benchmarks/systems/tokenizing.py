@@ -25,19 +25,19 @@ seconds, tokens = time.perf_counter() - start, corpus.train.n_tokens + corpus.va
 from functools import partial
 from pathlib import Path
 import numpy as np
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.text.sources import open_source
 from thinker.features.streams.stream_writer import StreamText
 from thinker.features.streams.token_stream import TokenStream
 ours = load_tokenizer(tokenizer)
 text = StreamText(open_source("jsonl", path=file), ours, 0.05)
 pack = partial(PackedDataset, seq_len=1024, packing="contiguous")
-stream, window = TokenStream(Path(folder), lambda: text, ours, 1 << 24, pack, False), 0
+stream, window = TokenStream(Path(folder), lambda: text, ours, 1 << 24, pack, 1, progress=False), 0
 start = time.perf_counter()
-stream.write_from(0)
-while stream.epochs(window) < 1:  # every window once
-    for number in stream.order(np.arange(window, window + 64), (1,)).tolist():
-        stream.window(number)
+stream.start(0)
+while stream.epochs(window)[0] < 1:  # every window once
+    for sample in stream.samples(window, 64):
+        stream.window(sample)
     window += 64
 seconds, tokens = time.perf_counter() - start, window * 1024
 stream.close()

@@ -33,6 +33,7 @@ from thinker.runtime.reading import read_text
 from thinker.training.config.load import load_config
 from thinker.training.config.sections import OptimizerConfig
 from thinker.training.initial_model import load_initial_model
+from thinker.training.run_corpus import prepare_training_data
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
 from thinker.training.settings.resolve import (
@@ -42,7 +43,6 @@ from thinker.training.settings.resolve import (
     resolve_settings,
 )
 from thinker.training.settings.settings import Settings
-from thinker.training.training_data import prepare_training_data
 
 RATES = ("lr", "embedding_lr", "head_lr", "norm_lr")
 EVAL_SEQUENCES = 256  # the same for all trials, so that few suffice to compare them

@@ -10,15 +10,14 @@ from thinker.data.batches.best_fit import pack_best_fit
 from thinker.data.corpus.shards import DamagedShard, Shard
 from thinker.runtime.files import FileArray, OpenFile, atomic_write, can_write
 
+HASH_BYTES = 32
 Table = FileArray | np.ndarray
 
 
 def document_starts(shard: Shard, seq_len: int) -> Table:
     """(n_windows + 1,) int64: the start of each window of "documents" packing, and the end of the last."""
-    return _kept(
-        shard.path.with_suffix(f".windows-{seq_len}"),
-        lambda: _document_starts(shard.offsets[:], seq_len),
-    )
+    path = shard.path.with_suffix(f".windows-{seq_len}")
+    return _kept(path, lambda: _document_starts(shard.offsets[:], seq_len))
 
 
 def best_fit_segments(shard: Shard, seq_len: int) -> tuple[Table, Table]:
@@ -26,17 +25,16 @@ def best_fit_segments(shard: Shard, seq_len: int) -> tuple[Table, Table]:
 
     And (n_windows + 1,) int64, the first segment of each window.
     """
-    segments, firsts = (
-        shard.path.with_suffix(f".{name}-{seq_len}") for name in ("segments", "best-fit")
-    )
     tables: list[np.ndarray] = []
 
     def table(index: int) -> np.ndarray:
-        if not tables:
+        if not tables:  # packing is slow, and both files may be there
             tables.extend(pack_best_fit(shard.offsets[:], seq_len))
         return tables[index].reshape(-1)
 
-    return _kept(segments, lambda: table(0)), _kept(firsts, lambda: table(1))
+    segments = _kept(shard.path.with_suffix(f".segments-{seq_len}"), lambda: table(0))
+    firsts = _kept(shard.path.with_suffix(f".best-fit-{seq_len}"), lambda: table(1))
+    return segments, firsts
 
 
 def _kept(path: Path, make: Callable[[], np.ndarray]) -> Table:
@@ -47,10 +45,10 @@ def _kept(path: Path, make: Callable[[], np.ndarray]) -> Table:
     if path.is_file():
         file = OpenFile(path, DamagedShard)
         kept = file.read(0, file.size, np.uint8)
-        if (
-            hashlib.sha256(kept[:-32]).digest() == kept[-32:].tobytes()
-        ):  # otherwise damaged: write it again
-            return FileArray(file, np.dtype("<i8"), len(kept) // 8 - 4)
+        content, digest = kept[:-HASH_BYTES], kept[-HASH_BYTES:]
+        if hashlib.sha256(content).digest() == digest.tobytes():
+            return FileArray(file, np.dtype("<i8"), len(content) // 8)
+        # Otherwise it is damaged: write it again.
     table = np.ascontiguousarray(make(), "<i8")
     if not can_write(path.parent):
         return table
@@ -62,13 +60,18 @@ def _document_starts(offsets: np.ndarray, seq_len: int) -> np.ndarray:
     # After a window that starts at document i, the next starts at next_document[i]: after all that fit, at least one.
     fitting = np.searchsorted(offsets, offsets[:-1] + seq_len, side="right") - 1
     next_document = np.maximum(fitting, np.arange(1, len(offsets)))
-    firsts, document, steps = [], 0, next_document.tolist()
-    while document < len(steps):
+    following = next_document.tolist()
+    firsts = []  # the document at the start of each window
+    document = 0
+    while document < len(following):
         firsts.append(document)
-        document = steps[document]
-    begin, end = offsets[firsts], offsets[next_document[firsts]]
-    n_pieces = -(-(end - begin) // seq_len)  # above 1 only if a document is longer than a window
-    piece = np.arange(n_pieces.sum()) - np.repeat(
-        np.cumsum(n_pieces) - n_pieces, n_pieces
-    )  # index within its document
-    return np.append(np.repeat(begin, n_pieces) + piece * seq_len, offsets[-1])
+        document = following[document]
+
+    # A document that is longer than a window is cut into several.
+    begin = offsets[firsts]
+    end = offsets[next_document[firsts]]
+    n_pieces = -(-(end - begin) // seq_len)
+    n_pieces_before = np.cumsum(n_pieces) - n_pieces
+    piece = np.arange(n_pieces.sum()) - np.repeat(n_pieces_before, n_pieces)
+    starts = np.repeat(begin, n_pieces) + piece * seq_len
+    return np.append(starts, offsets[-1])

@@ -18,11 +18,13 @@ def permute(indices: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
         raise IndexError(f"index {indices} is outside range({size})")
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    round_keys = np.frombuffer(hashlib.sha512(repr((size, *key)).encode()).digest(), "<u8")[:ROUNDS]
+    digest = hashlib.sha512(repr((size, *key)).encode()).digest()
+    round_keys = np.frombuffer(digest, "<u8")[:ROUNDS]
     out = indices.astype(np.uint64)
     outside = np.ones(out.shape, bool)
     while outside.any():
-        left, right = out[outside] >> half, out[outside] & mask
+        left = out[outside] >> half
+        right = out[outside] & mask
         for round_key in round_keys:
             left, right = right, left ^ (_mix(right ^ round_key) & mask)
         out[outside] = left << half | right

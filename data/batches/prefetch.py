@@ -21,8 +21,8 @@ class Batch(NamedTuple):
     targets: Tensor  # (B, T) int64, IGNORE_INDEX for no target
     n_targets: int  # targets other than IGNORE_INDEX
     document_ids: Tensor | None = None  # (B, T) int64, with document_masking only
-    sources: Tensor | None = None  # (B,) int64, the source of each sequence, in a mixture only
-    windows: Tensor | None = None  # (B,) int64, the index of each sequence in its dataset or stream
+    sources: Tensor | None = None  # (B,) int64, of a dataset with several sources only
+    windows: Tensor | None = None  # (B,) int64, the index of each sequence in the dataset
     target_losses: Tensor | None = None  # (B, T) fp32, which an objective fills if it is there
 
     def rows(self, rows: slice, device: torch.device) -> "Batch":
@@ -53,7 +53,10 @@ class Prefetcher:
         rows: slice = slice(None),
         num_workers: int = 1,
     ) -> None:
-        self.loader, self.pinned, self.rows, self.num_workers = loader, pinned, rows, num_workers
+        self.loader = loader
+        self.pinned = pinned
+        self.rows = rows
+        self.num_workers = num_workers
         self.waited = 0.0  # seconds in total
         self._pool = ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="batches")
         self._pending: dict[int, Future[Batch]] = {}
@@ -64,8 +67,13 @@ class Prefetcher:
         is_interrupted: asked while the batch is not there. If true, returns None instead of waiting for it.
         """
         start = time.perf_counter()
-        steps = range(step, step + 1 + self.num_workers)
-        self._pending = {s: self._pending.get(s) or self._pool.submit(self._make, s) for s in steps}
+        pending = self._pending
+        self._pending = {}
+        for wanted in range(step, step + 1 + self.num_workers):
+            if wanted in pending:
+                self._pending[wanted] = pending[wanted]
+            else:
+                self._pending[wanted] = self._pool.submit(self._make, wanted)
         future = self._pending[step]
         while not future.done():
             if is_interrupted():
@@ -76,19 +84,22 @@ class Prefetcher:
         return future.result()
 
     def close(self, is_finished: bool = False) -> None:
-        """Stop the threads. is_finished: the run has ended, and needs the files of streams no longer."""
+        """Stop the threads. is_finished: the run has ended, and needs no files of its dataset any more."""
         self.loader.close(is_finished)
         self._pool.shutdown(cancel_futures=True)
 
     def _make(self, step: int) -> Batch:
         inputs, targets = self.loader.batch(step, self.rows)
-        document_ids = self.loader.dataset.document_ids(inputs)
+        document_ids = self.loader.document_ids(inputs)
         if self.pinned:
-            inputs, targets = inputs.pin_memory(), targets.pin_memory()
-            document_ids = None if document_ids is None else document_ids.pin_memory()
-        is_mixture = len(self.loader.bounds) > 2
-        sources = torch.tensor(self.loader.sources(step)[self.rows]) if is_mixture else None
-        windows = torch.tensor(self.loader.sample_ids(step)[self.rows])
-        return Batch(
-            inputs, targets, int((targets != IGNORE_INDEX).sum()), document_ids, sources, windows
-        )
+            inputs = inputs.pin_memory()
+            targets = targets.pin_memory()
+            if document_ids is not None:
+                document_ids = document_ids.pin_memory()
+        n_targets = int((targets != IGNORE_INDEX).sum())
+        samples = self.loader.samples(step)[self.rows]
+        windows = torch.tensor([sample.index for sample in samples])
+        sources = None
+        if self.loader.dataset.n_sources > 1:
+            sources = torch.tensor([sample.source for sample in samples])
+        return Batch(inputs, targets, n_targets, document_ids, sources, windows)

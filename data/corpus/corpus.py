@@ -7,24 +7,22 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thinker.data.corpus.corpus_builder import build_corpus
 from thinker.data.corpus.corpus_cache import building_folder, publish, read_index
+from thinker.data.corpus.document_filter import DocumentFilter
 from thinker.data.corpus.shards import FORMAT, SHARD_TOKENS, DamagedShard, TokenShards
 from thinker.data.text.document import MissingData
-from thinker.data.text.sources import open_source, stamps
+from thinker.data.text.sources import Source, open_source, stamps
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import check_spec, load_tokenizer
-from thinker.features.cleaning.cleaning import CleaningRules
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import make_folder
 from thinker.runtime.reading import read_json
 
 INDEX_FORMAT = 5  # changes with corpus.json, and with the text that a tokenizer is trained on
-CLEANING_FORMAT = 1  # changes with the way to find what is dropped
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Corpus:
     """A tokenized corpus: tokenizer, both splits, the sha256 of their tokens, and the folder in the cache.
 
     The sha256 (of tokens and loss masks) and the tokenizer's content_hash identify a corpus in the cache and in runs.
-    A mixture (mixed_corpus.py) has the shards of its parts, one after the other.
+    A corpus of several parts has the shards of its parts, one after the other.
     """
 
     tokenizer: Tokenizer
@@ -40,21 +38,28 @@ class Corpus:
     val: TokenShards
     sha256: str = field(repr=False)
     folder: Path
-    parts: Mapping[str, "Corpus"] = field(default_factory=dict)  # the sources of a mixture, by name
+    parts: Mapping[str, "Corpus"] = field(default_factory=dict)  # by name; empty if it has none
 
 
 def prepare_corpus(
-    *, source: str, tokenizer: str | Tokenizer = "bpe:4096", assistant_only_loss: bool = False,
-    val_fraction: float = 0.05, cache_dir: str | Path = ".cache", progress: bool = True,
-    shard_tokens: int = SHARD_TOKENS, val_tokens: str | None = None, clean: CleaningRules | None = None,
+    *,
+    source: str,
+    tokenizer: str | Tokenizer = "bpe:4096",
+    assistant_only_loss: bool = False,
+    val_fraction: float = 0.05,
+    cache_dir: str | Path = ".cache",
+    progress: bool = True,
+    shard_tokens: int = SHARD_TOKENS,
+    val_tokens: str | None = None,
+    document_filter: DocumentFilter | None = None,
     **source_options: Any,
-) -> Corpus:  # fmt: skip
+) -> Corpus:
     """Tokenize a source into shards on disk, or open the shards of an earlier call with the same options.
 
     The validation split is the last val_fraction of a single text, or the documents whose content hash is below
     val_fraction, so equal documents are always in the same split. The tokenizer is trained only on the training split.
     With val_fraction=0, the validation split is empty. Documents without text are skipped with a message. Memory does
-    not grow with the corpus, except with `clean`.
+    not grow with the corpus, except with a filter.
 
     Args:
         tokenizer: a tokenizer or its name (see tokenizer_factory.check_spec).
@@ -63,7 +68,7 @@ def prepare_corpus(
         shard_tokens: a shard is closed after the document that reaches this many tokens.
         val_tokens: a file of tokens (llmc_tokens.py) whose documents form the validation split. Equal documents of the
             source are left out.
-        clean: which documents to drop; the source is then read once more. corpus.json counts them.
+        document_filter: drops documents; the source is then read once more. corpus.json counts them.
         source_options: passed to sources.open_source.
 
     Raises UserError for invalid options, and for text that is missing, unreadable or too short to split.
@@ -74,30 +79,29 @@ def prepare_corpus(
             f"data.val_fraction={val_fraction}: use a fraction between 0 and 1, for example 0.05"
         )
     opened = open_source(source, **source_options)
-    if val_tokens is not None and (kind in ("bpe", "char", "byte") or opened.whole_text):
-        needs = "data.tokenizer=tiktoken:gpt2 or the path of a tokenizer, and a source other than a single text file"
-        raise UserError(f"data.val_tokens needs {needs}")
-    if clean is not None and opened.whole_text:
-        raise UserError(
-            "data.clean cannot clean a single text file, which is one document; remove data.clean"
-        )
-    if clean is not None and val_tokens is not None:
-        raise UserError("data.clean cannot be combined with data.val_tokens; remove one of them")
-    if val_tokens is not None and not os.path.isfile(val_tokens):
-        raise MissingData(
-            f"data.val_tokens={val_tokens} is not a file; set the path of a token file"
-        )
-    spec, tokenizer_key = (load_tokenizer(tokenizer) if kind == "path" else tokenizer), tokenizer
+    if val_tokens is not None:
+        _check_val_tokens(val_tokens, kind, opened, document_filter)
+    if document_filter is not None:
+        document_filter.check_source(opened)
+    spec = load_tokenizer(tokenizer) if kind == "path" else tokenizer
     if isinstance(spec, Tokenizer):
-        kind, tokenizer_key = spec.kind, spec.content_hash
+        kind = spec.kind
+        tokenizer_key = spec.content_hash
+    else:
+        tokenizer_key = spec
     if source == "repeated_random" and kind not in ("byte", "char"):
         raise UserError(
             f"data.tokenizer={tokenizer}: use byte or char with data.source=repeated_random"
         )
+
+    # Whatever changes the tokens is in the key. Options enter only if they are on, so that old keys stay valid.
     parts = [INDEX_FORMAT, FORMAT, opened.key, tokenizer_key, val_fraction, shard_tokens]
-    parts += ["assistant_only_loss"] if assistant_only_loss else []
-    parts += [] if val_tokens is None else [stamps([val_tokens])]
-    parts += [] if clean is None else [CLEANING_FORMAT, asdict(clean)]
+    if assistant_only_loss:
+        parts.append("assistant_only_loss")
+    if val_tokens is not None:
+        parts.append(stamps([val_tokens]))
+    if document_filter is not None:
+        parts += document_filter.cache_key()
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / key
     try:
@@ -107,21 +111,39 @@ def prepare_corpus(
         print(f"rebuilding the damaged token cache: {error}", file=sys.stderr)
         shutil.rmtree(folder)
     make_folder(folder.parent, "data.cache_dir")
+    from thinker.data.corpus.corpus_builder import build_corpus  # only if nothing is cached
+
     with building_folder(folder) as building:
         if not folder.exists():  # another process may just have finished it
             build_corpus(
                 building,
                 opened,
                 spec,
-                assistant_only_loss,
-                val_fraction,
-                val_tokens,
-                progress,
-                shard_tokens,
-                clean,
+                assistant_only_loss=assistant_only_loss,
+                val_fraction=val_fraction,
+                val_tokens=val_tokens,
+                progress=progress,
+                shard_tokens=shard_tokens,
+                document_filter=document_filter,
             )
             publish(building, folder)
     return _open(folder)
+
+
+def _check_val_tokens(
+    val_tokens: str, kind: str, source: Source, document_filter: DocumentFilter | None
+) -> None:
+    """Raise UserError if a file of validation tokens is missing, or does not fit the other options."""
+    if kind in ("bpe", "char", "byte") or source.whole_text:
+        needs = "data.tokenizer=tiktoken:gpt2 or the path of a tokenizer, and a source other than a single text file"
+        raise UserError(f"data.val_tokens needs {needs}")
+    if document_filter is not None:
+        key = document_filter.config_key
+        raise UserError(f"{key} cannot be combined with data.val_tokens; remove one of them")
+    if not os.path.isfile(val_tokens):
+        raise MissingData(
+            f"data.val_tokens={val_tokens} is not a file; set the path of a token file"
+        )
 
 
 def find_corpus(sha256: str, tokenizer_hash: str, cache_dir: str | Path) -> Corpus | None:
@@ -139,7 +161,8 @@ def _open(folder: Path) -> Corpus:
     try:
         index = read_index(folder)
         tokenizer = load_tokenizer(folder)
-        train, val = (TokenShards.open(folder, index[name], tokenizer) for name in ("train", "val"))
+        train = TokenShards.open(folder, index["train"], tokenizer)
+        val = TokenShards.open(folder, index["val"], tokenizer)
         return Corpus(tokenizer, train, val, str(index["sha256"]), folder)
     except (OSError, ValueError, KeyError, TypeError, UserError) as error:
         raise DamagedShard(f"{folder}: {error}") from error

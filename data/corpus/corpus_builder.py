@@ -1,4 +1,4 @@
-"""Write the shards of a corpus: clean, train the tokenizer, tokenize, continue after an interruption."""
+"""Write the shards of a corpus: filter, train the tokenizer, tokenize, continue after an interruption."""
 
 import hashlib
 import itertools
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from thinker.data.corpus.corpus_cache import INDEX, write_index
+from thinker.data.corpus.document_filter import DocumentFilter
 from thinker.data.corpus.encoding import encode_documents
-from thinker.data.corpus.llmc_tokens import read_documents
 from thinker.data.corpus.shard_writer import HASH_SUFFIX, ShardWriter
 from thinker.data.corpus.tokenizing_progress import TokenizingProgress
 from thinker.data.text.sources import Source
@@ -20,112 +20,132 @@ from thinker.data.tokenizers import tokenizer_factory
 from thinker.data.tokenizers.text_bytes import loses_text, warn_of_lost_text
 from thinker.data.tokenizers.tokenizer import FILE_NAME, Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
-from thinker.features.cleaning.cleaning import Cleaning, CleaningRules
 from thinker.runtime.errors import UserError
 
 
 def build_corpus(
-    folder: Path, source: Source, spec: str | Tokenizer, assistant_only_loss: bool, val_fraction: float,
-    val_tokens: str | None, progress: bool, shard_tokens: int, clean: CleaningRules | None,
-) -> None:  # fmt: skip
+    folder: Path,
+    source: Source,
+    spec: str | Tokenizer,
+    *,
+    assistant_only_loss: bool,
+    val_fraction: float,
+    val_tokens: str | None,
+    progress: bool,
+    shard_tokens: int,
+    document_filter: DocumentFilter | None,
+) -> None:
     """Write a corpus to a folder, which may contain finished shards from before an interruption.
 
-    The source is read once, and once more each for cleaning and for a tokenizer that is trained on a long text.
+    The source is read once, and once more each for a filter and for a tokenizer that is trained on a long text.
     """
-    for path in folder.iterdir():  # remove what is unfinished
+    _remove_unfinished(folder)
+    text = _Text(source, val_fraction, document_filter)
+    if document_filter is not None:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            documents = split_documents(source, val_fraction)
+            document_filter.decide(documents, Path(scratch), progress)
+        index = folder.with_suffix("") / INDEX
+        print(f"{document_filter.summary()}; examples in {index}", file=sys.stderr)
+
+    # The tokenizer.
+    documents: Iterable[SplitDocument] = text.documents()
+    tokenizer = spec
+    if isinstance(spec, str):
+        tokenizer = _kept_tokenizer(folder)
+        if tokenizer is None:
+            tokenizer, documents = _make_tokenizer(spec, text, documents, progress)
+    tokenizer.save(folder)
+
+    # The tokens. Documents that an interrupted process has written are read again, and left out.
+    if val_tokens is not None:
+        documents = text.documents(val_tokens, tokenizer)
+    writers = {
+        split: ShardWriter(folder, split, tokenizer, shard_tokens, keeps_hashes=True)
+        for split in ("train", "val")
+    }
+    n_written = {"train": 0, "val": 0}
+    if not source.whole_text:
+        n_written = {split: writer.resume() for split, writer in writers.items()}
+    n_before = sum(n_written.values())
+    if n_before:
+        print(f"continuing after {n_before:,} documents that are tokenized", file=sys.stderr)
+    left = _skip(documents, n_written)
+    n_texts = n_lost = 0
+    with TokenizingProgress(source, n_before, progress) as bar:
+        for (split, document), (ids, loss_mask) in encode_documents(
+            tokenizer, left, assistant_only_loss
+        ):
+            writer = writers[split]
+            n_bytes = len(document.text.encode())
+            continues = source.whole_text and writer.started
+            writer.add(ids, n_bytes, document.log_prob, continues, loss_mask)
+            n_texts += 1
+            if document.messages is None and loses_text(tokenizer, document.text, ids):
+                n_lost += 1
+            bar.update(document, n_bytes, len(ids))
+    for n_skipped, n in text.skipped:
+        print(f"skipping {n_skipped} of {n} documents without text", file=sys.stderr)
+    warn_of_lost_text(n_lost, n_texts)
+
+    # The index, which makes the corpus complete.
+    for split, writer in writers.items():
+        if not writer.started and (split == "train" or val_fraction > 0):
+            raise text.empty_error(split)
+        writer.close()
+    for path in folder.glob(f"*{HASH_SUFFIX}"):
+        path.unlink()
+    train = writers["train"]
+    val = writers["val"]
+    digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
+    index = {"train": train.files, "val": val.files, "sha256": digest}
+    if document_filter is not None:
+        index["dropped"] = document_filter.report
+    write_index(folder, index)
+
+
+class _Text:
+    """The documents of a source with their splits, which can be read several times."""
+
+    def __init__(
+        self, source: Source, val_fraction: float, document_filter: DocumentFilter | None
+    ) -> None:
+        self.source = source
+        self.val_fraction = val_fraction
+        self.filter = document_filter
+        self.skipped: list[tuple[int, int]] = []  # documents without text, and all; at the end
+
+    def documents(
+        self, val_tokens: str | None = None, tokenizer: Tokenizer | None = None
+    ) -> Iterator[SplitDocument]:
+        """Read the documents, from the start. val_tokens: a file with the validation split, and its tokenizer."""
+        self.skipped.clear()
+        if val_tokens is not None:
+            from thinker.data.corpus.llmc_tokens import read_documents
+
+            validation = read_documents(val_tokens, tokenizer)
+            return split_documents(self.source, self.val_fraction, validation, self._note_skipped)
+        documents = split_documents(self.source, self.val_fraction, on_skipped=self._note_skipped)
+        return documents if self.filter is None else self.filter.drop(documents)
+
+    def empty_error(self, split: str) -> UserError:
+        """Error for a split without documents."""
+        if self.filter is None:
+            return empty_split_error(split, self.source, self.val_fraction)
+        remedy = f"loosen the rules of {self.filter.config_key}"
+        return UserError(f"the {split} split is empty; {self.filter.summary()}; {remedy}")
+
+    def _note_skipped(self, n_skipped: int, n_documents: int) -> None:
+        self.skipped.append((n_skipped, n_documents))
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Keep only finished shards and the tokenizer."""
+    for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
         elif path.suffix not in (".tokens", HASH_SUFFIX) and path.name != FILE_NAME:
             path.unlink()
-    cleaning = None if clean is None else Cleaning(clean)
-    if cleaning is not None:
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            cleaning.find(split_documents(source, val_fraction), Path(scratch), progress)
-        print(
-            f"{cleaning.summary()}; examples in {folder.with_suffix('') / INDEX}", file=sys.stderr
-        )
-
-    skipped: list[tuple[int, int]] = []
-
-    def note_skipped(n_skipped: int, n_documents: int) -> None:
-        skipped.append((n_skipped, n_documents))
-
-    def open_documents() -> Iterator[SplitDocument]:
-        skipped.clear()
-        documents = split_documents(source, val_fraction, on_skipped=note_skipped)
-        return documents if cleaning is None else cleaning.apply(documents)
-
-    def empty_error(split: str) -> UserError:
-        if cleaning is None:
-            return empty_split_error(split, source, val_fraction)
-        return UserError(
-            f"the {split} split is empty; {cleaning.summary()}; loosen the rules of data.clean"
-        )
-
-    documents = open_documents()
-    read: list[SplitDocument] | None = []  # for the tokenizer, if that was not too long
-    tokenizer = spec
-    if isinstance(spec, str) and (kept := _kept_tokenizer(folder)) is not None:
-        tokenizer = kept
-    elif isinstance(spec, str):
-        texts: list[str] = []
-        if spec.startswith(("bpe:", "char")):
-            texts, read = sample_texts(source, documents, tokenizer_factory.SAMPLE_BYTES, progress)
-            if not texts:
-                raise empty_error("train")
-            if progress and spec.startswith("bpe:"):
-                print(f"training {spec} on {source.name} ...", file=sys.stderr)
-            if read is None:
-                read, documents = [], open_documents()
-        tokenizer = make_tokenizer(spec, texts)
-        if spec.startswith("bpe:") and (size := tokenizer.vocab_size) < int(spec[4:]):
-            print(
-                f"the text is too short for {spec}; the vocabulary has {size} tokens",
-                file=sys.stderr,
-            )
-    tokenizer.save(folder)
-    if val_tokens is not None:
-        skipped.clear()
-        documents = split_documents(
-            source, val_fraction, read_documents(val_tokens, tokenizer), note_skipped
-        )
-    writers = {
-        split: ShardWriter(folder, split, tokenizer, shard_tokens, True)
-        for split in ("train", "val")
-    }
-    n_written = {
-        split: 0 if source.whole_text else writer.resume() for split, writer in writers.items()
-    }
-    if any(n_written.values()):
-        print(
-            f"continuing after {sum(n_written.values()):,} documents that are tokenized",
-            file=sys.stderr,
-        )
-    n_texts = n_lost = 0
-    chain = _skip(itertools.chain(read, documents), n_written)
-    with TokenizingProgress(source, sum(n_written.values()), progress) as bar:
-        for (split, document), (ids, loss_mask) in encode_documents(
-            tokenizer, chain, assistant_only_loss
-        ):
-            n_bytes = len(document.text.encode())
-            continues = source.whole_text and writers[split].started
-            writers[split].add(ids, n_bytes, document.log_prob, continues, loss_mask)
-            n_texts += 1
-            n_lost += document.messages is None and loses_text(tokenizer, document.text, ids)
-            bar.update(document, n_bytes, len(ids))
-    for n_skipped, n in skipped:
-        print(f"skipping {n_skipped} of {n} documents without text", file=sys.stderr)
-    warn_of_lost_text(n_lost, n_texts)
-    for split, writer in writers.items():
-        if not writer.started and (split == "train" or val_fraction > 0):
-            raise empty_error(split)
-        writer.close()
-    for path in folder.glob(f"*{HASH_SUFFIX}"):
-        path.unlink()
-    train, val = writers.values()
-    digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
-    dropped = {} if cleaning is None else {"dropped": cleaning.report}
-    write_index(folder, {"train": train.files, "val": val.files, "sha256": digest, **dropped})
 
 
 def _kept_tokenizer(folder: Path) -> Tokenizer | None:
@@ -137,6 +157,32 @@ def _kept_tokenizer(folder: Path) -> Tokenizer | None:
         for shard in shards:
             shard.unlink()
         return None
+
+
+def _make_tokenizer(
+    spec: str, text: _Text, documents: Iterator[SplitDocument], progress: bool
+) -> tuple[Tokenizer, Iterable[SplitDocument]]:
+    """Make the tokenizer of a corpus, from a sample of its documents if it is trained.
+
+    Returns it and all documents: those that were read for the sample, if they are few, are not read again.
+    """
+    is_bpe = spec.startswith("bpe:")
+    if not is_bpe and not spec.startswith("char"):
+        return make_tokenizer(spec, []), documents
+    texts, read = sample_texts(text.source, documents, tokenizer_factory.SAMPLE_BYTES, progress)
+    if not texts:
+        raise text.empty_error("train")
+    if progress and is_bpe:
+        print(f"training {spec} on {text.source.name} ...", file=sys.stderr)
+    tokenizer = make_tokenizer(spec, texts)
+    if is_bpe and tokenizer.vocab_size < int(spec.removeprefix("bpe:")):
+        size = tokenizer.vocab_size
+        print(
+            f"the text is too short for {spec}; the vocabulary has {size} tokens", file=sys.stderr
+        )
+    if read is None:
+        return tokenizer, text.documents()
+    return tokenizer, itertools.chain(read, documents)
 
 
 def _skip(documents: Iterable[SplitDocument], n_written: dict[str, int]) -> Iterator[SplitDocument]:

@@ -48,7 +48,8 @@ class CleanKeys(ConfigSection):
         """As of the section without this feature, and which documents to drop."""
         options = super().corpus_options(source)
         if self.clean is not None:
-            from thinker.features.cleaning.cleaning import CleaningRules
+            from thinker.features.cleaning.cleaning import Cleaning, CleaningRules
 
-            options["clean"] = CleaningRules(**self.clean.model_dump())
+            rules = CleaningRules(**self.clean.model_dump())
+            options["document_filter"] = Cleaning(rules)
         return options

@@ -12,13 +12,10 @@ import numpy as np
 
 from thinker.runtime.errors import UserError
 
-N_HASHES, N_BANDS = (
-    252,
-    84,
-)  # three values per band: nearly all pairs with a similarity of 0.4 agree in one
-THRESHOLD = (
-    0.42  # similarity of edited copies: 5% of words 0.83, 5% of characters 0.49, 30% of words 0.34
-)
+N_HASHES = 252
+N_BANDS = 84  # three values per band: nearly all pairs with a similarity of 0.4 agree in one
+# Similarity of edited copies: 5% of words 0.83, 5% of characters 0.49, 30% of words 0.34.
+THRESHOLD = 0.42
 SHINGLE_BYTES = 8
 BATCH_BYTES = 1 << 22  # of text, hashed together
 SEED = 1
@@ -38,9 +35,11 @@ class NearDuplicates:
                 "data.clean.duplicates=near needs the package rensa; run pip install rensa"
             ) from error
         self.digest = rensa.RMinHash.digest_matrix_from_flat_token_hashes
-        self.path, self.n_documents, self.n_bytes = folder / "signatures", 0, 0
+        self.path = folder / "signatures"
         self.file = open(self.path, "wb")  # noqa: SIM115 - closed by find()
-        self.batch: list[np.ndarray] = []
+        self.n_documents = 0  # in the file
+        self.batch: list[np.ndarray] = []  # the shingles of documents that are not in it yet
+        self.n_bytes = 0  # of the batch
 
     def add(self, text: str) -> None:
         """Add the next document."""
@@ -56,7 +55,8 @@ class NearDuplicates:
         rows = self.digest(np.concatenate(self.batch), offsets, N_HASHES, SEED).to_rows()
         self.file.write(np.array(rows, np.uint32).tobytes())
         self.n_documents += len(self.batch)
-        self.batch, self.n_bytes = [], 0
+        self.batch = []
+        self.n_bytes = 0
 
     def find(self) -> np.ndarray:
         """For each document the first one of its group of near duplicates, (n,) int64; itself if it is the first."""
@@ -69,14 +69,16 @@ class NearDuplicates:
         if n == 0:
             return np.zeros(0, np.int64)
         signatures = np.memmap(self.path, np.uint32, "r", shape=(n, N_HASHES))
-        groups = np.arange(n)
+        groups = np.arange(n)  # of each document; groups that have a pair of near duplicates merge
         for band in np.split(np.arange(N_HASHES), N_BANDS):
+            # Documents that agree in the band, as pairs that are not in one group yet.
             keys = _hash_rows(signatures[:, band[0] : band[-1] + 1])
             order = np.argsort(keys, kind="stable")
             same = np.flatnonzero(keys[order][1:] == keys[order][:-1])
             pairs = np.stack([order[same], order[same + 1]], axis=1)
-            pairs = pairs[groups[pairs[:, 0]] != groups[pairs[:, 1]]]  # not yet in one group
-            first, second = groups[pairs[_similarity(signatures, pairs) >= THRESHOLD]].T
+            pairs = pairs[groups[pairs[:, 0]] != groups[pairs[:, 1]]]
+            is_similar = _similarity(signatures, pairs) >= THRESHOLD
+            first, second = groups[pairs[is_similar]].T
             graph = coo_array((np.ones(len(first), bool), (first, second)), shape=(n, n))
             groups = connected_components(graph, directed=False)[1][groups]
         _, firsts, members = np.unique(groups, return_index=True, return_inverse=True)
@@ -86,7 +88,9 @@ class NearDuplicates:
 def _shingles(data: bytes) -> np.ndarray:
     """The strings of 8 bytes in a text as numbers, (n,) uint64; a shorter text is one string."""
     data = data.ljust(SHINGLE_BYTES, b"\0")
-    return _mix(np.ndarray(len(data) - SHINGLE_BYTES + 1, "<u8", data, strides=(1,)))  # overlapping
+    n = len(data) - SHINGLE_BYTES + 1
+    overlapping = np.ndarray(n, "<u8", data, strides=(1,))
+    return _mix(overlapping)
 
 
 def _hash_rows(rows: np.ndarray) -> np.ndarray:

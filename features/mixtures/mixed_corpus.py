@@ -20,13 +20,20 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import make_folder
+from thinker.training.config.config import Config
 
 SAMPLE_FORMAT = 1  # changes with the way to choose the text that a tokenizer is trained on
-NOT_OF_THE_SOURCE = {
-    "val_fraction",
-    "assistant_only_loss",
-    "clean",
-}  # of prepare_corpus, but not of open_source
+# Options of prepare_corpus() that are none of open_source().
+NOT_OF_THE_SOURCE = {"val_fraction", "assistant_only_loss", "document_filter"}
+
+
+def prepare_sources(config: Config, tokenizer: str | Tokenizer) -> Corpus:
+    """Prepare the sources in `data.sources`."""
+    data = config.data
+    sources = {}
+    for source in data.sources:
+        sources[source.label] = data.corpus_options(source) | {"seed": config.run.seed}
+    return prepare_mixture(sources, tokenizer, data.cache_dir)
 
 
 def prepare_mixture(
@@ -49,11 +56,11 @@ def prepare_mixture(
         raise UserError(
             "no source of the mixture has a validation split; set val_fraction above 0 in one of them"
         )
-    kind = check_spec(tokenizer) if isinstance(tokenizer, str) else None
-    if kind in ("bpe", "char"):
-        tokenizer = _shared_tokenizer(tokenizer, sources, Path(cache_dir), progress)
-    elif kind is not None:
-        tokenizer = make_tokenizer(tokenizer, [])
+    if isinstance(tokenizer, str):
+        if check_spec(tokenizer) in ("bpe", "char"):
+            tokenizer = _shared_tokenizer(tokenizer, sources, Path(cache_dir), progress)
+        else:
+            tokenizer = make_tokenizer(tokenizer, [])
     parts = {}
     for name, options in sources.items():
         with _naming(name):
@@ -68,27 +75,31 @@ def find_mixture(
 ) -> Corpus | None:
     """Find the undamaged corpus of a mixture in the cache by its identity; None if a part is missing."""
     hashes = sha256.split("+")
-    parts = [find_corpus(each, tokenizer_hash, cache_dir) for each in hashes]
-    return (
-        _join(dict(zip(names, parts, strict=True)))
-        if None not in parts and len(parts) == len(names)
-        else None
-    )
+    if len(hashes) != len(names):
+        return None
+    parts = {}
+    for name, part_sha256 in zip(names, hashes):
+        part = find_corpus(part_sha256, tokenizer_hash, cache_dir)
+        if part is None:
+            return None
+        parts[name] = part
+    return _join(parts)
 
 
 def _join(parts: dict[str, Corpus]) -> Corpus:
     first = next(iter(parts.values()))
-    train, val = (
-        TokenShards([shard for part in parts.values() for shard in getattr(part, split).shards])
-        for split in ("train", "val")
-    )
+    train = []
+    val = []
+    for part in parts.values():
+        train += part.train.shards
+        val += part.val.shards
     return Corpus(
-        first.tokenizer,
-        train,
-        val,
-        "+".join(part.sha256 for part in parts.values()),
-        first.folder,
-        parts,
+        tokenizer=first.tokenizer,
+        train=TokenShards(train),
+        val=TokenShards(val),
+        sha256="+".join(part.sha256 for part in parts.values()),
+        folder=first.folder,
+        parts=parts,
     )
 
 
@@ -99,23 +110,23 @@ def _shared_tokenizer(
     opened = {}
     for name, options in sources.items():
         with _naming(name):
-            opened[name] = open_source(
-                **{key: options[key] for key in options.keys() - NOT_OF_THE_SOURCE}
-            )
+            of_source = {key: options[key] for key in options.keys() - NOT_OF_THE_SOURCE}
+            opened[name] = open_source(**of_source)
     fractions = [options["val_fraction"] for options in sources.values()]
     parts = [SAMPLE_FORMAT, spec, [source.key for source in opened.values()], fractions]
-    folder = cache_dir / "tokenizers" / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    folder = cache_dir / "tokenizers" / key
     with contextlib.suppress(DamagedShard):  # or missing
         return _open(folder)
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder.parent, "data.cache_dir")
     texts = []
+    n_bytes = tokenizer_factory.SAMPLE_BYTES // len(opened)
     for (name, source), val_fraction in zip(opened.items(), fractions):
         with _naming(name):
             documents = split_documents(source, val_fraction)
-            texts += sample_texts(
-                source, documents, tokenizer_factory.SAMPLE_BYTES // len(opened), progress
-            )[0]
+            sample, _ = sample_texts(source, documents, n_bytes, progress)
+            texts += sample
     if progress:
         print(f"training {spec} on {', '.join(sources)} ...", file=sys.stderr)
     with building_folder(folder) as building:

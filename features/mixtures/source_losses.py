@@ -6,18 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from thinker.data.batches.prefetch import Batch
-from thinker.data.corpus.corpus import Corpus
-from thinker.model import ThinkerConfig
 from thinker.runtime.constants import IGNORE_INDEX
-from thinker.training.config.config import Config
 from thinker.training.objective import Loss, Objective
-
-
-def with_source_losses(
-    config: Config, model: ThinkerConfig, corpus: Corpus, device: torch.device, objective: Objective
-) -> Objective:
-    """The objective, with the loss of each source of a mixture among its parts."""
-    return SourceLosses(objective, list(corpus.parts)) if corpus.parts else objective
 
 
 class SourceLosses:

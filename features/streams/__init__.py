@@ -6,4 +6,5 @@ FEATURE = Feature(
     name="streams",
     keys={"source": "thinker.features.streams.keys:StreamKeys"},
     check_config="thinker.features.streams.keys:check_streams",
+    source_dataset="thinker.features.streams.stream_option:make_stream",
 )

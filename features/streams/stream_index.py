@@ -11,9 +11,7 @@ from thinker.data.text.document import Start
 from thinker.runtime.files import atomic_write
 
 INDEX = "blocks.jsonl"
-HEAD_BYTES = (
-    1 << 26
-)  # of text at the start of a stream, which has the validation split and trains the tokenizer
+HEAD_BYTES = 1 << 26  # at the start of a stream: the validation split, and text for the tokenizer
 BLOCK_NAME = "block"
 
 
@@ -42,7 +40,8 @@ class StreamIndex:
     """The blocks of a stream, in a file that one process appends to and others read."""
 
     def __init__(self, folder: Path) -> None:
-        self.path, self.blocks = folder / INDEX, list[Block]()
+        self.path = folder / INDEX
+        self.blocks: list[Block] = []
         self._n_bytes = 0  # of the file that are read
         self._lock = threading.Lock()
 
@@ -86,22 +85,26 @@ class StreamIndex:
     @property
     def n_windows(self) -> int:
         """The windows of all blocks."""
-        return self.blocks[-1].first_window + self.blocks[-1].n_windows if self.blocks else 0
+        if not self.blocks:
+            return 0
+        last = self.blocks[-1]
+        return last.first_window + last.n_windows
 
     def block_of(self, window: int) -> Block | None:
         """The block of a window; None if it has not been recorded yet."""
         if window >= self.n_windows:
             return None
-        return self.blocks[
-            bisect_right(self.blocks, window, key=lambda block: block.first_window) - 1
-        ]
+        n_begun = bisect_right(self.blocks, window, key=lambda block: block.first_window)
+        return self.blocks[n_begun - 1]
 
     def epochs(self, window: int) -> float:
         """How often the source has been read before a window; of the windows that are recorded, at most."""
         block = self.block_of(window)
         if block is None:
             return self.blocks[-1].epochs if self.blocks else 0.0
-        before = self.blocks[block.number - 1].epochs if block.number else 0.0
+        before = 0.0
+        if block.number > 0:
+            before = self.blocks[block.number - 1].epochs
         return before + (block.epochs - before) * (window - block.first_window) / block.n_windows
 
 

@@ -4,14 +4,14 @@ import contextlib
 import hashlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
-from thinker.data.batches.batches import WindowRemoved
+from thinker.data.batches.dataset import WindowRemoved
 from thinker.data.corpus.encoding import BATCH_CHARS, Encoded, encode_documents
 from thinker.data.corpus.llmc_tokens import read_documents
 from thinker.data.corpus.shard_writer import ShardWriter
@@ -48,9 +48,9 @@ class StreamText:
     def _documents(self, start: tuple = BEGIN) -> Iterator[SplitDocument]:
         while True:
             source = replace(self.source, documents=partial(self.source.documents, start))
-            validation = (
-                () if self.val_tokens is None else read_documents(self.val_tokens, self.tokenizer)
-            )
+            validation: Iterable[Document] = ()
+            if self.val_tokens is not None:
+                validation = read_documents(self.val_tokens, self.tokenizer)
             is_empty = True
             for split, document in split_documents(source, self.val_fraction, validation):
                 if split == "train":
@@ -70,11 +70,10 @@ class StreamText:
             documents = self._documents(block.last)
             if _hash(next(documents)[1]) == block.last_sha256:
                 return documents
-        number, name = block.last[0], self.source.name
-        print(
-            f"data.source={name}: reading its first {number + 1:,} documents again to find the place",
-            file=sys.stderr,
-        )
+        number = block.last[0]
+        name = f"data.source={self.source.name}"
+        again = f"reading its first {number + 1:,} documents again to find the place"
+        print(f"{name}: {again}", file=sys.stderr)
         documents = self._documents()
         for _, document in documents:
             if document.number == number and _hash(document) == block.last_sha256:
@@ -82,9 +81,7 @@ class StreamText:
             if document.number >= number:
                 break
         reason = f"document {number + 1:,} is not the one that the run has read last"
-        raise UserError(
-            f"data.source={name}: {reason}; undo what has changed before it in the text"
-        )
+        raise UserError(f"{name}: {reason}; undo what has changed before it in the text")
 
 
 class StreamWriter:
@@ -97,15 +94,23 @@ class StreamWriter:
     """
 
     def __init__(
-        self, folder: Path, text: StreamText, index: StreamIndex, block_tokens: int,
-        count_windows: Callable[[Path], int], progress: bool,
-    ) -> None:  # fmt: skip
-        self.folder, self.text, self.index, self.block_tokens = folder, text, index, block_tokens
-        self.count_windows, self.progress = count_windows, progress
-        self.error: Exception | None = None
-        self.changed = (
-            threading.Condition()
-        )  # when a block was written or is wanted, or the thread ends
+        self,
+        folder: Path,
+        text: StreamText,
+        index: StreamIndex,
+        block_tokens: int,
+        count_windows: Callable[[Path], int],
+        progress: bool,
+    ) -> None:
+        self.folder = folder
+        self.text = text
+        self.index = index
+        self.block_tokens = block_tokens
+        self.count_windows = count_windows
+        self.progress = progress
+        self.error: Exception | None = None  # what ended the thread
+        # Notified when a block was written or is wanted, or when the thread ends.
+        self.changed = threading.Condition()
         self._ready = range(0)  # the blocks on disk, also of those that are recorded
         self._wanted = 0  # the last window that was asked for
         self._is_closed = False
@@ -115,12 +120,10 @@ class StreamWriter:
         """Verify the blocks on disk from that of `window` on, remove all others, and write on in a thread."""
         self.index.repair()
         self._wanted = window
-        first = number = self.block_in_use()
-        while (
-            number < len(self.index.blocks)
-            and number < first + BLOCKS - 1
-            and self._is_valid(number)
-        ):
+        first = self.block_in_use()
+        number = first
+        end = min(len(self.index.blocks), first + BLOCKS - 1)
+        while number < end and self._is_valid(number):
             number += 1
         self._ready = range(first, number)
         kept = {block_path(self.folder, n).stem for n in self._ready}
@@ -147,9 +150,9 @@ class StreamWriter:
         return len(self.index.blocks) if block is None else block.number
 
     def has(self, number: int) -> bool:
-        """Whether a block is on disk. Raises BlockRemoved if it was removed."""
+        """Whether a block is on disk. Raises WindowRemoved if it was removed."""
         if number < self.block_in_use() - 1:
-            raise BlockRemoved
+            raise WindowRemoved
         return number in self._ready
 
     def close(self) -> None:
@@ -170,8 +173,13 @@ class StreamWriter:
 
     def _write(self, number: int) -> None:
         """Write blocks from `number` on until the writer is closed."""
-        previous = self.index.blocks[number - 1] if number else None
-        epoch, last_number = (0, -1) if previous is None else (previous.epoch, previous.last[0])
+        previous = None
+        epoch = 0
+        last_number = -1
+        if number > 0:
+            previous = self.index.blocks[number - 1]
+            epoch = previous.epoch
+            last_number = previous.last[0]
         with contextlib.closing(self.text.encoded(previous, self.block_tokens)) as encoded:
             while self._wait_for_room(number):
                 epoch, last_number = self._write_block(number, encoded, epoch, last_number)
@@ -187,21 +195,16 @@ class StreamWriter:
         """Write the next block. Returns the epoch and the number of its last document."""
         shard = ShardWriter(self.folder, BLOCK_NAME, self.text.tokenizer, ONE_SHARD, number=number)
         n_documents = 0
-        is_waited_for = number == self.block_in_use()
-        name = (
-            f"tokenizing the {'first' if number == 0 else 'next'} part of {self.text.source.name}"
-        )
         try:
-            with tqdm(desc=name, total=self.block_tokens, unit=" tokens", unit_scale=True, leave=False,
-                      disable=not (self.progress and is_waited_for)) as bar:  # fmt: skip
+            with self._bar(number) as bar:
                 for (_, document), (ids, loss_mask) in encoded:
                     if self._is_closed:
                         raise StreamClosed
-                    shard.add(
-                        ids, len(document.text.encode()), document.log_prob, loss_mask=loss_mask
-                    )
+                    n_bytes = len(document.text.encode())
+                    shard.add(ids, n_bytes, document.log_prob, loss_mask=loss_mask)
                     n_documents += 1
-                    epoch += document.number <= last_number
+                    if document.number <= last_number:  # the source was begun again
+                        epoch += 1
                     last_number = document.number
                     bar.update(shard.n_tokens - bar.n)
                     if shard.n_tokens >= self.block_tokens:
@@ -210,31 +213,49 @@ class StreamWriter:
         except BaseException:
             shard.discard()  # so that a full disk does not stay full
             raise
-        path, is_new = block_path(self.folder, number), number == len(self.index.blocks)
+        path = block_path(self.folder, number)
+        is_new = number == len(self.index.blocks)
         block = Block(
-            number, self.index.n_windows if is_new else self.index.blocks[number].first_window,
-            self.count_windows(path), shard.n_tokens, n_documents, sha256_of_file(path), document.start,
-            _hash(document), epoch, self._share(document),
-        )  # fmt: skip
+            number=number,
+            first_window=self.index.n_windows,
+            n_windows=self.count_windows(path),
+            n_tokens=shard.n_tokens,
+            n_documents=n_documents,
+            sha256=sha256_of_file(path),
+            last=document.start,
+            last_sha256=_hash(document),
+            epoch=epoch,
+            share=self._share(document),
+        )
         if is_new:
             self.index.append(block)
         elif self.index.blocks[number].sha256 != block.sha256:
             path.unlink()
-            raise UserError(
-                f"data.source={self.text.source.name}: the text has changed since the run read it"
-            )
+            name = f"data.source={self.text.source.name}"
+            raise UserError(f"{name}: the text has changed since the run read it")
         with self.changed:
             self._ready = range(self._ready.start, number + 1)
             self.changed.notify_all()
         return epoch, last_number
 
+    def _bar(self, number: int) -> tqdm:
+        """A progress bar, which is shown if training waits for the block."""
+        is_waited_for = number == self.block_in_use()
+        which = "first" if number == 0 else "next"
+        return tqdm(
+            desc=f"tokenizing the {which} part of {self.text.source.name}",
+            total=self.block_tokens,
+            unit=" tokens",
+            unit_scale=True,
+            leave=False,
+            disable=not (self.progress and is_waited_for),
+        )
+
     def _share(self, document: Document) -> float:
         n_documents = self.text.source.n_documents
-        return (
-            (document.share_read or 0.0)
-            if n_documents is None
-            else (document.number + 1) / n_documents
-        )
+        if n_documents is not None:
+            return (document.number + 1) / n_documents
+        return document.share_read or 0.0
 
     def _wait_for_room(self, number: int) -> bool:
         """Wait until block `number` fits into the buffer, and remove old blocks. Returns False if closed."""
@@ -243,9 +264,7 @@ class StreamWriter:
                 self.changed.wait()
         for path in self.folder.glob(f"{BLOCK_NAME}-*"):
             if int(path.stem.rpartition("-")[2]) < self.block_in_use() - 1:
-                with contextlib.suppress(
-                    PermissionError
-                ):  # Windows does not remove a file that is open
+                with contextlib.suppress(PermissionError):  # an open file, on Windows
                     path.unlink()
         return not self._is_closed
 
@@ -256,10 +275,6 @@ class StreamWriter:
 
 class StreamClosed(Exception):
     """Ends the thread of a writer that was closed, and those that wait for it."""
-
-
-class BlockRemoved(WindowRemoved):
-    """Error for a block that training has left behind."""
 
 
 def _hash(document: Document) -> str:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from conftest import ROOT, run_script
 
-from thinker.data.batches.batches import PackedDataset
-from thinker.features.mixtures.reports import make_loader
+from thinker.data.batches.windows import PackedDataset
+from thinker.training.batches import open_loader
 from thinker.training.config.load import load_config
 from thinker.training.reports.data_page import page
 from thinker.training.reports.data_report import CONTROL_PICTURES, make_data_report, table
-from thinker.training.training_data import prepare_training_data
+from thinker.training.run_corpus import prepare_training_data
 
 CONFIG = ROOT / "tests" / "fixtures" / "base.yaml"
 SOURCES = "[{source: tales, max_documents: 80}, {source: pysource, max_documents: 6, val_fraction: 0.3, name: a_b}]"
@@ -51,7 +51,7 @@ def test_the_page_has_the_tokens_that_training_reads(overrides, packing):
     config = load_config(CONFIG, [*overrides, f"data.packing={packing}"])
     report = make_data_report(config, step=3, n_sequences=4)
     corpus = prepare_training_data(config)
-    loader = make_loader(config, corpus, PackedDataset(corpus.train, 64, packing))
+    loader = open_loader(config, corpus, prefix_len=0)
     inputs, targets = loader.batch(3)
     shown = re.findall(r"<div class=sequence>(.*?)</div>", page(report), re.DOTALL)
     assert len(shown) == len(report.sequences) == 4

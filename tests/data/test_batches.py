@@ -11,17 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from token_shards import TOKENIZER, write_tokens
 
 from thinker.data.batches.batch_loader import BatchLoader
-from thinker.data.batches.batches import PackedDataset, entropy_floor, sequential_batches
 from thinker.data.batches.best_fit import pack_best_fit
+from thinker.data.batches.dataset import ShuffledDataset
 from thinker.data.batches.permutation import permute
-from thinker.data.corpus.shard_writer import ShardWriter
+from thinker.data.batches.windows import PackedDataset, check_fills_a_window, sequential_batches
 from thinker.data.corpus.shards import FileArray, TokenShards
-from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.evaluation.entropy_floor import entropy_floor
 from thinker.runtime.errors import UserError
 
-TOKENIZER = make_tokenizer("byte", [])
 BOS = TOKENIZER.bos_id
 PACKINGS = pytest.mark.parametrize("packing", ["contiguous", "documents"])
 LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=25)
@@ -29,19 +29,9 @@ LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=25)
 
 @pytest.fixture(scope="session")
 def make_tokens(tmp_path_factory):
-    return lambda lengths, **options: write(tmp_path_factory.mktemp("tokens"), lengths, **options)
-
-
-def write(folder, lengths, shard_tokens=1 << 20, log_probs=None):
-    """Documents of these lengths, their tokens counting 0, 1, 2, ... modulo 256 through the whole set."""
-    writer = ShardWriter(folder, "train", TOKENIZER, shard_tokens)
-    start = 0
-    for i, length in enumerate(lengths):
-        ids = np.arange(start, start + length) % 256
-        writer.add(ids, length, None if log_probs is None else log_probs[i])
-        start += length
-    writer.close()
-    return TokenShards.open(folder, writer.files, TOKENIZER)
+    return lambda lengths, **options: write_tokens(
+        tmp_path_factory.mktemp("tokens"), lengths, **options
+    )
 
 
 def span(windows, index, shift=0):
@@ -258,13 +248,13 @@ def test_each_window_once_an_epoch_whatever_the_batch_size(
     packing, lengths, batch_size, seed, shard_tokens, make_tokens
 ):
     windows = PackedDataset(make_tokens([*lengths, 8], shard_tokens=shard_tokens), 7, packing)
-    loader = BatchLoader(windows, batch_size, seed)
+    loader = BatchLoader(ShuffledDataset(windows, seed), batch_size)
     size = len(windows)
     ids = [i for step in range(3 * size // batch_size + 1) for i in loader.sample_ids(step)]
     for epoch in range(3):
         assert sorted(ids[epoch * size : (epoch + 1) * size]) == list(range(size))
     other = BatchLoader(
-        windows, batch_size + 1, seed
+        ShuffledDataset(windows, seed), batch_size + 1
     )  # the order is the seed's, however it is cut into steps
     assert [i for step in range(size) for i in other.sample_ids(step)][: len(ids)] == ids[
         : size * (batch_size + 1)
@@ -273,10 +263,10 @@ def test_each_window_once_an_epoch_whatever_the_batch_size(
 
 def test_batches_are_a_pure_function_of_seed_and_step(make_tokens):
     windows = PackedDataset(make_tokens([20, 3, 14, 9] * 5), 8, "contiguous")
-    loader = BatchLoader(windows, 4, seed=3)
+    loader = BatchLoader(ShuffledDataset(windows, seed=3), 4)
     forwards = [loader.batch(step) for step in range(12)]
     for step in (7, 0, 11, 7):
-        inputs, targets = BatchLoader(windows, 4, seed=3).batch(step)
+        inputs, targets = BatchLoader(ShuffledDataset(windows, seed=3), 4).batch(step)
         assert torch.equal(inputs, forwards[step][0])
         assert torch.equal(targets, forwards[step][1])
         assert inputs.shape == targets.shape == (4, 8)
@@ -286,14 +276,16 @@ def test_batches_are_a_pure_function_of_seed_and_step(make_tokens):
             assert targets[row].tolist() == windows[i][1].tolist()
         assert torch.equal(loader.batch(step, slice(1, 3))[1], targets[1:3])
     assert [loader.sample_ids(s) for s in range(5)] != [
-        BatchLoader(windows, 4, seed=4).sample_ids(s) for s in range(5)
+        BatchLoader(ShuffledDataset(windows, seed=4), 4).sample_ids(s) for s in range(5)
     ]
 
 
 def test_every_epoch_has_an_order_of_its_own(make_tokens):
     windows = PackedDataset(make_tokens([20, 3, 14, 9] * 5), 8, "contiguous")
     size = len(windows)
-    ids = [BatchLoader(windows, size, seed=3).sample_ids(epoch) for epoch in range(4)]
+    ids = [
+        BatchLoader(ShuffledDataset(windows, seed=3), size).sample_ids(epoch) for epoch in range(4)
+    ]
     assert len({tuple(order) for order in ids}) == 4
     assert ids == [permute(np.arange(size), size, (3, epoch)).tolist() for epoch in range(4)]
 
@@ -344,15 +336,14 @@ def test_no_floor_where_none_is_known(make_tokens):
     assert entropy_floor(PackedDataset(make_tokens([4], log_probs=None), 13, "documents")) is None
 
 
-@PACKINGS
-def test_a_corpus_shorter_than_one_window(packing, make_tokens):
+def test_a_corpus_shorter_than_one_window(make_tokens):
     tokens = make_tokens([4, 3])  # 10 tokens: BOS, 4, BOS, 3, BOS
     assert tokens.n_tokens == 10
-    BatchLoader(PackedDataset(tokens, 9, packing), 2, 0)
+    check_fills_a_window(tokens, 9)
     with pytest.raises(
         UserError, match=r"10 tokens.*data.seq_len=10 needs 11; lower data.seq_len or add text"
     ):
-        BatchLoader(PackedDataset(tokens, 10, packing), 2, 0)
+        check_fills_a_window(tokens, 10)
 
 
 def test_wrong_options(make_tokens):
@@ -367,7 +358,7 @@ def test_wrong_options(make_tokens):
 
 def test_order_uses_every_window_equally_over_epochs(make_tokens):
     windows = PackedDataset(make_tokens([10] * 10), 5, "contiguous")
-    loader = BatchLoader(windows, 3, seed=1)
+    loader = BatchLoader(ShuffledDataset(windows, seed=1), 3)
     counts = Counter(i for step in range(len(windows)) for i in loader.sample_ids(step))
     assert set(counts.values()) == {3}
 
@@ -431,12 +422,13 @@ def test_shifted_windows_cover_the_stream_from_another_token_in_each_epoch(
 ):
     tokens = make_tokens([max(1, length) for length in lengths] + [9], shard_tokens=shard_tokens)
     dataset = PackedDataset(tokens, seq_len, "contiguous")
-    loader, plain = (
-        BatchLoader(dataset, len(dataset), seed, shift) for shift in (True, False)
-    )  # a step is an epoch
+    shifted = ShuffledDataset(dataset, seed, shift_windows=True)
+    loader = BatchLoader(shifted, len(dataset))  # a step is an epoch
+    plain = BatchLoader(ShuffledDataset(dataset, seed), len(dataset))
     shifts = []
     for epoch in range(2 * seq_len):
-        (shift,) = set(loader.shifts(epoch))
+        assert {sample.epoch for sample in loader.samples(epoch)} == {epoch}
+        shift = shifted.shift(epoch)
         shifts.append(shift)
         assert loader.sample_ids(epoch) == plain.sample_ids(epoch)
         covered = {shard.path: np.zeros(shard.n_tokens, int) for shard in tokens.shards}
@@ -457,6 +449,6 @@ def test_shifted_windows_cover_the_stream_from_another_token_in_each_epoch(
     assert (
         (targets == (inputs + 1) % 256) | (inputs == BOS) | (targets == BOS) | (targets == -1)
     ).all()
-    again = BatchLoader(dataset, len(dataset), seed, True).batch(1)
+    again = BatchLoader(ShuffledDataset(dataset, seed, True), len(dataset)).batch(1)
     assert torch.equal(inputs, again[0])
     assert torch.equal(targets, again[1])

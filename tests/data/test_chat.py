@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.text import chat, chat_template
 from thinker.data.text.messages import check_messages

@@ -321,7 +321,7 @@ def contents(folder):
 
 KILLED = """
 import os, signal, sys
-from thinker.data.corpus.corpus import shard_writer
+from thinker.data.corpus import shard_writer
 from thinker.data.corpus.corpus import prepare_corpus
 
 closed, close = 0, shard_writer.ShardWriter.close

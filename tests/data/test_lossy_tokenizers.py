@@ -7,7 +7,7 @@ from conftest import random_model
 from metaspace_tokenizer import metaspace_tokenizer
 from tokenizers import normalizers
 
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.text.sources import open_source
 from thinker.data.tokenizers.text_bytes import count_bytes, loses_text, scaled_byte_lengths
 from thinker.evaluation.needle import story_needles

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from thinker.data.batches.dataset import Sample
 from thinker.data.batches.prefetch import Prefetcher
 
 
@@ -12,7 +13,7 @@ class Numbers:
     """A loader whose batch says its step."""
 
     def __init__(self, seconds=0.0):
-        self.seconds, self.asked, self.dataset, self.bounds = seconds, [], self, [0, 1]
+        self.seconds, self.asked, self.dataset, self.n_sources = seconds, [], self, 1
 
     def close(self, is_finished=False):
         pass
@@ -20,8 +21,8 @@ class Numbers:
     def document_ids(self, inputs):
         return inputs + 1
 
-    def sample_ids(self, step):
-        return [step]
+    def samples(self, step):
+        return [Sample(step), Sample(step)]
 
     def batch(self, step, rows=slice(None)):
         self.asked.append(step)

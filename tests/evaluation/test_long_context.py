@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.tokenizers.text_bytes import token_byte_lengths
 from thinker.evaluation.long_context import long_windows, loss_by_position, override_rope_scaling

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.tokenizers.text_bytes import token_byte_lengths
 from thinker.evaluation import loss

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data.batches.batches import PackedDataset, entropy_floor
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.text.sources import open_source
 from thinker.data.tokenizers.text_bytes import token_byte_lengths
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.evaluation.entropy_floor import entropy_floor
 from thinker.evaluation.perplexity import estimate_ratio, text_loss, tokenize
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError

@@ -5,8 +5,9 @@ import torch
 from conftest import ROOT
 
 from thinker.data.batches.batch_loader import BatchLoader
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.dataset import ShuffledDataset
 from thinker.data.batches.prefetch import Batch
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.training.config.load import load_config
 from thinker.training.nonfinite import diagnose
@@ -49,12 +50,11 @@ def test_a_bad_steps_samples_have_the_losses_of_the_step(tmp_path):
     model = build_model(config.thinker_config(vocab_size=257), 1, CPU)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    loader = BatchLoader(
-        PackedDataset(corpus.train, 1024, "contiguous", document_masking=True), 2, seed=1
-    )
+    windows = PackedDataset(corpus.train, 1024, "contiguous", document_masking=True)
+    loader = BatchLoader(ShuffledDataset(windows, seed=1), 2, corpus.tokenizer.bos_id)
     samples = diagnose(model, loader, corpus.tokenizer, 0)["samples"]
     inputs, targets = loader.batch(0)
-    documents = loader.dataset.document_ids(inputs)
+    documents = loader.document_ids(inputs)
     assert documents.max() > 1
     loss, _ = TrainingStep(model, resolve_settings(config, model.config, CPU))(
         Batch(inputs, targets, int((targets >= 0).sum()), documents), 0.0

@@ -14,16 +14,17 @@ from training_runs import read_metrics
 
 from thinker import checkpoint
 from thinker.data.batches.batch_loader import BatchLoader
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.dataset import ShuffledDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.training.config.load import load_config, validate_config
 from thinker.training.nonfinite import diagnose
 from thinker.training.optim.muon import Muon
 from thinker.training.resume import restore
+from thinker.training.run_corpus import prepare_training_data
 from thinker.training.run_state import RunState
 from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
-from thinker.training.training_data import prepare_training_data
 
 
 def make_step(optimizer="muon", **train):
@@ -182,7 +183,8 @@ def test_a_diagnosis_names_where_the_numbers_end_and_touches_nothing(
     corpus = prepare_corpus(
         source="text", path=text_file, tokenizer="byte", cache_dir=tmp_path, progress=False
     )
-    loader = BatchLoader(PackedDataset(corpus.train, 16, "contiguous"), 3, 1)
+    windows = PackedDataset(corpus.train, 16, "contiguous")
+    loader = BatchLoader(ShuffledDataset(windows, 1), 3)
     model = random_model(vocab_size=257).train()
     healthy = diagnose(model, loader, corpus.tokenizer, 5)
     assert healthy["first_not_finite"] is None
@@ -239,7 +241,8 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(train_args, tmp_p
     checkpoint.verify(run / "checkpoints" / "nonfinite-00000002")
     # The samples are those of the step, and what was found stands beside each.
     config = load_config(train_args[1], [str(part) for part in train_args[2:]])
-    loader = BatchLoader(PackedDataset(prepare_training_data(config).train, 32, "contiguous"), 4, 1)
+    windows = PackedDataset(prepare_training_data(config).train, 32, "contiguous")
+    loader = BatchLoader(ShuffledDataset(windows, 1), 4)
     assert (
         report["sample_ids"]
         == loader.sample_ids(1)

@@ -9,12 +9,13 @@ import torch
 from fork_server import run_ranks
 from memory_workers import peak_of_two_steps
 
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config, validate_config
 from thinker.training.reports.plan import make_plan
+from thinker.training.run_corpus import prepare_training_data
 from thinker.training.settings import memory_estimate
 from thinker.training.settings.memory_estimate import (
     MemoryEstimate,
@@ -23,7 +24,6 @@ from thinker.training.settings.memory_estimate import (
     largest_micro_batch,
 )
 from thinker.training.settings.resolve import resolve_settings
-from thinker.training.training_data import prepare_training_data
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

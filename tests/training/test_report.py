@@ -143,20 +143,3 @@ def test_a_run_with_a_known_floor_has_no_estimate(tmp_path, settings, corpus, ca
     assert summary_of(tmp_path, settings, corpus, capsys, floor=4.0)[3].endswith(
         ": well fitted"
     )  # 2.5% above
-
-
-def test_the_summary_of_a_mixture_leaves_out_losses_before_pruning(
-    tmp_path, settings, corpus, capsys
-):
-    losses = {1: 5.0, 2: 3.0, 3: 4.0}  # the best weights are those of step 3, after pruning
-    lines = [
-        {"step": step, "train_loss": 6.0 - step, "train_loss/a": 6.0 - step} for step in losses
-    ]
-    bits = {"val_bits_per_byte": 2.0, "val_bits_per_byte/a": 2.0}
-    lines += [
-        {"step": step, "val_loss": loss, "val_loss/a": loss} | bits for step, loss in losses.items()
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    state = RunState(step=3, tokens=700, settings=settings, best_val_loss=4.0)
-    print_summary(RunDirectory(tmp_path), state, 0.4, corpus, {"a": 1.0})
-    assert "overfit" not in capsys.readouterr().out

@@ -46,11 +46,13 @@ def before_training(
     kernel_problem: why the run does not use fused kernels, or "" if it does.
     """
     train = settings.train
-    is_known = (
-        train.max_steps is not None and not corpus.parts and not loader.streams
-    )  # see describe_mixture()
+    dataset = loader.dataset
+    has_one_source = dataset.n_sources == 1
+    is_known = train.max_steps is not None and has_one_source and not dataset.is_endless
     epochs = loader.epochs(train.max_steps)[0] if is_known else 0.0
-    amount = "a stream" if loader.streams and not corpus.parts else _amount(corpus.train)
+    amount = _amount(corpus.train)
+    if has_one_source and dataset.is_endless:
+        amount = "a stream"
     line = f"data: {amount} for training, {_amount(corpus.val)} for validation"
     at_most = "at most " if train.max_minutes is not None else ""
     if is_known:

@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,19 @@ import numpy as np
 from tqdm import tqdm
 
 from thinker.data.batches.batch_loader import BatchLoader
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.corpus import Corpus
 from thinker.data.corpus.corpus_cache import INDEX
 from thinker.data.corpus.shards import TokenShards
-from thinker.features.mixtures.reports import make_loader
-from thinker.features.streams.make_streams import make_streams
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure, plain_text, save_figure
+from thinker.training.batches import open_loader
 from thinker.training.config.config import Config
 from thinker.training.initial_model import load_initial_model
+from thinker.training.run_corpus import prepare_training_data
 from thinker.training.settings.resolve import resolve_open_keys, resolve_precision
-from thinker.training.training_data import prepare_training_data
 
 CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"} | {
     127: "␡"
@@ -94,10 +92,6 @@ def make_data_report(config: Config, step: int, n_sequences: int) -> DataReport:
     config, _, tokenizer = load_initial_model(config)
     corpus = prepare_training_data(config, tokenizer)
     data, prefix = config.data, config.thinker_config(corpus.tokenizer.vocab_size).prefix
-    pack = partial(
-        PackedDataset, seq_len=data.seq_len, packing=data.packing, document_masking=data.document_masking,
-        prefix_len=prefix,
-    )  # fmt: skip
     if step >= (config.train.max_steps or MAX_STEP):
         raise UserError(
             f"--step {step} is not below {config.train.max_steps or MAX_STEP}, the number of steps of the run"
@@ -105,9 +99,8 @@ def make_data_report(config: Config, step: int, n_sequences: int) -> DataReport:
     parts = corpus.parts or {data.source: corpus}
     sources = [_source_report(name, part, config) for name, part in parts.items()]
     with tempfile.TemporaryDirectory() as folder:
-        streams = make_streams(config, corpus, pack, Path(folder))
-        loader = make_loader(config, corpus, pack(corpus.train), streams)
-        loader.write_streams(0)
+        loader = open_loader(config, corpus, prefix, Path(folder))
+        loader.start(0)
         try:
             sequences = list(_sequences(corpus, loader, list(parts), step, n_sequences))
         finally:
@@ -224,9 +217,8 @@ def _sequences(
     inputs, targets = loader.batch(step, rows)
     bos_id, epochs = corpus.tokenizer.bos_id, loader.epochs(step)
     documents = (inputs == bos_id).cumsum(1)  # (n, T)
-    ids = zip(loader.sample_ids(step), loader.sources(step))
-    for (sample_id, source), *row in zip(
-        ids, inputs.tolist(), targets.tolist(), documents.tolist()
+    for sample, *row in zip(
+        loader.samples(step), inputs.tolist(), targets.tolist(), documents.tolist()
     ):
         is_padding = [pair == (bos_id, IGNORE_INDEX) for pair in zip(*row[:2])]
         n_used = len(is_padding) - (is_padding[::-1].index(False) if False in is_padding else 0)
@@ -240,4 +232,4 @@ def _sequences(
                 corpus.tokenizer.token_bytes(token)
             )  # a character may have several tokens
             tokens.append((text.translate(CONTROL_PICTURES), document, kind))
-        yield Sequence(names[source], sample_id, epochs[source], tokens)
+        yield Sequence(names[sample.source], sample.index, epochs[sample.source], tokens)

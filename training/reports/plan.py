@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.batch_loader import BatchLoader
+from thinker.data.batches.dataset import Sample
 from thinker.data.batches.prefetch import Batch
-from thinker.features.mixtures.reports import make_loader
 from thinker.model import KVCache, Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import DTYPES, choose_device, configure_backend
+from thinker.training.batches import open_loader
 from thinker.training.callback import Callback
 from thinker.training.callbacks.setup import callbacks_of_weights
 from thinker.training.config.config import Config
@@ -22,12 +23,12 @@ from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.objective import Objective, build_objective, next_token_loss
 from thinker.training.reports.advice import recommendation
+from thinker.training.run_corpus import prepare_training_data
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
 from thinker.training.settings.resolve import resolve_open_keys, resolve_precision, resolve_settings
 from thinker.training.settings.settings import Settings
 from thinker.training.step import TrainingStep, build_model
-from thinker.training.training_data import prepare_training_data
 
 SAMPLED_SEQUENCES = 1000  # to estimate the number of targets per sequence
 OPTIMAL_TOKENS = 20  # per parameter (Hoffmann et al. 2022, arXiv:2203.15556, table 3)
@@ -77,12 +78,8 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     )
     settings = resolve_settings(config, model_config, device, precision)
     if corpus is not None:
-        data = config.data
-        masking = {"document_masking": data.document_masking, "prefix_len": model_config.prefix}
-        sequences = PackedDataset(corpus.train, data.seq_len, data.packing, **masking)
-        loader = make_loader(
-            settings, corpus, sequences
-        )  # raises UserError if the text is shorter than a sequence
+        # Raises UserError if the text is shorter than a sequence.
+        loader = open_loader(settings, corpus, model_config.prefix)
     train = settings.train
     memory = estimate_memory(settings, train.micro_batch_size, device)
     with torch.device("meta"):
@@ -91,16 +88,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     flops = flops_per_token(model, config.data.seq_len)
     step_positions = step_tokens = train.batch_size * config.data.seq_len
     if corpus is not None:  # padding and prompts have no loss
-        sample = np.linspace(0, len(sequences) - 1, min(len(sequences), SAMPLED_SEQUENCES)).round()
-        if corpus.parts:
-            n_steps = min(
-                train.max_steps or SAMPLED_SEQUENCES, 1 + SAMPLED_SEQUENCES // train.batch_size
-            )
-            steps = np.linspace(0, (train.max_steps or n_steps) - 1, n_steps).round().astype(int)
-            sample = [i for step in steps.tolist() for i in loader.sample_ids(step)]
-        step_tokens = train.batch_size * np.mean(
-            [(sequences[int(i)][1] != IGNORE_INDEX).sum() for i in sample]
-        )
+        step_tokens = train.batch_size * _targets_per_sequence(loader, train.max_steps)
     cache = KVCache(model_config, 1, model_config.max_seq_len, "meta", DTYPES[train.precision])
     plan: dict[str, Any] = {
         "device": str(device),
@@ -143,10 +131,30 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
             "max_steps": train.max_steps,
             "tokens": round(min(limits) * step_tokens),
         }
-        if corpus is not None and not any(
-            source.buffer_tokens for source in config.data.text_sources()
-        ):
+        if corpus is not None and not loader.dataset.is_endless:
             plan["epochs"] = max(loader.epochs(min(limits)))
         if measure:
             plan["seconds"] = first + (min(limits) - 1) * seconds
     return plan | {"recommendation": recommendation(plan)}
+
+
+def _targets_per_sequence(loader: BatchLoader, max_steps: int | None) -> float:
+    """The mean number of targets of a sequence, from a sample of about SAMPLED_SEQUENCES."""
+    dataset = loader.dataset
+    if dataset.n_sources == 1:
+        size = len(dataset)
+        indices = np.linspace(0, size - 1, min(size, SAMPLED_SEQUENCES)).round()
+        samples = [Sample(int(index)) for index in indices]
+    else:  # what the sources contribute may change during the run
+        n_steps = 1 + SAMPLED_SEQUENCES // loader.batch_size
+        if max_steps is not None:
+            n_steps = min(max_steps, n_steps)
+        last = (max_steps or n_steps) - 1
+        samples = []
+        for step in np.linspace(0, last, n_steps).round().astype(int).tolist():
+            samples += loader.samples(step)
+    counts = []
+    for sample in samples:
+        _, targets = dataset.window(sample._replace(epoch=0))
+        counts.append((targets != IGNORE_INDEX).sum())
+    return np.mean(counts)

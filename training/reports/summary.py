@@ -3,9 +3,10 @@
 import sys
 
 from thinker.checkpoint.run_directory import RunDirectory
+from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.corpus.corpus import Corpus
 from thinker.evaluation.text_baselines import text_baselines
-from thinker.features.mixtures.reports import comparable_losses, describe_losses
+from thinker.runtime.registry import offers
 from thinker.training.reports.advice import after_training, describe_result, sampling_hint
 from thinker.training.reports.fit import (
     assess_fit,
@@ -23,9 +24,9 @@ def print_summary(
     state: RunState,
     epochs: float,
     corpus: Corpus,
-    shares: dict[str, float] | None = None,
+    loader: BatchLoader | None = None,
 ) -> None:
-    """Print the result, where it stands and advice, and plot the loss curve. `shares`: of the sources of a mixture."""
+    """Print the result, where it stands and advice, and plot the loss curve. loader: of the training batches."""
     if not run.writes:
         return
     lines = list(run.read_metrics())
@@ -36,9 +37,10 @@ def print_summary(
         )
         return
     val = vals[-1]
-    print(
-        "\n".join(describe_result(val, state) + describe_losses(val)), flush=True
-    )  # first, as the rest is slow
+    result = describe_result(val, state)
+    for describe_evaluation in offers("describe_evaluation"):
+        result += describe_evaluation(val)
+    print("\n".join(result), flush=True)  # first, as the rest is slow
     baselines = text_baselines(corpus)
     messages = []
     plot = run.path / "loss.png"
@@ -47,18 +49,11 @@ def print_summary(
         plot,
         f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes",
     )
-    if (
-        shares
-    ):  # a loss below the best one is of other sequences, or of weights that were not pruned yet
-        lines = [
-            line
-            for line in lines
-            if "val_loss" not in line or line["val_loss"] >= (state.best_val_loss or 0.0)
-        ]
-        lines, state = (
-            comparable_losses(lines, shares) or lines,
-            state.model_copy(update={"best_val_loss": None}),
-        )
+    for comparable_losses in offers("comparable_losses"):
+        compared = comparable_losses(state.settings, corpus, loader, lines, state.best_val_loss)
+        if compared is not None:
+            lines = compared
+            state = state.model_copy(update={"best_val_loss": None})
     if fit := assess_fit(lines, state, epochs, baselines):
         messages.append(describe_fit(fit))
     if baselines:

@@ -108,8 +108,8 @@ def test_each_rule_drops_what_it_names_and_the_report_says_so():
     ]
     documents = [("train", Document(text)) for text in texts]
     cleaning = Cleaning(CleaningRules(6, 90, 0.4, 0.5, "exact"))
-    cleaning.find(documents, None, progress=False)
-    kept = [document.text for _, document in cleaning.apply(documents)]
+    cleaning.decide(documents, None, progress=False)
+    kept = [document.text for _, document in cleaning.drop(documents)]
     assert kept == ["some words", "a text"]
     assert {reason: entry["count"] for reason, entry in cleaning.report.items()} == {
         "shorter than min_characters": 1,
@@ -128,8 +128,8 @@ def test_rules_see_the_contents_of_messages():
              for content in ("same\nsame\nsame\nsame", "ok", "a long and plain answer")]  # fmt: skip
     documents = [("train", Document(json.dumps(talk), messages=talk)) for talk in talks]
     cleaning = Cleaning(CleaningRules(min_characters=6, max_repeated_lines=0.5, max_symbols=0.2))
-    cleaning.find(documents, None, progress=False)
-    assert [document.messages for _, document in cleaning.apply(documents)] == talks[2:]
+    cleaning.decide(documents, None, progress=False)
+    assert [document.messages for _, document in cleaning.drop(documents)] == talks[2:]
     assert set(cleaning.report) == {"above max_repeated_lines", "shorter than min_characters"}
 
 
@@ -141,7 +141,7 @@ def test_an_empty_split_after_cleaning_says_so(tmp_path):
             match=r"split is empty; cleaning: dropped 9 of 10 documents .*; loosen the rules",
         ):
             prepare_corpus(source="jsonl", path=path, tokenizer=tokenizer, cache_dir=tmp_path / "cache",
-                           val_fraction=0.5, progress=False, clean=CleaningRules(min_characters=6))  # fmt: skip
+                           val_fraction=0.5, progress=False, document_filter=Cleaning(CleaningRules(min_characters=6)))  # fmt: skip
 
 
 def write_rows(path, texts):
@@ -157,7 +157,9 @@ def test_a_corpus_is_cleaned_once_and_its_index_names_what_was_dropped(tmp_path,
     options = {"source": "jsonl", "path": path, "tokenizer": "byte", "cache_dir": tmp_path / "cache",
                "val_fraction": 0.3, "progress": False}  # fmt: skip
     plain = prepare_corpus(**options)
-    clean = prepare_corpus(**options, clean=CleaningRules(min_characters=20, duplicates="near"))
+    clean = prepare_corpus(
+        **options, document_filter=Cleaning(CleaningRules(min_characters=20, duplicates="near"))
+    )
     assert plain.train.n_documents + plain.val.n_documents == 281
     assert clean.train.n_documents + clean.val.n_documents == 200
     said = capfd.readouterr().err
@@ -175,7 +177,9 @@ def test_a_corpus_is_cleaned_once_and_its_index_names_what_was_dropped(tmp_path,
         ".tokens",
         ".tokens",
     ]
-    prepare_corpus(**options, clean=CleaningRules(min_characters=20, duplicates="near"))
+    prepare_corpus(
+        **options, document_filter=Cleaning(CleaningRules(min_characters=20, duplicates="near"))
+    )
     assert capfd.readouterr().err == ""
     assert plain.folder != clean.folder
 
@@ -193,8 +197,8 @@ def test_of_a_group_over_both_splits_the_validation_document_stays(tmp_path):
         for text in group
     ]
     cleaning = Cleaning(CleaningRules(duplicates="near"))
-    cleaning.find(documents, tmp_path, progress=False)
-    kept = [(split, document.text) for split, document in cleaning.apply(documents)]
+    cleaning.decide(documents, tmp_path, progress=False)
+    kept = [(split, document.text) for split, document in cleaning.drop(documents)]
     assert len(kept) == 40
     for (split, text), group, start in zip(kept, groups, range(0, 200, 5)):
         assert text in group
@@ -216,5 +220,8 @@ def test_what_cannot_be_cleaned_says_so(tmp_path, options, message):
     path = write_rows(tmp_path / "a.jsonl", ["a", "b"])
     with pytest.raises(UserError, match=message):
         prepare_corpus(
-            path=path, clean=CleaningRules(min_characters=1), cache_dir=tmp_path, **options
+            path=path,
+            document_filter=Cleaning(CleaningRules(min_characters=1)),
+            cache_dir=tmp_path,
+            **options,
         )

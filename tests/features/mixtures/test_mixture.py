@@ -7,15 +7,23 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_batches import make_tokens  # noqa: F401 - a fixture
+from token_shards import write_tokens
 
 from thinker.data.batches.batch_loader import BatchLoader
-from thinker.data.batches.batches import PackedDataset
-from thinker.data.corpus.shards import TokenShards
+from thinker.data.batches.dataset import ShuffledDataset
+from thinker.data.batches.windows import PackedDataset
+from thinker.features.mixtures.mixed_dataset import MixedDataset
 from thinker.features.mixtures.mixture import UNIT, Mixture, MixtureSource
 from thinker.runtime.errors import UserError
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
+
+
+@pytest.fixture(scope="session")
+def make_tokens(tmp_path_factory):
+    return lambda lengths, **options: write_tokens(
+        tmp_path_factory.mktemp("tokens"), lengths, **options
+    )
 
 
 def counts(sources, n_sources):
@@ -140,22 +148,19 @@ def test_far_samples_are_exact():
 
 
 @given(seed=st.integers(0, 2**31), batch_size=st.integers(1, 9), shift=st.booleans())
-def test_every_source_has_its_own_epochs(make_tokens, seed, batch_size, shift):  # noqa: F811
+def test_every_source_has_its_own_epochs(make_tokens, seed, batch_size, shift):
     lengths = ([9, 1, 14, 7, 3] * 3, [20] * 9, [4])
-    parts = [make_tokens(each) for each in lengths]
-    dataset = PackedDataset(
-        TokenShards([shard for part in parts for shard in part.shards]), 10, "contiguous"
-    )
-    bounds = [dataset.first_window(i) for i in range(4)]
-    assert (
-        bounds
-        == np.cumsum([0, *(len(PackedDataset(part, 10, "contiguous")) for part in parts)]).tolist()
-    )
+    parts = [PackedDataset(make_tokens(each), 10, "contiguous") for each in lengths]
+    sizes = [len(part) for part in parts]
+    bounds = np.cumsum([0, *sizes]).tolist()
     mixture = Mixture([MixtureSource({0: weight}) for weight in (5, 3, 1)])
-    loader = BatchLoader(dataset, batch_size, seed, shift, mixture, bounds)
+    sources = [ShuffledDataset(part, seed, shift, number) for number, part in enumerate(parts)]
+    dataset = MixedDataset(sources, mixture, sizes)
+    loader = BatchLoader(dataset, batch_size)
     steps = 400 // batch_size
-    ids = [i for step in range(steps) for i in loader.sample_ids(step)]
-    sources = [source for step in range(steps) for source in loader.sources(step)]
+    samples = [sample for step in range(steps) for sample in loader.samples(step)]
+    ids = [sample.index for sample in samples]
+    sources = [sample.source for sample in samples]
     for source, (first, end) in enumerate(itertools.pairwise(bounds)):
         own = [i for i, of in zip(ids, sources) if of == source]
         n_epochs, rest = divmod(len(own), end - first)
@@ -166,14 +171,18 @@ def test_every_source_has_its_own_epochs(make_tokens, seed, batch_size, shift): 
             )
     if not shift:
         inputs, _ = loader.batch(3)
-        assert inputs.tolist() == [dataset[i][0].tolist() for i in loader.sample_ids(3)]
+        rows = [
+            parts[source].window(index - bounds[source])[0].tolist()
+            for index, _, source in loader.samples(3)
+        ]
+        assert inputs.tolist() == rows
 
 
-def test_one_source_is_read_as_without_a_mixture(make_tokens):  # noqa: F811
+def test_one_source_is_read_as_without_a_mixture(make_tokens):
     dataset = PackedDataset(make_tokens([30] * 20), 16, "contiguous")
-    alone = BatchLoader(dataset, 4, 3)
-    mixed = BatchLoader(
-        dataset, 4, 3, mixture=Mixture([MixtureSource({0: 0.3})]), bounds=[0, len(dataset)]
-    )
+    shuffled = ShuffledDataset(dataset, 3)
+    mixture = Mixture([MixtureSource({0: 0.3})])
+    alone = BatchLoader(shuffled, 4)
+    mixed = BatchLoader(MixedDataset([shuffled], mixture, [len(dataset)]), 4)
     for step in range(30):
         assert mixed.sample_ids(step) == alone.sample_ids(step)

@@ -12,13 +12,13 @@ from conftest import ROOT, run_script
 from data_runs import check_killed_runs, check_samples, train_whole, trainer_of, write_config
 from training_runs import assert_same_tensors, read_metrics
 
-from thinker.features.mixtures.mixture_loss import split_limit
-from thinker.features.mixtures.reports import comparable_losses
+from thinker.features.mixtures.mixed_evaluator import split_limit
+from thinker.features.mixtures.mixture_reports import comparable_losses, losses_of_equal_texts
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
-from thinker.training.run_data import load_validation_data
-from thinker.training.training_data import prepare_training_data
+from thinker.training.open_run import load_validation_data
+from thinker.training.run_corpus import prepare_training_data
 
 NAMES = ["tales", "code", "numbers", "chat"]
 STEPS = 24
@@ -108,7 +108,7 @@ def test_the_loss_of_a_source_is_that_of_its_sequences(folder, tmp_path):
     trainer = trainer_of(folder, tmp_path, *options)
     for step in (0, 5):
         batch, sums = trainer.batches.batch(step), torch.zeros(4, 2)
-        assert batch.sources.tolist() == trainer.loader.sources(step)
+        assert batch.sources.tolist() == [sample.source for sample in trainer.loader.samples(step)]
         with torch.no_grad():
             for source, inputs, targets in zip(batch.sources, batch.inputs, batch.targets):
                 loss, _ = trainer.model(inputs[None], targets=targets[None])
@@ -271,14 +271,17 @@ def test_a_source_without_validation_split(folder, tmp_path):
     options = ["data.sources.0.val_fraction=0", "train.eval_sequences=4"]
     trainer = trainer_of(folder, tmp_path, *options)
     evaluation = trainer.evaluator(trainer.model)
+    parts = {name: each(trainer.model) for name, each in trainer.evaluator.evaluators.items()}
     trainer.batches.close()
-    assert list(evaluation.parts) == NAMES[1:]
+    assert list(parts) == NAMES[1:]
+    assert list(evaluation.metrics)[::2] == [f"val_loss/{name}" for name in NAMES[1:]]
     shares = np.array([0.39, 0.15, 0.05])
-    losses = [part.loss for part in evaluation.parts.values()]
+    losses = [part.loss for part in parts.values()]
+    assert list(evaluation.metrics.values())[::2] == losses
     assert evaluation.loss == pytest.approx(float(shares @ losses / shares.sum()), rel=0.003)
     assert [evaluator.n_windows for evaluator in trainer.evaluator.evaluators.values()] == [3, 1, 1]
     nats = evaluation.loss / math.log(2)
-    sizes = [part.n_bytes / part.n_tokens for part in evaluation.parts.values()]
+    sizes = [part.n_bytes / part.n_tokens for part in parts.values()]
     assert evaluation.bits_per_byte == pytest.approx(
         nats / float(shares @ sizes / shares.sum()), rel=0.003
     )
@@ -311,6 +314,20 @@ def test_training_and_validation_losses_are_compared_over_the_same_sources():
     assert comparable_losses(lines, {"c": 1.0}) == []
 
 
+def test_losses_before_pruning_are_left_out(folder, tmp_path):
+    trainer = trainer_of(folder, tmp_path)
+    trainer.batches.close()
+    losses = {1: 5.0, 2: 3.0, 3: 4.0}  # the best weights are those of step 3, after pruning
+    lines = [
+        {"step": step, "train_loss": 6.0 - step, "train_loss/code": 6.0 - step} for step in losses
+    ]
+    lines += [
+        {"step": step, "val_loss": loss, "val_loss/code": loss} for step, loss in losses.items()
+    ]
+    compared = losses_of_equal_texts(trainer.corpus, trainer.loader, lines, 4.0)
+    assert [line["val_loss"] for line in compared if "val_loss" in line] == [5.0, 4.0]
+
+
 def test_budgets_count_in_the_shares(folder, tmp_path):
     """A source that is soon used up hardly counts in the validation loss."""
     options = [
@@ -319,9 +336,9 @@ def test_budgets_count_in_the_shares(folder, tmp_path):
         "train.eval_sequences=8",
     ]
     trainer = trainer_of(folder, tmp_path, *options)
-    shares = trainer.loader.mixture.mean_token_shares()
+    shares = trainer.loader.dataset.mixture.mean_token_shares()
     trainer.batches.close()
-    taken = trainer.loader.mixture.taken(STEPS * 8)
+    taken = trainer.loader.dataset.mixture.taken(STEPS * 8)
     assert shares[0] < 0.02
     assert shares.sum() == pytest.approx(1)
     assert shares == pytest.approx(taken / taken.sum(), abs=0.03)

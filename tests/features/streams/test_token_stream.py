@@ -20,15 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_runs import wait_for
 
-from thinker.data.batches.batch_loader import BatchLoader
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.corpus.shard_writer import ShardWriter
 from thinker.data.text import rows
 from thinker.data.text.document import MissingData
 from thinker.data.text.sources import open_source
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
-from thinker.features.mixtures.mixture import Mixture, MixtureSource
 from thinker.features.streams.stream_writer import BLOCKS, StreamClosed, StreamText
 from thinker.features.streams.token_stream import TokenStream
 from thinker.runtime.constants import IGNORE_INDEX
@@ -36,7 +34,7 @@ from thinker.runtime.errors import UserError
 
 BUFFER, SEQ_LEN, VAL = 2400, 16, 0.15
 BYTE = make_tokenizer("byte", [])
-KEY = (1, 0)
+KEY = (1, 0)  # seed and number of the source
 
 
 def texts(n, seed=0):
@@ -119,18 +117,23 @@ def make_stream(path, source, buffer_tokens=BUFFER, packing="contiguous", **opti
     tokenizer = options.pop("tokenizer", BYTE)
     text = StreamText(source, tokenizer, VAL, **options)
     pack = partial(PackedDataset, seq_len=SEQ_LEN, packing=packing)
-    return TokenStream(path, lambda: text, tokenizer, buffer_tokens, pack, False)
+    return TokenStream(path, lambda: text, tokenizer, buffer_tokens, pack, *KEY, progress=False)
 
 
 def open_stream(path, source, window=0, **options):
     stream = make_stream(path, source, **options)
-    stream.write_from(window)
+    stream.start(window)
     return stream
 
 
 def read_windows(stream, first, end):
     """The windows of some places of the training order."""
-    return [stream.window(int(stream.order(np.array([n]), KEY)[0])) for n in range(first, end)]
+    return [stream.window(stream.samples(n, 1)[0]) for n in range(first, end)]
+
+
+def places_of(stream, first, n):
+    """The windows at n places of the training order from `first` on."""
+    return np.array([sample.index for sample in stream.samples(first, n)])
 
 
 def assert_same_windows(left, right):
@@ -181,7 +184,7 @@ def test_a_stream_has_the_training_split_in_order_and_again(folder, whole):
         last = block.first_window + block.n_windows
         if last > len(windows):
             break
-        places = stream.order(np.arange(block.first_window, last), KEY)
+        places = places_of(stream, block.first_window, block.n_windows)
         assert sorted(places.tolist()) == list(range(block.first_window, last))
         orders.append((places - block.first_window).tolist())
         ordered = [windows[block.first_window + i] for i in np.argsort(places)]
@@ -275,7 +278,7 @@ def test_a_process_that_only_reads_waits_for_the_writer(folder, whole, tmp_path)
 
     thread = threading.Thread(target=read_on)
     thread.start()
-    writer.write_from(0)
+    writer.start(0)
     for number in range(200):
         read_windows(writer, number, number + 1)
         assert wait_for(lambda number=number: len(read) > number - 30)
@@ -370,27 +373,14 @@ def test_documents_of_a_validation_file_are_left_out(tmp_path):
 
 
 def test_two_streams_of_one_text_have_their_own_order(folder, tmp_path):
-    streams = {
-        i: make_stream(tmp_path / str(i), source_of(folder, "jsonl"), packing="documents")
-        for i in range(2)
-    }
-    options = {
-        "tokenizer": BYTE,
-        "val_fraction": VAL,
-        "cache_dir": tmp_path / "cache",
-        "progress": False,
-    }
-    corpus = prepare_corpus(source="jsonl", path=str(folder / "jsonl"), **options)
-    dataset, mixture = (
-        PackedDataset(corpus.train, SEQ_LEN, "documents"),
-        Mixture([MixtureSource({0: 0.5})] * 2),
-    )
-    loader = BatchLoader(dataset, 40, 1, mixture=mixture, bounds=[0, 1, 2], streams=streams)
-    loader.write_streams(0)
-    ids = np.array(loader.sample_ids(0)).reshape(-1, 2).T
-    loader.close()
-    assert loader.sources(0) == [0, 1] * 20
-    assert sorted(ids[0]) != sorted(ids[1])
+    orders = []
+    for number in range(2):
+        stream = make_stream(tmp_path / str(number), source_of(folder, "jsonl"))
+        stream.source = number
+        stream.start(0)
+        orders.append(places_of(stream, 0, 20).tolist())
+        stream.close()
+    assert orders[0] != orders[1]
 
 
 def test_a_text_that_changes_is_an_error(tmp_path):
@@ -504,8 +494,8 @@ def test_an_error_in_the_text_reaches_the_reader(tmp_path):
     write_rows(tmp_path / "b.jsonl", ["x"])
     source = open_source("jsonl", path=str(tmp_path / "b.jsonl"))
     stream = TokenStream(
-        tmp_path / "b", lambda: StreamText(source, BYTE, 0.9999), BYTE, BUFFER, None, False
+        tmp_path / "b", lambda: StreamText(source, BYTE, 0.9999), BYTE, BUFFER, None, *KEY
     )
-    stream.write_from(0)
+    stream.start(0)
     with pytest.raises(UserError, match="the train split is empty"):
-        stream.order(np.array([0]), KEY)
+        stream.samples(0, 1)

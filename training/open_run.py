@@ -1,4 +1,4 @@
-"""The data of an existing run: its config, validation split and tokens in use."""
+"""Open an existing run: its config, its validation split, and the tokens in use."""
 
 import shlex
 import sys
@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinker.data.batches.batches import PackedDataset
+from thinker.data.batches.windows import PackedDataset
+from thinker.data.corpus.corpus import Corpus
 from thinker.data.corpus.shards import TokenShards
 from thinker.data.text.sources import open_source
 from thinker.data.tokenizers.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ from thinker.runtime.files import can_write
 from thinker.runtime.reading import read_json
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config
-from thinker.training.training_data import find_training_data, prepare_training_data
+from thinker.training.run_corpus import find_training_data, prepare_training_data
 
 
 def load_run_config(folder: Path) -> Config | None:
@@ -40,7 +41,7 @@ def load_validation_data(
 ) -> tuple[Config, TokenShards]:
     """The config of the run that contains a checkpoint, and its validation tokens.
 
-    part: the name of a source of a mixture. None: the tokens of all sources.
+    part: the name of one of several sources. None: the tokens of all sources.
 
     Tokens come from the token cache. If they are missing there, the text is tokenized again, in `scratch` if the cache
     is read-only. Files named in the config, which may come from a stranger, are read only with `read_data`. Raises
@@ -51,40 +52,42 @@ def load_validation_data(
         raise UserError(
             f"{folder} is not in a run directory, so it has no validation data; choose data with {option}"
         )
-    data, sha256 = config.data, read_json(find_checkpoint(folder) / "state.json").get("corpus")
-    corpus = find_training_data(data, str(sha256), tokenizer.content_hash)
+    sha256 = read_json(find_checkpoint(folder) / "state.json").get("corpus")
+    corpus = find_training_data(config.data, str(sha256), tokenizer.content_hash)
     if corpus is None:
-        source = data.describe_text()
-        if (any(each.path for each in data.text_sources()) or data.val_tokens) and not read_data:
-            files = data.describe_text(shlex.quote)
-            remedy = f"add --read-data to read the files in its config ({files}), or choose data with {option}"
-            raise UserError(
-                f"the token cache does not contain the validation data of the run; {remedy}"
-            )
-        if not can_write(Path(data.cache_dir)):
-            print(
-                f"data.cache_dir={data.cache_dir} is not writable; the tokens will not be cached",
-                file=sys.stderr,
-            )
-            config = config.model_copy(
-                update={"data": data.model_copy(update={"cache_dir": str(scratch)})}
-            )
-        corpus = prepare_training_data(config, tokenizer)
+        config, corpus = _tokenize_again(config, tokenizer, option, scratch, read_data)
         if corpus.sha256 != sha256:
-            raise UserError(
-                f"the text of {source} has changed since training; choose data with {option}"
-            )
+            text = f"the text of {config.data.describe_text()}"
+            raise UserError(f"{text} has changed since training; choose data with {option}")
     if part is None:
         return config, corpus.val
-    if part not in corpus.parts or not corpus.parts[part].val.shards:
-        names = [name for name, each in corpus.parts.items() if each.val.shards]
-        reason = (
-            f"choose from {', '.join(names)}"
-            if names
-            else "the run has one source; remove the flag"
-        )
+    names = [name for name, each in corpus.parts.items() if each.val.shards]
+    if part not in names:
+        reason = "the run has one source; remove the flag"
+        if names:
+            reason = f"choose from {', '.join(names)}"
         raise UserError(f"--part {part} is no source with validation data; {reason}")
     return config, corpus.parts[part].val
+
+
+def _tokenize_again(
+    config: Config, tokenizer: Tokenizer, option: str, scratch: Path, read_data: bool
+) -> tuple[Config, Corpus]:
+    """Prepare the corpus of a run whose tokens are not in the cache. The config may get another cache_dir."""
+    data = config.data
+    has_files = bool(data.val_tokens) or any(source.path for source in data.text_sources())
+    if has_files and not read_data:
+        files = data.describe_text(shlex.quote)
+        remedy = f"add --read-data to read the files in its config ({files}), or choose data with {option}"
+        raise UserError(
+            f"the token cache does not contain the validation data of the run; {remedy}"
+        )
+    if not can_write(Path(data.cache_dir)):
+        what = f"data.cache_dir={data.cache_dir} is not writable"
+        print(f"{what}; the tokens will not be cached", file=sys.stderr)
+        data = data.model_copy(update={"cache_dir": str(scratch)})
+        config = config.model_copy(update={"data": data})
+    return config, prepare_training_data(config, tokenizer)
 
 
 def used_token_ids(
@@ -94,12 +97,13 @@ def used_token_ids(
     config = load_run_config(folder)
     if config is None:
         return None
+    data = config.data
     try:
-        if config.data.sources is None and config.data.path is None:
-            source = open_source(config.data.source, seed=config.run.seed)
+        if data.text_sources() == [data] and data.path is None:  # a text that needs no files
+            source = open_source(data.source, seed=config.run.seed)
             tokens = tokenize(source, tokenizer, max_tokens, scratch)
         else:
-            tokens = load_validation_data(folder, tokenizer, "--text", scratch)[1]
+            _, tokens = load_validation_data(folder, tokenizer, "--text", scratch)
     except UserError:
         return None
     token_ids = np.unique(np.concatenate([shard.tokens[:max_tokens] for shard in tokens.shards]))
@@ -121,28 +125,26 @@ def sample_sequences(
     Returns tokens and targets, (N, T) each, on the model's device. Targets without loss are IGNORE_INDEX, including
     those after a sequence's first document if the run masks documents. Raises UserError if there are too few tokens.
     """
-    T, packing, masking = min(max_len, model.config.max_seq_len), "contiguous", False
+    T = min(max_len, model.config.max_seq_len)
+    packing = "contiguous"
+    masking = False
     if path is None:
         config, tokens = load_validation_data(folder, tokenizer, "--text", scratch)
-        T, packing, masking = (
-            min(T, config.data.seq_len),
-            config.data.val_packing,
-            config.data.document_masking,
-        )
+        T = min(T, config.data.seq_len)
+        packing = config.data.val_packing
+        masking = config.data.document_masking
     else:
-        tokens = tokenize(open_source("text", path=str(path)), tokenizer, n * max_len + 1, scratch)
-    total = sum(shard.n_tokens for shard in tokens.shards)
-    T = min(T, total // 8)  # several sequences even of a short text
+        source = open_source("text", path=str(path))
+        tokens = tokenize(source, tokenizer, n * max_len + 1, scratch)
+    T = min(T, tokens.n_tokens // 8)  # several sequences even of a short text
     if T < 2:
-        raise UserError(
-            f"{path or 'the validation split'} has only {total} tokens; use a text of at least 16"
-        )
+        text = path or "the validation split"
+        raise UserError(f"{text} has only {tokens.n_tokens} tokens; use a text of at least 16")
     dataset = PackedDataset(
         tokens, T, packing, document_masking=masking, prefix_len=model.config.prefix
     )
-    inputs, targets = dataset.batch(
-        np.linspace(0, len(dataset) - 1, min(n, len(dataset))).round()
-    )  # (N, T) each
+    indices = np.linspace(0, len(dataset) - 1, min(n, len(dataset))).round()
+    inputs, targets = dataset.batch(indices)  # (N, T) each
     if masking:
         document_ids = dataset.document_ids(inputs)
         targets[document_ids != document_ids[:, :1]] = IGNORE_INDEX

@@ -1,0 +1,196 @@
+"""Windows of tokens: a split of a corpus cut into sequences, packed in one of three ways."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinker.data.batches.packing import Table, best_fit_segments, document_starts
+from thinker.data.corpus.shards import Shard, TokenShards
+from thinker.runtime.constants import IGNORE_INDEX
+from thinker.runtime.errors import UserError
+
+Packing = Literal["contiguous", "documents", "best_fit"]
+
+
+class PackedDataset:
+    """Token shards split into windows of seq_len inputs and targets; targets are the tokens one position later.
+
+    Every token except the first BOS token of each shard is a target exactly once. Padding has BOS as input and
+    IGNORE_INDEX as target.
+
+    "contiguous": consecutive windows of the stream; the last window of a shard is padded.
+    "documents": a window starts at a document's BOS token and contains as many complete documents as fit, in order,
+    followed by padding. A document longer than seq_len is split into consecutive windows.
+    "best_fit": windows contain complete documents in any order, chosen so that there is little padding. Of a document
+    longer than seq_len, the last piece shares its window with other documents.
+
+    Args:
+        stride: contiguous windows start this many tokens apart (default: seq_len). If they overlap, only the last
+            `stride` targets of a window are counted, except in the first window of a shard.
+        document_masking: number the documents of a window, so that the model can mask across them (document_ids).
+        prefix_len: the first tokens of each window are context only, without targets among themselves.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenShards,
+        seq_len: int,
+        packing: Packing,
+        *,
+        stride: int | None = None,
+        document_masking: bool = False,
+        prefix_len: int = 0,
+    ) -> None:
+        if packing not in get_args(Packing):
+            raise UserError(f"data.packing={packing}: choose from {', '.join(get_args(Packing))}")
+        self.tokens = tokens
+        self.seq_len = seq_len
+        self.packing = packing
+        self.document_masking = document_masking
+        self.prefix_len = prefix_len
+        self.stride = seq_len if stride is None else stride
+        self._check_stride()
+        if document_masking:
+            _check_documents_begin_with_bos(tokens)
+        self.starts: list[Table] = []  # of the windows of each shard; "documents" only
+        self.segments: list[tuple[Table, Table]] = []  # "best_fit" only
+        counts = self._pack()
+        # (n_shards + 1,): the first window of each shard, and the end
+        self._first_window = np.cumsum([0, *counts])
+
+    def _check_stride(self) -> None:
+        can_overlap = self.packing == "contiguous" and self.prefix_len <= 1
+        is_in_range = 1 <= self.stride <= self.seq_len
+        if not is_in_range or (self.stride < self.seq_len and not can_overlap):
+            size = self.seq_len
+            only = f", or exactly {size} with packed documents or a bidirectional prefix"
+            raise UserError(
+                f"the stride is {self.stride} tokens; use 1 to the context length, {size}{only}"
+            )
+
+    def _pack(self) -> list[int]:
+        """Lay out the windows. Returns how many each shard has."""
+        shards = self.tokens.shards
+        if self.packing == "documents":
+            self.starts = [document_starts(shard, self.seq_len) for shard in shards]
+            return [len(starts) - 1 for starts in self.starts]
+        if self.packing == "best_fit":
+            self.segments = [best_fit_segments(shard, self.seq_len) for shard in shards]
+            return [len(firsts) - 1 for _, firsts in self.segments]
+        counts = []
+        for shard in shards:
+            n_after_first = max(0, shard.n_tokens - 1 - self.seq_len)  # targets
+            counts.append(1 + -(-n_after_first // self.stride))
+        return counts
+
+    def __len__(self) -> int:
+        return int(self._first_window[-1])
+
+    def spans(self, index: int, shift: int = 0) -> tuple[Shard, list[tuple[int, int]]]:
+        """The shard that contains window `index`, and the positions of the first input and last target of its parts.
+
+        `shift`: contiguous windows start this many tokens later, up to seq_len - 1; the last one of a shard ends with
+        the shard. The first `shift` targets of a shard are then in no window.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"window index {index} is outside range({len(self)})")
+        number = int(np.searchsorted(self._first_window, index, side="right")) - 1
+        shard = self.tokens.shards[number]
+        local = index - int(self._first_window[number])  # the window's index in its shard
+        if self.packing == "documents":
+            start, end = self.starts[number][local : local + 2]
+            return shard, [(int(start), int(end))]
+        if self.packing == "best_fit":
+            segments, firsts = self.segments[number]
+            first, after = firsts[local : local + 2].tolist()
+            pairs = segments[2 * first : 2 * after].reshape(-1, 2).tolist()
+            return shard, [(start, end) for start, end in pairs]
+        last = shard.n_tokens - 1
+        start = local * self.stride
+        if shift:
+            start = min(start + shift, max(0, last - self.seq_len))
+        return shard, [(start, min(start + self.seq_len, last))]
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, targets), each (T,) int64."""
+        return self.window(index)
+
+    def window(self, index: int, shift: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, targets) of a window, each (T,) int64; see spans() for `shift`."""
+        shard, spans = self.spans(index, shift)
+        inputs = np.full(self.seq_len, shard.bos_id, np.int64)
+        targets = np.full(self.seq_len, IGNORE_INDEX, np.int64)
+        at = 0
+        for start, end in spans:
+            part = slice(at, at + end - start)
+            tokens = shard.tokens[start : end + 1]
+            inputs[part] = tokens[:-1]
+            targets[part] = tokens[1:]
+            if shard.loss_mask is not None:
+                targets[part][shard.loss_mask[start + 1 : end + 1] == 0] = IGNORE_INDEX
+            at = part.stop
+        targets[: max(0, self.prefix_len - 1)] = IGNORE_INDEX
+        if shard.loss_mask is None and shard.has_eos:
+            targets[targets == shard.bos_id] = IGNORE_INDEX
+        if self.stride < self.seq_len and spans[0][0] > 0:
+            # These targets count in the window before, which overlaps.
+            targets[: self.seq_len - self.stride] = IGNORE_INDEX
+        return inputs, targets
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+        """(inputs, targets) of these windows, each (B, T) int64."""
+        windows = [self.window(int(index)) for index in indices]
+        inputs = np.stack([window[0] for window in windows])
+        targets = np.stack([window[1] for window in windows])
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def document_ids(self, inputs: Tensor) -> Tensor | None:
+        """Number each token's document in its window, and each padding token, (B, T) int64; None without masking."""
+        if not self.document_masking:
+            return None
+        return number_documents(inputs, self.tokens.shards[0].bos_id)
+
+
+def number_documents(inputs: Tensor, bos_id: int) -> Tensor:
+    """Number each token's document in its window, and each padding token: (B, T) int64 -> (B, T) int64."""
+    return (inputs == bos_id).cumsum(dim=1)
+
+
+def _check_documents_begin_with_bos(tokens: TokenShards) -> None:
+    """Raise UserError if BOS tokens do not separate the documents, as in some conversations."""
+    for shard in tokens.shards:
+        if shard.loss_mask is None:
+            continue
+        n_bos = (shard.tokens[:] == shard.bos_id).sum()
+        if n_bos > len(shard.offsets):
+            reason = "the chat template also writes the BOS token inside conversations"
+            effect = "conversations cannot be separated"
+            raise UserError(f"data.document_masking=true: {reason}, so {effect}; set it to false")
+
+
+def check_fills_a_window(tokens: TokenShards, seq_len: int) -> None:
+    """Raise UserError if the training split is shorter than a window."""
+    n_tokens = tokens.n_tokens
+    if n_tokens <= seq_len:
+        needs = f"data.seq_len={seq_len} needs {seq_len + 1}; lower data.seq_len or add text"
+        raise UserError(f"the training split has {n_tokens} tokens, but {needs}")
+
+
+def sequential_batches(
+    dataset: PackedDataset, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the first `limit` windows (None: all) in order as (inputs, targets); the last batch may be smaller.
+
+    Ranks take turns. A rank without a batch in the last round gets a window whose targets are all IGNORE_INDEX.
+    """
+    count = len(dataset) if limit is None else min(limit, len(dataset))
+    for round_start in range(0, count, batch_size * ranks):
+        start = round_start + rank * batch_size
+        if start < count:
+            yield dataset.batch(range(start, min(start + batch_size, count)))
+        else:
+            inputs, targets = dataset.batch([0])
+            yield inputs, torch.full_like(targets, IGNORE_INDEX)
