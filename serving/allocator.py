@@ -7,7 +7,10 @@ M_ARENA_MAX = -8  # of <malloc.h>
 
 
 def share_one_arena() -> None:
-    """Let all threads allocate from one arena. With one per thread, memory grew by 30% in 5,000 mixed requests."""
+    """Let all threads allocate from one arena.
+
+    With one per thread, memory grew by 30% in 5,000 mixed requests.
+    """
     if _libc is not None:
         _libc.mallopt(M_ARENA_MAX, 1)
 
@@ -23,7 +26,10 @@ def _find_libc() -> ctypes.CDLL | None:
     if sys.platform != "linux":
         return None
     library = ctypes.CDLL(None)
-    return library if hasattr(library, "malloc_trim") and hasattr(library, "mallopt") else None
+    # musl, the C library of Alpine Linux, has neither function.
+    if not hasattr(library, "malloc_trim") or not hasattr(library, "mallopt"):
+        return None
+    return library
 
 
 _libc = _find_libc()

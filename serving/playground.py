@@ -1,10 +1,11 @@
-"""The playground: one self-contained page that talks to the HTTP API of the server that it comes from."""
+"""The playground: one self-contained page that talks to the HTTP API of its server."""
 
 import re
 from functools import cache
 from pathlib import Path
 
-# Relative to the folder page; the first of each is shared with the interpretability page.
+FOLDER = Path(__file__).parent / "page"
+# Relative to this folder; the first of each is shared with the interpretability page.
 STYLES = ("../../interpretability/page/page_base.css", "playground.css")
 SCRIPTS = (
     "../../interpretability/page/page_base.js",
@@ -22,10 +23,14 @@ SCRIPTS = (
 @cache
 def playground_page() -> str:
     """Return the page as HTML, with its style and scripts inlined."""
-    folder = Path(__file__).parent / "page"
-    parts = {
-        "style": "".join((folder / name).read_text("utf-8") for name in STYLES),
-        "script": "".join((folder / name).read_text("utf-8") for name in SCRIPTS),
-    }
-    page = (folder / "playground.html").read_text("utf-8")
+    parts = {"style": _concatenate(STYLES), "script": _concatenate(SCRIPTS)}
+    page = (FOLDER / "playground.html").read_text("utf-8")
     return re.sub(r"<!--(style|script)-->", lambda match: parts[match[1]], page)
+
+
+def _concatenate(names: tuple[str, ...]) -> str:
+    """The text of these files, one after the other."""
+    text = ""
+    for name in names:
+        text += (FOLDER / name).read_text("utf-8")
+    return text
