@@ -18,7 +18,6 @@ from thinker.serving.metrics import Metrics
 
 log = logging.getLogger("thinker.serving")
 
-
 IDLE_SECONDS = 1.0  # after which memory is given back
 MAX_UNREAD = 1 << 14  # tokens of a request that wait for its client to read them
 
@@ -42,7 +41,7 @@ class Text:
 
 
 class Submission:
-    """Texts that were submitted together: an asynchronous iterator over what is added to each of them.
+    """Texts that were submitted together: an asynchronous iterator over what is added to each.
 
     A reader that is slower than the steps gets what several of them added at once.
     """
@@ -51,9 +50,11 @@ class Submission:
         """Create it in the event loop that reads it."""
         self.loop = asyncio.get_running_loop()
         self.texts = [Text(sequence, self) for sequence in sequences]
-        self._engine, self._n_left = engine, len(sequences)
+        self._engine = engine
+        self._n_left = len(sequences)  # texts whose end was not read
         self._unread: dict[int, Progress] = {}  # by index of the sequence
-        self._n_unread, self._has_unread = 0, asyncio.Event()
+        self._n_unread = 0  # tokens
+        self._has_unread = asyncio.Event()
 
     def __aiter__(self) -> Submission:
         return self
@@ -62,31 +63,36 @@ class Submission:
         if not self._n_left:
             raise StopAsyncIteration
         await self._has_unread.wait()
-        progress = self._unread.pop(next(iter(self._unread)))
+        # The text that has waited longest, so that no choice of a request starves.
+        index = next(iter(self._unread))
+        progress = self._unread.pop(index)
         self._n_unread -= len(progress.sampled)
         if not self._unread:
             self._has_unread.clear()
-        self._n_left -= progress.has_ended
+        if progress.has_ended:
+            self._n_left -= 1
         return progress
 
     def put(self, progress: Progress) -> None:
         """Add what a step added to a text. Called in the event loop."""
         if not self._n_left or self._n_unread > MAX_UNREAD:
             return
+        index = progress.sequence.index
         self._n_unread += len(progress.sampled)
-        if self._n_unread > MAX_UNREAD:  # the memory of the server is limited
-            error = RunError(
-                f"the text was cancelled, because more than {MAX_UNREAD} of its tokens were not read"
-            )
+        if self._n_unread > MAX_UNREAD:
+            # The memory of the server is limited. The error takes the place of all that waits.
+            reason = f"more than {MAX_UNREAD} of its tokens were not read"
+            error = RunError(f"the text was cancelled, because {reason}")
             self._unread = {0: Progress(progress.sequence, "", [], True, error)}
             self._engine.remove(self.texts)
-        elif progress.sequence.index in self._unread:
-            unread = self._unread[progress.sequence.index]
+        elif index in self._unread:
+            unread = self._unread[index]
             unread.text += progress.text
             unread.sampled += progress.sampled
-            unread.has_ended, unread.error = progress.has_ended, progress.error
+            unread.has_ended = progress.has_ended
+            unread.error = progress.error
         else:
-            self._unread[progress.sequence.index] = progress
+            self._unread[index] = progress
         self._has_unread.set()
 
     def cancel(self) -> None:
@@ -102,30 +108,42 @@ class EngineThread:
     def __init__(
         self, name: str, generator: Generator, max_batch: int, max_queue: int, metrics: Metrics
     ) -> None:
-        """`max_batch`: texts decoded at once; `max_queue`: further texts that may wait. Raises UserError."""
-        self.name, self.generator, self.metrics = name, generator, metrics
-        self.max_batch, self.max_texts = max_batch, max_batch + max_queue
+        """`max_batch`: texts decoded at once; `max_queue`: further texts that may wait.
+
+        Raises UserError.
+        """
+        self.name = name
+        self.generator = generator
+        self.metrics = metrics
+        self.max_batch = max_batch
+        self.max_texts = max_batch + max_queue
         self._batch = ContinuousBatch(generator, max_batch)
         self._texts: dict[int, Text] = {}  # by id of the sequence
+        # What other threads ask for. The thread takes it over between two steps, because only it
+        # may touch the batch.
         self._added: list[Text] = []
         self._removed: list[Text] = []
-        self._changed = threading.Condition()
         self._stopping = False
+        self._changed = threading.Condition()  # guards these three and _texts
         self._seconds_per_text = 1.0  # an average, for Retry-After
         self._thread = threading.Thread(target=self._run, name=f"engine of {name}", daemon=True)
         self._thread.start()
 
     def submit(self, sequences: list[Sequence]) -> Submission:
-        """Queue sequences; call it in the event loop that reads their progress. Raises QueueFull."""
+        """Queue sequences; call it in the event loop that reads their progress.
+
+        Raises QueueFull.
+        """
         submission = Submission(self, sequences)
         texts = submission.texts
         with self._changed:
             n_too_many = len(self._texts) + len(texts) - self.max_texts
             if n_too_many > 0:
-                raise QueueFull(
-                    max(1, math.ceil(self._seconds_per_text * n_too_many / self.max_batch))
-                )
-            self._texts |= {id(text.sequence): text for text in texts}
+                # The time after which this many texts have ended: max_batch of them run at once.
+                seconds = self._seconds_per_text * n_too_many / self.max_batch
+                raise QueueFull(max(1, math.ceil(seconds)))
+            for text in texts:
+                self._texts[id(text.sequence)] = text
             self._added += texts
             self._changed.notify()
         return submission
@@ -138,13 +156,15 @@ class EngineThread:
 
     def state(self) -> dict[str, float]:
         """The numbers of running and waiting texts, and the used part of the cache."""
+        # A copy, because the thread goes on; the numbers may be of two neighboring steps.
         running = list(self._batch.running)
         n_cached = sum(row.n_read for row in running)
-        capacity = self.max_batch * min(
-            self.generator.context_len, self.generator.config.max_seq_len
-        )
-        n_waiting = max(0, len(self._texts) - len(running))
-        return {"running": len(running), "waiting": n_waiting, "cache_used": n_cached / capacity}
+        context_len = min(self.generator.context_len, self.generator.config.max_seq_len)
+        return {
+            "running": len(running),
+            "waiting": max(0, len(self._texts) - len(running)),
+            "cache_used": n_cached / (self.max_batch * context_len),
+        }
 
     @property
     def is_alive(self) -> bool:
@@ -159,17 +179,16 @@ class EngineThread:
         self._thread.join()
 
     def _run(self) -> None:
+        """Decode until stop() is called: the body of the thread."""
         while True:
             with self._changed:
-                has_trimmed = False
-                while not (self._added or self._removed or self._stopping) and self._batch.is_idle:
-                    is_still_idle = not self._changed.wait(None if has_trimmed else IDLE_SECONDS)
-                    if is_still_idle:
-                        return_free_memory()
-                        has_trimmed = True
+                self._wait_for_work()
                 if self._stopping:
                     return
-                added, self._added, removed, self._removed = self._added, [], self._removed, []
+                added = self._added
+                removed = self._removed
+                self._added = []
+                self._removed = []
             for text in added:
                 self._batch.add(text.sequence)
             for text in removed:
@@ -177,45 +196,71 @@ class EngineThread:
                 self._forget(text, "cancelled")
             self._deliver(self._step())
 
+    def _wait_for_work(self) -> None:
+        """Wait until there is something to do, and give back memory if that takes long."""
+        timeout = IDLE_SECONDS
+        while not (self._added or self._removed or self._stopping) and self._batch.is_idle:
+            is_notified = self._changed.wait(timeout)
+            if not is_notified:
+                return_free_memory()
+                timeout = None  # once per pause is enough
+
     def _step(self) -> list[Progress]:
         try:
             return self._batch.step()
         except Exception:  # a bug, or no memory: nobody knows which text is at fault
             log.exception("decoding failed; all texts of %s end", self.name)
-            error = RunError("decoding failed; see the log of the server")
-            self._batch.clear()
-            with self._changed:  # not only those in the batch, which may have lost some
-                failed = [text.sequence for text in self._texts.values() if text not in self._added]
-            return [Progress(sequence, "", [], True, error) for sequence in failed]
+            return self._fail_all()
+
+    def _fail_all(self) -> list[Progress]:
+        """End all texts that were given to the batch; those that wait may still succeed."""
+        error = RunError("decoding failed; see the log of the server")
+        self._batch.clear()
+        failed = []
+        with self._changed:
+            # Not only those in the batch, which may have lost some.
+            for text in self._texts.values():
+                if text not in self._added:
+                    failed.append(Progress(text.sequence, "", [], True, error))
+        return failed
 
     def _deliver(self, steps: list[Progress]) -> None:
-        now, by_loop = time.perf_counter(), {}
+        now = time.perf_counter()
+        # One call per event loop and step: each call wakes the loop up.
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Submission, Progress]]] = {}
         for progress in steps:
             text = self._texts[id(progress.sequence)]
             self._measure(text, progress, now)
-            by_loop.setdefault(text.submission.loop, []).append((text.submission, progress))
+            submission = text.submission
+            by_loop.setdefault(submission.loop, []).append((submission, progress))
         for loop, deliveries in by_loop.items():
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_put_all, deliveries)
 
     def _measure(self, text: Text, progress: Progress, now: float) -> None:
-        metrics, completion = self.metrics, text.sequence.completion
+        metrics = self.metrics
+        completion = text.sequence.completion
         metrics.new_tokens.labels(self.name).inc(len(progress.sampled))
         if text.first_token is None and progress.sampled:
             text.first_token = now
             metrics.first_token.labels(self.name).observe(now - text.arrived)
             metrics.prompt_tokens.labels(self.name).inc(completion.prompt_tokens)
             metrics.cached_tokens.labels(self.name).inc(text.sequence.n_shared)
-        if progress.has_ended:
-            metrics.whole.labels(self.name).observe(now - text.arrived)
-            if len(completion.token_ids) > 1:
-                mean = (now - text.first_token) / (len(completion.token_ids) - 1)
-                metrics.per_token.labels(self.name).observe(mean)
-            self._seconds_per_text += 0.1 * (now - text.arrived - self._seconds_per_text)
-            self._forget(text, "error" if progress.error else completion.finish_reason)
+        if not progress.has_ended:
+            return
+        seconds = now - text.arrived
+        metrics.whole.labels(self.name).observe(seconds)
+        n_between = len(completion.token_ids) - 1
+        if n_between > 0:
+            mean = (now - text.first_token) / n_between
+            metrics.per_token.labels(self.name).observe(mean)
+        self._seconds_per_text += 0.1 * (seconds - self._seconds_per_text)
+        reason = "error" if progress.error else completion.finish_reason
+        self._forget(text, reason)
 
     def _forget(self, text: Text, reason: str) -> None:
         with self._changed:
+            # A text may have ended before its removal was seen; it counts once.
             if self._texts.pop(id(text.sequence), None) is not None:
                 self.metrics.texts.labels(self.name, reason).inc()
 
