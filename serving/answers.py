@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.generation.sequence import Completion, SampledToken, Sequence
+from thinker.generation.sequence import SampledToken, Sequence
 from thinker.serving.protocol import TOKEN_PREFIX, ChatRequest, CompletionRequest
 
 
@@ -18,9 +18,11 @@ class Choice:
 
     def __init__(self, sequence: Sequence, body: CompletionRequest | ChatRequest) -> None:
         """Create it before the sequence is submitted: then another thread changes the sequence."""
-        self._prompt = list(sequence.tokens)
-        self.sequence, self.body, self.tokenizer = sequence, body, sequence.tokenizer
+        self.sequence = sequence
+        self.body = body
+        self.tokenizer = sequence.tokenizer
         self.is_chat = isinstance(body, ChatRequest)
+        self._prompt = list(sequence.tokens)
         self._has_begun = False
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0  # characters before the next token
@@ -29,15 +31,19 @@ class Choice:
         self, text: str, sampled: list[SampledToken], finish_reason: str | None
     ) -> dict[str, Any] | None:
         """A choice of a chunk, or None if it would say nothing."""
-        is_first, self._has_begun = not self._has_begun, True
-        wants_tokens = sampled and (self.body.has_logprobs or self.body.return_token_ids)
+        is_first = not self._has_begun
+        self._has_begun = True
+        # A token without text, such as half a character, still has a log-probability and an id.
+        has_token_fields = self.body.has_logprobs or self.body.return_token_ids
+        wants_tokens = sampled and has_token_fields
         if not (is_first or text or wants_tokens or finish_reason):
             return None
+
         content: dict[str, Any] = {"text": text}
         if self.is_chat:
-            content = {
-                "delta": {"role": "assistant", "content": text} if is_first else {"content": text}
-            }
+            content = {"delta": {"content": text}}
+            if is_first:
+                content = {"delta": {"role": "assistant", "content": text}}
         choice = self._choice(content, sampled, finish_reason)
         if is_first:
             self._add_prompt(choice)
@@ -48,9 +54,8 @@ class Choice:
         completion = self.sequence.completion
         content: dict[str, Any] = {"text": completion.text}
         if self.is_chat:
-            content = {
-                "message": {"role": "assistant", "content": completion.text, "refusal": None}
-            }
+            message = {"role": "assistant", "content": completion.text, "refusal": None}
+            content = {"message": message}
         choice = self._choice(content, sampled, completion.finish_reason)
         self._add_prompt(choice)
         return choice
@@ -58,8 +63,10 @@ class Choice:
     def _choice(
         self, content: dict[str, Any], sampled: list[SampledToken], reason: str | None
     ) -> dict[str, Any]:
-        write = self._chat_logprobs if self.is_chat else self._text_logprobs
-        logprobs = write(sampled) if self.body.has_logprobs and sampled else None
+        logprobs = None
+        if self.body.has_logprobs and sampled:
+            write = self._chat_logprobs if self.is_chat else self._text_logprobs
+            logprobs = write(sampled)
         choice = {
             "index": self.sequence.index,
             **content,
@@ -71,85 +78,104 @@ class Choice:
         return choice
 
     def _add_prompt(self, choice: dict[str, Any]) -> None:
+        """Add what a client needs to repeat the request, once per choice."""
         choice["seed"] = self.sequence.params.seed
         if self.body.return_token_ids:
             choice["prompt_token_ids"] = self._prompt
 
     def _name(self, token: int) -> str:
-        return (
-            f"{TOKEN_PREFIX}{token}"
-            if self.body.return_tokens_as_token_ids
-            else token_text(self.tokenizer, token)
-        )
+        if self.body.return_tokens_as_token_ids:
+            return f"{TOKEN_PREFIX}{token}"
+        return token_text(self.tokenizer, token)
 
     def _text_logprobs(self, sampled: list[SampledToken]) -> dict[str, list[Any]]:
         """Lists with an element per token."""
-        offsets = []
-        for token, *_ in sampled:
+        tokens, logprobs, tops, offsets = [], [], [], []
+        for token, logprob, top in sampled:
+            tokens.append(self._name(token))
+            logprobs.append(logprob)
+            # Two ids may have one name; then the later one counts.
+            tops.append({self._name(other): value for other, value in top.items()})
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self.tokenizer.token_bytes(token)))
+            # The decoder counts a character at the token that completes it.
+            data = self.tokenizer.token_bytes(token)
+            self._offset += len(self._decoder.decode(data))
         return {
-            "tokens": [self._name(token) for token, *_ in sampled],
-            "token_logprobs": [logprob for _, logprob, _ in sampled],
-            "top_logprobs": [
-                {self._name(token): value for token, value in top.items()} for *_, top in sampled
-            ],
+            "tokens": tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
 
     def _chat_logprobs(self, sampled: list[SampledToken]) -> dict[str, Any]:
         """An object per token."""
+        content = []
+        for token, logprob, top in sampled:
+            entry = self._chat_logprob(token, logprob)
+            entry["top_logprobs"] = [self._chat_logprob(*pair) for pair in top.items()]
+            content.append(entry)
+        return {"content": content, "refusal": None}
 
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            data = list(self.tokenizer.token_bytes(token))
-            return {"token": self._name(token), "logprob": logprob, "bytes": data or None}
-
-        return {
-            "content": [
-                entry(token, logprob) | {"top_logprobs": [entry(*pair) for pair in top.items()]}
-                for token, logprob, top in sampled
-            ],
-            "refusal": None,
-        }
+    def _chat_logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        data = list(self.tokenizer.token_bytes(token))
+        if not data:  # a special token
+            data = None
+        return {"token": self._name(token), "logprob": logprob, "bytes": data}
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token; incomplete characters as "bytes:\\\\xe6\\\\xbc", as OpenAI does; special tokens by name."""
+    """The text of a token, as OpenAI writes it.
+
+    Incomplete characters are "bytes:\\\\xe6\\\\xbc"; special tokens have their names.
+    """
     data = tokenizer.token_bytes(token)
     try:
         text = data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-    names = (name for name, number in tokenizer.special_tokens.items() if number == token)
-    return text or next(names, f"<{token}>")
+    if text:
+        return text
+    for name, number in tokenizer.special_tokens.items():
+        if number == token:
+            return name
+    return f"<{token}>"
 
 
 def envelope(body: CompletionRequest | ChatRequest) -> Callable[..., dict[str, Any]]:
     """A function from choices to a response, or to one of many chunks."""
-    is_chat, is_chunk = isinstance(body, ChatRequest), body.stream
-    kind = (
-        ("chat.completion.chunk" if is_chunk else "chat.completion")
-        if is_chat
-        else "text_completion"
-    )
-    head = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}", "object": kind}
-    head |= {"created": int(time.time()), "model": body.model}
+    is_chunk = body.stream
+    if isinstance(body, ChatRequest):
+        prefix = "chatcmpl"
+        kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+    else:
+        prefix = "cmpl"
+        kind = "text_completion"
+    # All chunks of a stream have the same id and time.
+    head = {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": body.model,
+    }
+    has_usage = not is_chunk or body.wants_usage
 
     def wrap(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        has_usage = not is_chunk or (
-            body.stream_options is not None and body.stream_options.include_usage
-        )
-        return {**head, "choices": choices} | ({"usage": usage} if has_usage else {})
+        response = {**head, "choices": choices}
+        if has_usage:  # null in all chunks but the last
+            response["usage"] = usage
+        return response
 
     return wrap
 
 
 def usage(sequences: list[Sequence], n_choices: int) -> dict[str, Any]:
     """Count tokens; a prompt counts once for all its choices."""
-    completions: list[Completion] = [sequence.completion for sequence in sequences]
-    n_prompt = sum(completion.prompt_tokens for completion in completions[::n_choices])
-    n_new = sum(len(completion.token_ids) for completion in completions)
-    n_cached = sum(sequence.n_shared for sequence in sequences[::n_choices])
+    n_prompt = n_cached = n_new = 0
+    for sequence in sequences[::n_choices]:
+        n_prompt += sequence.completion.prompt_tokens
+        n_cached += sequence.n_shared
+    for sequence in sequences:
+        n_new += len(sequence.completion.token_ids)
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_new,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import re
-from collections.abc import Awaitable, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from thinker.generation.sequence import SampledToken
 from thinker.runtime.errors import did_you_mean
 from thinker.serving.answers import Choice, envelope, usage
+from thinker.serving.api_errors import ApiError, event, json_response
 from thinker.serving.engine_thread import QueueFull, Submission
-from thinker.serving.errors import ApiError, event, json_response
 from thinker.serving.inspection import inspection_page
 from thinker.serving.metrics import Metrics
 from thinker.serving.models import ServedModel
@@ -44,9 +44,8 @@ class Service:
     page: str  # of the playground
     api_key: str | None = None
     max_body: int = 1 << 20  # bytes
-    hosts: frozenset[str] | None = (
-        None  # names under which a browser may reach this server; None: any
-    )
+    # Names under which a browser may reach this server; None: any.
+    hosts: frozenset[str] | None = None
     is_draining: bool = False
     n_active: int = 0  # accepted requests without a complete response
     # One inspection at a time: each takes seconds of all cores.
@@ -56,12 +55,13 @@ class Service:
 
     def model(self, name: str) -> ServedModel:
         """The model of this name. Raises ApiError."""
-        if name not in self.models:
-            hint = did_you_mean(name, self.models) or f"; available: {', '.join(self.models)}"
-            raise ApiError(
-                404, f"there is no model {name[:80]!r}{hint}", "model", "model_not_found"
-            )
-        return self.models[name]
+        if name in self.models:
+            return self.models[name]
+        hint = did_you_mean(name, self.models)
+        if not hint:
+            hint = f"; available: {', '.join(self.models)}"
+        message = f"there is no model {name[:80]!r}{hint}"
+        raise ApiError(404, message, "model", "model_not_found")
 
 
 def create_app(service: Service, cors_origins: list[str]) -> ASGIApp:
@@ -72,38 +72,41 @@ def create_app(service: Service, cors_origins: list[str]) -> ASGIApp:
 
     async def health(request: Request) -> Response:
         status = "draining" if service.is_draining else "ok"
-        if not all(model.engine.is_alive for model in service.models.values()):
-            status = "failed"
-        return json_response({"status": status}, 200 if status == "ok" else 503)
+        for model in service.models.values():
+            if not model.engine.is_alive:
+                status = "failed"
+        # A load balancer reads the code alone.
+        code = 200 if status == "ok" else 503
+        return json_response({"status": status}, code)
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(request: Request) -> Response:
-        return json_response(
-            {"object": "list", "data": [model.describe() for model in service.models.values()]}
-        )
+        entries = [model.describe() for model in service.models.values()]
+        return json_response({"object": "list", "data": entries})
 
     async def one_model(request: Request) -> Response:
         return json_response(service.model(request.path_params["name"]).describe())
 
     async def vocabulary(request: Request) -> Response:
         model = service.model(request.query_params.get("model", ""))
+        # In another thread: a large vocabulary takes long enough to delay all streams.
         return await asyncio.to_thread(lambda: json_response(model.vocabulary()))
 
     async def inspect(request: Request) -> Response:
         body = parse(InspectRequest, await _body(request, service.max_body))
-        model, loop = service.model(body.model), asyncio.get_running_loop()
+        model = service.model(body.model)
+        loop = asyncio.get_running_loop()
 
         if await request.is_disconnected():  # it may have left while it was sending
             return Response(status_code=499)
 
-        async def page() -> Response:
-            return HTMLResponse(
-                await loop.run_in_executor(service.inspector, inspection_page, model, body)
-            )
+        async def make_page() -> Response:
+            page = await loop.run_in_executor(service.inspector, inspection_page, model, body)
+            return HTMLResponse(page)
 
-        return await _while_connected(request.receive, page(), Response(status_code=499))
+        return await _while_connected(request.receive, make_page(), Response(status_code=499))
 
     async def completions(request: Request) -> Response:
         return await _generate(service, request, CompletionRequest)
@@ -122,10 +125,18 @@ def create_app(service: Service, cors_origins: list[str]) -> ASGIApp:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     ]
-    middleware = [Middleware(Guard, service=service, paths=[route.path for route in routes])]
-    if cors_origins:  # OpenAI's client for browsers sends headers of its own
-        allowed = {"allow_origins": cors_origins, "allow_methods": ["*"], "allow_headers": ["*"]}
-        middleware.insert(0, Middleware(CORSMiddleware, **allowed, expose_headers=["Retry-After"]))
+    paths = [route.path for route in routes]
+    middleware = [Middleware(Guard, service=service, paths=paths)]
+    if cors_origins:
+        # Before the guard: a browser asks for permission without a key.
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],  # OpenAI's client for browsers sends headers of its own
+            expose_headers=["Retry-After"],
+        )
+        middleware.insert(0, cors)
     return Starlette(routes=routes, exception_handlers=HANDLERS, middleware=middleware)
 
 
@@ -134,14 +145,17 @@ async def _api_error(request: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    allowed = (error.headers or {}).get("Allow")
-    reasons = {
-        404: f"there is no {request.scope['path'][:80]} here; see /v1/models, /v1/completions, /v1/chat/completions",
-        405: f"{request.method} is not allowed here; use {allowed}",
-    }
-    return ApiError(
-        error.status_code, reasons.get(error.status_code, error.detail), headers=error.headers
-    ).response()
+    message = error.detail
+    if error.status_code == 404:
+        path = request.scope["path"][:80]
+        known = "/v1/models, /v1/completions, /v1/chat/completions"
+        message = f"there is no {path} here; see {known}"
+    elif error.status_code == 405:
+        allowed = None
+        if error.headers is not None:
+            allowed = error.headers.get("Allow")
+        message = f"{request.method} is not allowed here; use {allowed}"
+    return ApiError(error.status_code, message, headers=error.headers).response()
 
 
 async def _disconnected(request: Request, error: ClientDisconnect) -> Response:
@@ -164,7 +178,9 @@ class Guard:
     """Checks a request before it is handled, and counts it."""
 
     def __init__(self, app: ASGIApp, service: Service, paths: list[str]) -> None:
-        self.app, self.service, self.paths = app, service, paths
+        self.app = app
+        self.service = service
+        self.paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, as ASGI defines it."""
@@ -179,57 +195,70 @@ class Guard:
             await send(message)
 
         refusal = self._refusal(Request(scope))
+        handler = self.app if refusal is None else refusal.response()
         try:
-            await (self.app if refusal is None else refusal.response())(
-                scope, receive, count_and_send
-            )
+            await handler(scope, receive, count_and_send)
         finally:
+            # Clients choose paths, and each label of a metric takes memory for ever.
             path = scope["path"] if scope["path"] in self.paths else "other"
-            self.service.metrics.requests.labels(path, statuses[0] if statuses else "none").inc()
+            status = statuses[0] if statuses else "none"
+            self.service.metrics.requests.labels(path, status).inc()
 
     def _refusal(self, request: Request) -> ApiError | None:
-        # Not request.url: older versions of Starlette read its path from the Host header, which the client chooses.
-        service, path = self.service, request.scope["path"]
-        host = (
-            re.sub(r":\d*$", "", request.headers.get("host", "localhost")).strip("[]").lower()
-        )  # without the port
-        if service.hosts is not None and host not in service.hosts:
+        """Why a request is not handled, or None."""
+        service = self.service
+        # Not of request.url: older versions of Starlette read its path from the Host header, which
+        # the client chooses.
+        path = request.scope["path"]
+        if service.hosts is not None:
+            # Against DNS rebinding: a page of another site that gives its own name our address.
+            host = _host(request)
+            if host not in service.hosts:
+                problem = f"this server does not answer to the name {host[:80]!r}"
+                return ApiError(403, f"{problem}; start it with --host")
+        needs_key = service.api_key is not None and path not in OPEN_PATHS
+        if needs_key and not _has_key(request, service.api_key):
             return ApiError(
-                403, f"this server does not answer to the name {host[:80]!r}; start it with --host"
+                401,
+                "the API key is missing or wrong; send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
             )
-        if service.api_key is not None and path not in OPEN_PATHS:
-            scheme, _, key = request.headers.get("authorization", "").partition(" ")
-            is_right = hmac.compare_digest(key.strip().encode("latin-1"), service.api_key.encode())
-            if scheme.lower() != "bearer" or not is_right:
-                message = (
-                    "the API key is missing or wrong; send the header Authorization: Bearer KEY"
-                )
-                return ApiError(
-                    401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
-                )
-        if service.is_draining and request.method == "POST":
+        if request.method != "POST":
+            return None
+        if service.is_draining:
             return ApiError(
                 503, "the server is shutting down; use another one", headers={"Retry-After": "5"}
             )
-        is_json = (
-            request.headers.get("content-type", "").split(";")[0].strip().lower()
-            == "application/json"
-        )
-        if (
-            request.method == "POST" and not is_json
-        ):  # pages of other sites can send other types without permission
+        # Pages of other sites can send other types without asking the browser for permission.
+        content_type = request.headers.get("content-type", "").split(";")[0]
+        if content_type.strip().lower() != "application/json":
             return ApiError(415, "the body has to be JSON: send Content-Type: application/json")
         return None
+
+
+def _host(request: Request) -> str:
+    """The host that a request names, without the port."""
+    host = re.sub(r":\d*$", "", request.headers.get("host", "localhost"))
+    return host.strip("[]").lower()
+
+
+def _has_key(request: Request, api_key: str) -> bool:
+    """Whether a request has the key, compared in constant time."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    is_right = hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode())
+    return scheme.lower() == "bearer" and is_right
 
 
 async def _body(request: Request, limit: int) -> bytes:
     """The body of a request. Raises ApiError if it is too long or takes too long."""
 
     async def read() -> bytes:
-        chunks, size = [], 0
+        chunks = []
+        size = 0
         async for chunk in request.stream():
             size += len(chunk)
-            if size > limit:
+            if size > limit:  # not by Content-Length, which may be missing
                 raise ApiError(
                     413, f"the body of the request has more than {limit} bytes; see --max-body"
                 )
@@ -239,9 +268,8 @@ async def _body(request: Request, limit: int) -> bytes:
     try:
         return await asyncio.wait_for(read(), BODY_SECONDS)
     except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-        raise ApiError(
-            408, f"the request did not arrive within {BODY_SECONDS} s; send it again"
-        ) from None
+        message = f"the request did not arrive within {BODY_SECONDS} s; send it again"
+        raise ApiError(408, message) from None
 
 
 async def _generate(
@@ -250,15 +278,20 @@ async def _generate(
     """Answer a request for completions, as one response or as a stream."""
     body = parse(kind, await _body(request, service.max_body))
     model = service.model(body.model)
+    # Counted from here to the end of the answer, which counts itself.
     service.n_active += 1
     try:
+        # In another thread: long prompts take long to encode.
         sequences = await asyncio.to_thread(model.sequences, body)
         choices = [Choice(sequence, body) for sequence in sequences]
         submission = model.engine.submit(sequences)
     except QueueFull as error:
-        message = f"{model.name} is busy; try again in {error.retry_after} s"
+        seconds = error.retry_after
         raise ApiError(
-            429, message, code="queue_full", headers={"Retry-After": str(error.retry_after)}
+            429,
+            f"{model.name} is busy; try again in {seconds} s",
+            code="queue_full",
+            headers={"Retry-After": str(seconds)},
         ) from None
     finally:
         service.n_active -= 1
@@ -279,8 +312,11 @@ class Answer(Response):
         submission: Submission,
     ) -> None:
         super().__init__(media_type="text/event-stream")
-        self._service, self._body, self._submission = service, body, submission
-        self._choices, self._wrap = choices, envelope(body)
+        self._service = service
+        self._body = body
+        self._submission = submission
+        self._choices = choices
+        self._wrap = envelope(body)
         self._sequences = [choice.sequence for choice in choices]
         service.n_active += 1
 
@@ -300,7 +336,8 @@ class Answer(Response):
             await _while_connected(receive, self._send_events(send), None)
 
     @contextlib.contextmanager
-    def _end(self) -> Any:
+    def _end(self) -> Iterator[None]:
+        """Whatever happens, give up what is not read and count the request as answered."""
         try:
             yield
         finally:
@@ -314,26 +351,29 @@ class Answer(Response):
                 raise ApiError(500, str(progress.error))
             sampled[progress.sequence.index] += progress.sampled
         choices = [choice.whole(tokens) for choice, tokens in zip(self._choices, sampled)]
-        return json_response(self._wrap(choices, usage(self._sequences, self._body.n)))
+        tokens_used = usage(self._sequences, self._body.n)
+        return json_response(self._wrap(choices, tokens_used))
 
     async def _send_events(self, send: Send) -> None:
-        async def send_event(content: object) -> None:
-            await send({"type": "http.response.body", "body": event(content), "more_body": True})
+        async for content in self._events():
+            body = event(content)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _events(self) -> AsyncIterator[object]:
+        """The contents of the stream; an error is the last one, as the status was sent long ago."""
         async for progress in self._submission:
             if progress.error is not None:
-                await send_event(ApiError(500, str(progress.error)).content)
-                break
+                yield ApiError(500, str(progress.error)).content
+                return
             sequence = progress.sequence
             reason = sequence.completion.finish_reason if progress.has_ended else None
             piece = self._choices[sequence.index].piece(progress.text, progress.sampled, reason)
             if piece is not None:
-                await send_event(self._wrap([piece]))
-        else:
-            if self._body.stream_options is not None and self._body.stream_options.include_usage:
-                await send_event(self._wrap([], usage(self._sequences, self._body.n)))
-            await send_event("[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                yield self._wrap([piece])
+        if self._body.wants_usage:
+            yield self._wrap([], usage(self._sequences, self._body.n))
+        yield "[DONE]"
 
 
 async def _while_connected(
@@ -342,17 +382,17 @@ async def _while_connected(
     """The result of `work`, which is cancelled when the client disconnects."""
 
     async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        message = await receive()
+        while message["type"] != "http.disconnect":
+            message = await receive()
 
-    tasks: list[Awaitable[Any]] = [
-        asyncio.ensure_future(work),
-        asyncio.ensure_future(disconnected()),
-    ]
+    working = asyncio.ensure_future(work)
+    waiting = asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else otherwise
+        await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else otherwise
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        working.cancel()
+        waiting.cancel()
+        # Until both have ended: work may still use what its caller is about to give up.
+        await asyncio.gather(working, waiting, return_exceptions=True)

@@ -15,17 +15,17 @@ from thinker.generation.mixed_bits import describe_bits
 from thinker.generation.sequence import Sequence
 from thinker.interop import load
 from thinker.runtime.errors import UserError
+from thinker.serving.api_errors import ApiError
 from thinker.serving.engine_thread import EngineThread
-from thinker.serving.errors import ApiError
 from thinker.serving.protocol import ChatRequest, CompletionRequest, invalid, refusal
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model with its name, its folder (of a run: a checkpoint) and the thread that decodes its texts."""
+    """A model and the thread that decodes its texts."""
 
     name: str
-    path: Path
+    path: Path  # its folder; of a run, the folder of a checkpoint
     engine: EngineThread
     precision: str  # for people: "fp32", or "8-bit weights, fp32"
     n_parameters: int  # of the model as it was trained
@@ -44,63 +44,95 @@ class ServedModel:
     @property
     def max_prompt(self) -> int:
         """Tokens of the longest prompt."""
-        return min(self.context_len, self.prompt_limit or self.context_len)
+        if self.prompt_limit is None:
+            return self.context_len
+        return min(self.context_len, self.prompt_limit)
 
     def describe(self) -> dict[str, Any]:
         """An entry of /v1/models: OpenAI's fields, and ours."""
-        generator = self.generator
+        tokenizer = self.generator.tokenizer
         return {
-            "id": self.name, "object": "model", "created": 0, "owned_by": "thinker", "context_length": self.context_len,
-            "max_prompt_tokens": self.max_prompt, "vocab_size": generator.tokenizer.vocab_size,
-            "chat": generator.tokenizer.chat_template is not None, "slides": generator.slide,
-            "parameters": self.n_parameters, "precision": self.precision,
-        }  # fmt: skip
+            "id": self.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "thinker",
+            # Ours from here on.
+            "context_length": self.context_len,
+            "max_prompt_tokens": self.max_prompt,
+            "vocab_size": tokenizer.vocab_size,
+            "chat": tokenizer.chat_template is not None,
+            "slides": self.generator.slide,
+            "parameters": self.n_parameters,
+            "precision": self.precision,
+        }
 
     def vocabulary(self) -> dict[str, Any]:
         """The text of every id. Ids without valid text have null, and their bytes apart."""
-        tokenizer, texts, data = self.generator.tokenizer, [], {}
+        tokenizer = self.generator.tokenizer
+        texts: list[str | None] = []
+        incomplete: dict[str, list[int]] = {}
         for token in range(tokenizer.vocab_size):
-            content = tokenizer.token_bytes(token)
+            data = tokenizer.token_bytes(token)
+            text = None
             try:
-                texts.append(content.decode() or None)
-            except UnicodeDecodeError:
-                texts.append(None)
-                data[str(token)] = list(content)
-        names = {str(token): name for name, token in tokenizer.special_tokens.items()}
-        special = {"bos_id": tokenizer.bos_id, "eos_ids": tokenizer.eos_ids, "special": names}
-        return {"tokens": texts, "bytes": data, **special}
+                if data:  # special tokens have none
+                    text = data.decode()
+            except UnicodeDecodeError:  # a part of a character
+                incomplete[str(token)] = list(data)
+            texts.append(text)
+        return {
+            "tokens": texts,
+            "bytes": incomplete,
+            "bos_id": tokenizer.bos_id,
+            "eos_ids": tokenizer.eos_ids,
+            "special": {str(token): name for name, token in tokenizer.special_tokens.items()},
+        }
 
     def sequences(self, body: CompletionRequest | ChatRequest) -> list[Sequence]:
-        """The sequences of all choices of a request. Raises ApiError; may take long for long texts."""
-        seed = secrets.randbelow(2**31) if body.seed is None else body.seed
+        """The sequences of all choices of a request; may take long for long texts.
+
+        Raises ApiError.
+        """
+        seed = body.seed
+        if seed is None:
+            seed = secrets.randbelow(2**31)
+        sequences = []
         try:
-            sequences = []
-            for tokens in (
-                self._chat_prompt(body) if isinstance(body, ChatRequest) else self._prompts(body)
-            ):
+            prompts = self._encoded_prompts(body)
+            for tokens in prompts:
                 n_new = self._max_new_tokens(body, len(tokens))
                 for _ in range(body.n):
+                    # Each choice has a seed of its own, and the response says which one.
                     index = len(sequences)
                     params = body.sampling_params(n_new, seed + index, body.n_top)
-                    sequences.append(
-                        self.generator.new_sequence(index, Completion(""), params, tokens)
-                    )
+                    sequence = self.generator.new_sequence(index, Completion(""), params, tokens)
+                    sequences.append(sequence)
         except UserError as error:
             raise refusal(error, type(body)) from None
         return sequences
+
+    def _encoded_prompts(self, body: CompletionRequest | ChatRequest) -> list[list[int]]:
+        if isinstance(body, ChatRequest):
+            return [self._chat_prompt(body)]
+        return self._prompts(body)
 
     def _prompts(self, body: CompletionRequest) -> list[list[int]]:
         prompts = body.prompts
         self._check_number(len(prompts) * body.n)
         if not prompts or [] in prompts:
             raise invalid("prompt", body.prompt, type(body))
-        encoded = [
-            self.generator.encode(prompt) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
-        return [self._check_length(tokens, "prompt") for tokens in encoded]
+        # All are encoded before the first is checked: a text that cannot be encoded is the error.
+        encoded = []
+        for prompt in prompts:
+            tokens = prompt
+            if isinstance(prompt, str):
+                tokens = self.generator.encode(prompt)
+            encoded.append(tokens)
+        for tokens in encoded:
+            self._check_length(tokens, "prompt")
+        return encoded
 
-    def _chat_prompt(self, body: ChatRequest) -> list[list[int]]:
+    def _chat_prompt(self, body: ChatRequest) -> list[int]:
         tokenizer = self.generator.tokenizer
         self._check_number(body.n)
         if tokenizer.chat_template is None:
@@ -111,24 +143,26 @@ class ServedModel:
             tokens = chat.encode_prompt(tokenizer, messages)
         except UserError as error:  # of the chat template
             raise ApiError(400, str(error), "messages") from None
-        return [self._check_length(tokens, "messages")]
+        self._check_length(tokens, "messages")
+        return tokens
 
     def _max_new_tokens(self, body: CompletionRequest | ChatRequest, n_prompt: int) -> int:
-        limits = [body.max_tokens]
-        if isinstance(body, ChatRequest):
-            limits.append(body.max_completion_tokens)
-            if None not in limits:
-                raise ApiError(
-                    400, "max_tokens and max_completion_tokens mean the same; use one", "max_tokens"
-                )
-        given = [limit for limit in limits if limit is not None]
-        return given[0] if given else max(1, self.context_len + 1 - n_prompt)
+        limit = body.max_tokens
+        if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
+            if limit is not None:
+                message = "max_tokens and max_completion_tokens mean the same; use one"
+                raise ApiError(400, message, "max_tokens")
+            limit = body.max_completion_tokens
+        if limit is None:
+            # What fits: the last new token is not read, so it needs no place.
+            return max(1, self.context_len + 1 - n_prompt)
+        return limit
 
-    def _check_length(self, tokens: list[int], param: str) -> list[int]:
+    def _check_length(self, tokens: list[int], param: str) -> None:
         if len(tokens) > self.max_prompt:
-            message = f"{param} has {len(tokens)} tokens; the model {self.name} reads at most {self.max_prompt}"
+            limit = f"the model {self.name} reads at most {self.max_prompt}"
+            message = f"{param} has {len(tokens)} tokens; {limit}"
             raise ApiError(400, message, param, "context_length_exceeded")
-        return tokens
 
     def _check_number(self, n_texts: int) -> None:
         if n_texts > self.engine.max_texts:

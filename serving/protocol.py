@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from thinker.generation.sampler import SamplingParams
 from thinker.runtime.errors import UserError, did_you_mean
-from thinker.serving.errors import ApiError
+from thinker.serving.api_errors import ApiError
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -19,10 +19,11 @@ TOKEN_PREFIX = "token_id:"  # with return_tokens_as_token_ids
 
 
 class Fields(BaseModel):
-    """A JSON object without unknown fields, with values of exactly these types. A description says what to use.
+    """A JSON object without unknown fields, with values of exactly these types.
 
-    A field with null is the same as no field, as for OpenAI: clients send null for what they leave at its default, and
-    the messages of their history have fields such as "refusal": null.
+    The description of a field says what to use. A field with null is the same as no field, as for
+    OpenAI: clients send null for what they leave at its default, and the messages of their history
+    have fields such as "refusal": null.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -30,11 +31,9 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, fields: Any) -> Any:
-        return (
-            {name: value for name, value in fields.items() if value is not None}
-            if type(fields) is dict
-            else fields
-        )
+        if type(fields) is not dict:  # which is a mistake that pydantic reports
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class StreamOptions(Fields):
@@ -44,7 +43,10 @@ class StreamOptions(Fields):
 
 
 class JsonSchema(Fields):
-    """A schema for the answer. It is always enforced, so `strict` makes no difference; the other fields are labels."""
+    """A schema for the answer.
+
+    It is always enforced, so `strict` makes no difference; the other fields are labels.
+    """
 
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
@@ -60,9 +62,8 @@ class ResponseFormat(Fields):
 
 
 Item = TypeVar("Item")
-Items = Annotated[
-    list[Item], Field(fail_fast=True)
-]  # a body may have a million mistakes, and each takes memory
+# A body may have a million mistakes, and each takes memory: the first one is enough.
+Items = Annotated[list[Item], Field(fail_fast=True)]
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-NUMBER, le=NUMBER, description="a number")]
 
 
@@ -101,42 +102,75 @@ class Sampling(Fields):
     return_token_ids: bool = Field(False, description="true or false")
     return_tokens_as_token_ids: bool = Field(False, description="true or false")
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
     def sampling_params(self, max_new_tokens: int, seed: int, logprobs: int) -> SamplingParams:
         """The parameters of one choice. Raises ApiError."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stop) > 16 or "" in stop:
-            raise invalid("stop", self.stop, type(self))
+        stop = self._stop_strings()
         if self.stream_options is not None and not self.stream:
-            raise ApiError(
-                400, "stream_options has no effect without stream; remove it", "stream_options"
-            )
+            message = "stream_options has no effect without stream; remove it"
+            raise ApiError(400, message, "stream_options")
         if logprobs and not self.has_logprobs:
-            raise ApiError(
-                400,
-                "top_logprobs has no effect without logprobs; set logprobs to true",
-                "top_logprobs",
-            )
-        kind = None if self.response_format is None else self.response_format.type
-        schema = None if self.response_format is None else self.response_format.json_schema
-        if (kind == "json_schema") != (schema is not None):
-            raise ApiError(
-                400,
-                "response_format: json_schema goes with the type json_schema",
-                "response_format",
-            )
-        try:
-            bias = {int(token): number for token, number in (self.logit_bias or {}).items()}
-        except ValueError:
-            raise invalid("logit_bias", self.logit_bias, type(self)) from None
-        json_schema = {"json_object": True, "json_schema": schema and schema.json_schema}.get(kind)
+            message = "top_logprobs has no effect without logprobs; set logprobs to true"
+            raise ApiError(400, message, "top_logprobs")
+        json_schema = self._json_schema()
+        bias = self._bias_by_id()
         try:
             return SamplingParams(
-                max_new_tokens, self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
-                self.presence_penalty, self.frequency_penalty, logit_bias=bias, logprobs=logprobs, seed=seed,
-                stop=tuple(stop), json_schema=json_schema,
-            )  # fmt: skip
+                max_new_tokens=max_new_tokens,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                logit_bias=bias,
+                logprobs=logprobs,
+                seed=seed,
+                stop=stop,
+                json_schema=json_schema,
+            )
         except UserError as error:
             raise refusal(error, type(self)) from None
+
+    def _stop_strings(self) -> tuple[str, ...]:
+        """The strings that end a text. Raises ApiError."""
+        stop = self.stop
+        if stop is None:
+            stop = []
+        elif isinstance(stop, str):
+            stop = [stop]
+        if len(stop) > 16 or "" in stop:
+            raise invalid("stop", self.stop, type(self))
+        return tuple(stop)
+
+    def _json_schema(self) -> dict[str, Any] | bool | None:
+        """The schema of the answer, or True for any JSON object. Raises ApiError."""
+        form = self.response_format
+        if form is None:
+            return None
+        if (form.type == "json_schema") != (form.json_schema is not None):
+            message = "response_format: json_schema goes with the type json_schema"
+            raise ApiError(400, message, "response_format")
+        if form.type == "json_object":
+            return True
+        if form.type == "json_schema":
+            return form.json_schema.json_schema
+        return None
+
+    def _bias_by_id(self) -> dict[int, float]:
+        """The biases by token id; JSON writes the ids as text. Raises ApiError."""
+        biases = self.logit_bias
+        if biases is None:
+            return {}
+        try:
+            return {int(token): number for token, number in biases.items()}
+        except ValueError:
+            raise invalid("logit_bias", biases, type(self)) from None
 
 
 class CompletionRequest(Sampling):
@@ -153,7 +187,7 @@ class CompletionRequest(Sampling):
     @property
     def n_top(self) -> int:
         """Number of alternatives per token."""
-        return self.logprobs or 0
+        return 0 if self.logprobs is None else self.logprobs
 
     @property
     def has_logprobs(self) -> bool:
@@ -163,7 +197,9 @@ class CompletionRequest(Sampling):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """A list of prompts."""
-        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):  # one prompt of token ids
             return [self.prompt]
         return self.prompt
 
@@ -184,11 +220,9 @@ class ChatMessage(Fields):
     @property
     def text(self) -> str:
         """The content as one string."""
-        return (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
-        )
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
 
 
 class ChatRequest(Sampling):
@@ -212,7 +246,7 @@ class ChatRequest(Sampling):
     @property
     def n_top(self) -> int:
         """Number of alternatives per token."""
-        return self.top_logprobs or 0
+        return 0 if self.top_logprobs is None else self.top_logprobs
 
     @property
     def has_logprobs(self) -> bool:
@@ -236,50 +270,46 @@ def parse(kind: type[Request], body: bytes) -> Request:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        (first, *_) = error.errors(include_url=False, include_context=False)
+        first = error.errors(include_url=False, include_context=False)[0]
     location = [str(part) for part in first["loc"]]
     if not location:
         reason = first["msg"].removeprefix("Invalid JSON: ")
-        raise ApiError(
-            400,
-            f"the body of the request is not a valid JSON object: {reason}",
-            code="invalid_json",
-        )
-    names = {field.alias or name for name, field in kind.model_fields.items()}
+        message = f"the body of the request is not a valid JSON object: {reason}"
+        raise ApiError(400, message, code="invalid_json")
+
+    name = location[0]
+    is_in_part = len(location) > 1  # such as messages.0.role
     if first["type"] == "extra_forbidden":
         param = ".".join(location)
-        hint = did_you_mean(location[0], names) if len(location) == 1 else ""
-        raise ApiError(
-            400, f"{param} is not supported here; remove it{hint}", param, "unknown_field"
-        )
-    if first["type"] == "missing" and len(location) == 1:
-        raise ApiError(
-            400,
-            f"{location[0]} is missing; pass {kind.model_fields[location[0]].description}",
-            location[0],
-        )
-    raise invalid(location[0], _value(body, location[0]), kind)
+        hint = ""
+        if not is_in_part:
+            hint = did_you_mean(name, kind.model_fields)
+        message = f"{param} is not supported here; remove it{hint}"
+        raise ApiError(400, message, param, "unknown_field")
+    if first["type"] == "missing" and not is_in_part:
+        message = f"{name} is missing; pass {kind.model_fields[name].description}"
+        raise ApiError(400, message, name)
+    # A mistake in a part is shown with the whole field, whose description says how it looks.
+    raise invalid(name, json.loads(body)[name], kind)
 
 
 def invalid(name: str, value: object, kind: type[Fields]) -> ApiError:
     """The error for a field with a wrong value."""
     shown = json.dumps(value)
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    if len(shown) > 80:
+        shown = f"{shown[:77]}..."
     return ApiError(400, f"{name} is {shown}; use {kind.model_fields[name].description}", name)
 
 
 def refusal(error: UserError, kind: type[Fields]) -> ApiError:
     """The error for what a Generator refuses. Its messages begin with the parameter at fault."""
+    message = str(error)
     prompt = "messages" if "messages" in kind.model_fields else "prompt"
-    fields = {"the prompt": prompt, "json_schema": "response_format"} | {
-        name: name for name in kind.model_fields
-    }
-    return ApiError(
-        400,
-        str(error),
-        next((fields[name] for name in fields if str(error).startswith(name)), None),
-    )
-
-
-def _value(body: bytes, name: str) -> object:
-    return json.loads(body)[name]
+    if message.startswith("the prompt"):
+        return ApiError(400, message, prompt)
+    if message.startswith("json_schema"):
+        return ApiError(400, message, "response_format")
+    for name in kind.model_fields:
+        if message.startswith(name):
+            return ApiError(400, message, name)
+    return ApiError(400, message)

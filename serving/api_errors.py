@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from thinker.runtime.checks import finite_json
 
+# OpenAI's names by status; its clients choose the class of their exception by the status alone.
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -28,23 +29,21 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = (
-            status,
-            message,
-            param,
-            code,
-            headers,
-        )
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
 
     @property
     def content(self) -> dict[str, dict[str, str | None]]:
         """The body of the response."""
-        kind = TYPES.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        }
+        if self.status >= 500:
+            kind = "server_error"
+        else:
+            kind = TYPES.get(self.status, "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
     def response(self) -> Response:
         """The whole response."""
@@ -59,5 +58,6 @@ def json_response(
 
 
 def event(content: object) -> bytes:
-    """A server-sent event."""
-    return f"data: {content if isinstance(content, str) else finite_json(content)}\n\n".encode()
+    """A server-sent event: text as it is (such as [DONE]), anything else as JSON."""
+    data = content if isinstance(content, str) else finite_json(content)
+    return f"data: {data}\n\n".encode()
