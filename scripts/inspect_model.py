@@ -185,7 +185,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Reject contradicting flags and files that cannot be written before long work begins. Raises UserError."""
     command = arguments.command
     if command == "explain":
-        from thinker.interpretability.attention_row import check_arguments as check_vectors
+        from thinker.interpretability.explain import check_arguments as check_vectors
 
         check_vectors(arguments)
     if command == "heads":
@@ -343,7 +343,7 @@ def report_on_heads(
 def make_report(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], Any, Any, Any]:
     """Load the model, if any. Returns report, initial state of the interactive report, model, tokenizer, prompt."""
     if arguments.command == "explain" and arguments.prompt is None:
-        from thinker.interpretability.attention_row import explain_vectors
+        from thinker.interpretability.explain import explain_vectors
 
         return explain_vectors(Path(arguments.model), arguments.position), {}, None, None, None
     from thinker.interop import load

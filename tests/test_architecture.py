@@ -109,7 +109,7 @@ def test_model_needs_torch_alone():
 
 
 # Rooms that still have too many files; this set only shrinks.
-CROWDED = {"training", "interpretability", "lessons"}
+CROWDED = {"training", "lessons"}
 
 
 def test_a_room_has_at_most_fifteen_files():

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-from thinker.interpretability.attention_row import explain_vectors
-from thinker.interpretability.explain import explain
+from thinker.interpretability.explain import explain, explain_vectors
 from thinker.interpretability.reports import Prompt
 from thinker.runtime.errors import UserError
 
