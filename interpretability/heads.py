@@ -1,6 +1,7 @@
 """Measures of attention heads and of their importance to the loss.
 
-Weights are (..., T, T) with T >= 2, rows are queries, positions count from 0, logarithms are natural.
+Weights are (..., T, T) with T >= 2, rows are queries, positions count from 0. Logarithms
+are natural.
 """
 
 import math
@@ -16,9 +17,14 @@ from tqdm import tqdm
 from thinker.evaluation.perplexity import estimate_ratio
 from thinker.interpretability.attribution import require_grad_from_embedding
 from thinker.model import Thinker
-from thinker.model.inspection.attention_statistics import entropy, first_token, row_entropy  # noqa: F401 - measures, too
+from thinker.model.inspection import attention_statistics
+from thinker.model.inspection.attention_statistics import row_entropy
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+
+# Measures of heads, too; the model has them, because monitoring needs them without this package.
+entropy = attention_statistics.entropy
+first_token = attention_statistics.first_token
 
 
 def mean_distance(weights: Tensor) -> Tensor:
@@ -33,23 +39,29 @@ def previous_token(weights: Tensor) -> Tensor:
 
 
 def repeated_random_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int = 0) -> Tensor:
-    """Repeat n distinct random tokens of `ids` (or a vocabulary size): (batch, 2n). Raises UserError if too few."""
-    ids = torch.arange(ids) if isinstance(ids, int) else ids
+    """Repeat n distinct random tokens of `ids` (or a vocabulary size): (batch, 2n).
+
+    Raises UserError if there are too few.
+    """
+    if isinstance(ids, int):
+        ids = torch.arange(ids)
     if len(ids) < n:
         raise UserError(
             f"cannot sample {n} distinct tokens from {len(ids)}; use a larger vocabulary"
         )
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.stack(
-        [ids[torch.randperm(len(ids), generator=generator)[:n]] for _ in range(batch)]
-    )  # (B, n)
-    return rows.repeat(1, 2)
+    rows = []
+    for _ in range(batch):
+        order = torch.randperm(len(ids), generator=generator)
+        rows.append(ids[order[:n]])
+    return torch.stack(rows).repeat(1, 2)
 
 
 def induction(weights: Tensor) -> Tensor:
-    """On repeated_random_tokens(): mean over i = n..2n−1 of A[i, i − n + 1]; (..., 2n, 2n) -> (...).
+    """On repeated_random_tokens(): mean over i = n..2n−1 of A[i, i − n + 1].
 
-    Olsson et al. 2022 (arXiv:2209.11895): attends to the token after an earlier occurrence; 1 is perfect.
+    (..., 2n, 2n) -> (...). Olsson et al. 2022 (arXiv:2209.11895): attends to the token after an
+    earlier occurrence; 1 is perfect.
     """
     n = weights.shape[-1] // 2
     return weights.diagonal(1 - n, -2, -1)[..., 1:].mean(dim=-1)
@@ -63,21 +75,25 @@ def duplicate_token(weights: Tensor) -> Tensor:
 def pairwise_js_divergence(weights: Tensor) -> Tensor:
     """Mean over rows of the JS divergence of two heads; (..., H, T, T) -> (..., H, H).
 
-    JS(P, Q) = H((P + Q)/2) − (H(P) + H(Q))/2 in nats, 0 (equal) to ln 2 (Lin 1991, IEEE Trans. Inf. Theory 37:145).
+    JS(P, Q) = H((P + Q)/2) − (H(P) + H(Q))/2 in nats, 0 (equal) to ln 2 (Lin 1991, IEEE Trans. Inf.
+    Theory 37:145).
     """
-    n_heads, entropies = weights.shape[-3], row_entropy(weights)  # (..., H, T)
+    n_heads = weights.shape[-3]
+    entropies = row_entropy(weights)  # (..., H, T)
     divergence = weights.new_zeros(*weights.shape[:-3], n_heads, n_heads)
     for head in range(n_heads):  # all pairs at once would need H times the memory
         mixed = row_entropy((weights + weights[..., head : head + 1, :, :]) / 2)
-        divergence[..., head, :] = (
-            mixed - (entropies + entropies[..., head : head + 1, :]) / 2
-        ).mean(dim=-1)
-    return divergence.clamp_min(0)
+        separate = (entropies + entropies[..., head : head + 1, :]) / 2
+        divergence[..., head, :] = (mixed - separate).mean(dim=-1)
+    return divergence.clamp_min(0)  # rounding errors
 
 
 @dataclass(frozen=True)
 class Importance:
-    """Importance of each head (or group) with its 95% interval, (layers, H) each; nan for missing heads."""
+    """Importance of each head (or group) with its 95% interval.
+
+    (layers, H) each; nan for missing heads.
+    """
 
     value: Tensor
     low: Tensor
@@ -85,16 +101,18 @@ class Importance:
 
 
 def losses(model: Thinker, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy of each text, in nats per token: (N, T) -> (N,). See importance_by_ablation()."""
+    """Mean cross-entropy of each text, in nats per token: (N, T) -> (N,).
+
+    See importance_by_ablation().
+    """
     return torch.cat([_losses(model, *batch) for batch in _batches(model, tokens, targets)])
 
 
 def _losses(model: Thinker, tokens: Tensor, targets: Tensor) -> Tensor:
-    logits = model(tokens).float()  # (B, T, V)
-    nats = F.cross_entropy(
-        logits.transpose(1, 2), targets, reduction="none", ignore_index=IGNORE_INDEX
-    )  # (B, T)
-    return nats.sum(dim=1) / (targets != IGNORE_INDEX).sum(dim=1).clamp_min(1)
+    logits = model(tokens).float().transpose(1, 2)  # (B, V, T)
+    nats = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE_INDEX)  # (B, T)
+    n_targets = (targets != IGNORE_INDEX).sum(dim=1)
+    return nats.sum(dim=1) / n_targets.clamp_min(1)
 
 
 def _batches(model: Thinker, tokens: Tensor, targets: Tensor | None) -> list[tuple[Tensor, Tensor]]:
@@ -121,23 +139,17 @@ def importance_by_ablation(
     by_group: ablate all query heads of a KV head together, (layers, K).
     """
     names = [f"blocks.{layer}.attention.heads" for layer in range(len(model.blocks))]
-    sums, batches, baseline = dict.fromkeys(names, 0.0), _batches(model, tokens, targets), []
-    with model.record(*names) as cache:
-        for batch in batches:
-            baseline.append(_losses(model, *batch))
-            sums = {name: sums[name] + cache[name].sum(dim=(0, 2)) for name in names}  # (H, D)
-            cache.passes.clear()
-    baseline, n_tokens = torch.cat(baseline), sum(batch.numel() for batch, _ in batches)
+    baseline, means = _losses_and_means(model, names, _batches(model, tokens, targets))
     groups = [_groups(block.attention, by_group) for block in model.blocks]
     costs = []
     with tqdm(total=sum(map(len, groups)), desc="ablating heads") as bar:
         for name, layer_groups in zip(names, groups):
             layer_costs = []
             for group in layer_groups:
-                patches = {
-                    f"{name}.{i}": 0.0 if ablation == "zero" else sums[name][i] / n_tokens
-                    for i in group
-                }
+                patches = {}
+                for head in group:
+                    value = 0.0 if ablation == "zero" else means[name][head]
+                    patches[f"{name}.{head}"] = value
                 with model.patch(patches):
                     layer_costs.append(losses(model, tokens, targets) - baseline)
                 bar.update()
@@ -145,46 +157,71 @@ def importance_by_ablation(
     return _estimate(costs)
 
 
+def _losses_and_means(
+    model: Thinker, names: list[str], batches: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Losses of all texts, (N,), and means of activations over texts and positions, (H, D)."""
+    baseline = []
+    sums = dict.fromkeys(names, 0.0)
+    with model.record(*names) as cache:
+        for batch in batches:
+            baseline.append(_losses(model, *batch))
+            for name in names:
+                sums[name] = sums[name] + cache[name].sum(dim=(0, 2))
+            cache.passes.clear()  # which would keep the activations of all batches
+    n_tokens = sum(tokens.numel() for tokens, _ in batches)
+    means = {name: total / n_tokens for name, total in sums.items()}
+    return torch.cat(baseline), means
+
+
 def _groups(attention: Any, by_group: bool) -> list[range]:
     """List the query heads to ablate together: of each KV head, or single heads."""
-    size = attention.n_heads // attention.n_kv_heads if by_group else 1
+    size = 1
+    if by_group:
+        size = attention.n_heads // attention.n_kv_heads
     return [range(head, head + size) for head in range(0, attention.n_heads, size)]
 
 
 def _estimate(values: list[Tensor]) -> Importance:
     """Estimate means over texts with intervals: (H, N) per layer -> (layers, H) each."""
-    ones, layers = torch.ones(values[0].shape[-1]), []
+    ones = torch.ones(values[0].shape[-1])  # every text counts the same
+    layers = []
     for layer in values:
-        rows = [vars(estimate_ratio(row, ones, 0.95)).values() for row in layer.cpu()]
-        layers.append(
-            torch.tensor([[math.nan if x is None else x for x in row] for row in rows])
-        )  # (H, 3)
-    return Importance(*pad_sequence(layers, batch_first=True, padding_value=math.nan).unbind(-1))
+        estimates = [_estimate_row(row, ones) for row in layer.cpu()]
+        layers.append(torch.tensor(estimates))  # (H, 3)
+    # Layers may have different numbers of heads after pruning.
+    padded = pad_sequence(layers, batch_first=True, padding_value=math.nan)  # (layers, H, 3)
+    return Importance(*padded.unbind(-1))
+
+
+def _estimate_row(values: Tensor, sizes: Tensor) -> list[float]:
+    """The mean of values (N,) and both ends of its 95% interval, nan where there is none."""
+    estimate = estimate_ratio(values, sizes, 0.95)
+    return [math.nan if x is None else x for x in vars(estimate).values()]
 
 
 def importance_by_gradient(
     model: Thinker, tokens: Tensor, targets: Tensor | None = None, by_group: bool = False
 ) -> Importance:
-    """E_x |Σ_t z · ∂L/∂z|, then each layer's vector scaled to L2 norm 1 (Michel et al. 2019, arXiv:1905.10650).
+    """E_x |Σ_t z · ∂L/∂z|, then each layer's vector scaled to L2 norm 1.
 
-    z (T, D): output of a head; L: mean loss of text x. Intervals are scaled, too. See importance_by_ablation().
+    Michel et al. 2019, arXiv:1905.10650. z (T, D): output of a head; L: mean loss of text x.
+    Intervals are scaled, too. See importance_by_ablation().
     """
     by_layer: list[list[Tensor]] = [[] for _ in model.blocks]  # (H, B) per batch
     patches = {"embedding": require_grad_from_embedding}
+    names = "blocks.*.attention.heads"
     for batch in _batches(model, tokens, targets):
-        with (
-            torch.enable_grad(),
-            model.patch(patches),
-            model.record("blocks.*.attention.heads") as cache,
-        ):
+        with torch.enable_grad(), model.patch(patches), model.record(names) as cache:
+            # The sum, as the loss of a text has no gradient with respect to another text.
             loss = _losses(model, *batch).sum()
             heads = list(cache.values())  # (B, H, T, D) each
             gradients = torch.autograd.grad(loss, heads)
         for values, block, z, g in zip(by_layer, model.blocks, heads, gradients):
-            groups = _groups(block.attention, by_group)
-            values.append(
-                (z * g).detach().sum(dim=(2, 3)).unflatten(1, (len(groups), -1)).sum(dim=2).abs().T
-            )
+            by_head = (z * g).detach().sum(dim=(2, 3))  # (B, H)
+            n_groups = len(_groups(block.attention, by_group))
+            by_group_of_heads = by_head.unflatten(1, (n_groups, -1)).sum(dim=2)
+            values.append(by_group_of_heads.abs().T)
     estimate = _estimate([torch.cat(values, dim=1) for values in by_layer])
     norm = estimate.value.nan_to_num().norm(dim=1, keepdim=True).clamp_min(1e-30)
     return Importance(estimate.value / norm, estimate.low / norm, estimate.high / norm)
