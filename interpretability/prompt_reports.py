@@ -1,9 +1,13 @@
 """Reports on one prompt: attention map, flow, attribution, logit lens and patching."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.interpretability import attribution, flow, reports
+from thinker.interpretability.attribution import LogitComponents
 from thinker.interpretability.reports import Panel, Prompt, Report, decimal, token_label
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
@@ -18,40 +22,50 @@ def report_attention_map(model: Thinker, prompt: Prompt, layer: int, head: int) 
     name = f"blocks.{layer}.attention.weights"
     with torch.no_grad(), model.record(name) as cache:
         model(prompt.tokens[None])
-    weights, rows = cache[name][0, head].cpu(), []  # (T, T)
+    weights = cache[name][0, head].cpu()  # (T, T)
+    rows = []
     for query, text in enumerate(prompt.labels):
+        # Fewer than three for the first tokens, and where the pattern leaves fewer visible.
         top = weights[query].topk(min(3, query + 1))
-        pairs = zip(top.values.tolist(), top.indices.tolist())
-        cells = [f"{value:.2f} {prompt.labels[key]} ({key})" for value, key in pairs if value > 0]
-        rows.append([str(query), text, *cells, *[""] * (3 - len(cells))])
+        cells = []
+        for value, key in zip(top.values.tolist(), top.indices.tolist()):
+            if value > 0:
+                cells.append(f"{value:.2f} {prompt.labels[key]} ({key})")
+        cells += [""] * (3 - len(cells))
+        rows.append([str(query), text, *cells])
     data = {"layer": layer, "head": head, "tokens": prompt.labels, "weights": weights.tolist()}
     names = prompt.numbered()
-    title, nonzero = (
+    panel = Panel(
         f"attention weights, layer {layer}, head {head}",
         weights.masked_fill(weights == 0, torch.nan),
+        names,
+        names,
+        vmax=1.0,
+        axis_labels=reports.ATTENTION_AXES,
     )
-    panel = Panel(title, nonzero, names, names, vmax=1.0, axis_labels=reports.ATTENTION_AXES)
     columns = ["query", "token", "attends most to", "second", "third"]
     return Report({"layer": layer, "head": head}, columns, rows, data, [panel])
 
 
 @torch.no_grad()
 def report_flow(model: Thinker, prompt: Prompt, position: int) -> Report:
-    """Report attention rollout after each layer and maximum flow, from one position to every token."""
+    """Report what one position receives from every token: attention rollout and maximum flow."""
     position %= len(prompt.tokens)
     weights = model.attention_weights(prompt.tokens[None])[:, 0].cpu()  # (layers, H, T, T)
     rollout = flow.rollout(weights)[:, position]  # (layers, T)
     layers = [f"layer {layer}" for layer in range(len(rollout))]
-    columns, flows = ["key", "token", *layers], None
-    rows = [
-        [str(key), text, *(f"{x:.3f}" for x in rollout[:, key].tolist())]
-        for key, text in enumerate(prompt.labels)
-    ]
+    columns = ["key", "token", *layers]
+    rows = []
+    for key, text in enumerate(prompt.labels):
+        shares = [f"{share:.3f}" for share in rollout[:, key].tolist()]
+        rows.append([str(key), text, *shares])
     footer = "layer columns: share of each token in the position (rollout)"
+    flows = None
     if len(prompt.tokens) <= MAX_FLOW_TOKENS:
         flows = flow.max_flow(weights, position).tolist()
         columns.append("max flow")
-        rows = [[*row, f"{x:.3f}"] for row, x in zip(rows, flows)]
+        for row, value in zip(rows, flows):
+            row.append(f"{value:.3f}")
         footer += "; max flow: upper bound on what the position receives"
     else:
         footer += f"; max flow skipped: too slow beyond {MAX_FLOW_TOKENS} tokens"
@@ -61,12 +75,10 @@ def report_flow(model: Thinker, prompt: Prompt, position: int) -> Report:
         "rollout": rollout.tolist(),
         "max_flow": flows,
     }
-    panel = Panel(
-        f"rollout: share of each token in position {position}", rollout, layers, prompt.numbered()
-    )
-    return Report(
-        {"position": f"{position} {prompt.labels[position]}"}, columns, rows, data, [panel], footer
-    )
+    title = f"rollout: share of each token in position {position}"
+    panel = Panel(title, rollout, layers, prompt.numbered())
+    header = {"position": f"{position} {prompt.labels[position]}"}
+    return Report(header, columns, rows, data, [panel], footer)
 
 
 @torch.no_grad()
@@ -83,8 +95,10 @@ def likeliest_next_token(
 
 def _describe_target(tokenizer: Tokenizer, target: int, contrast_token: int | None) -> str:
     """Describe a prediction, such as: ‘b’ rather than ‘c’."""
-    tokens = [target] if contrast_token is None else [target, contrast_token]
-    return " rather than ".join(f"‘{token_label(tokenizer, token)}’" for token in tokens)
+    description = f"‘{token_label(tokenizer, target)}’"
+    if contrast_token is not None:
+        description += f" rather than ‘{token_label(tokenizer, contrast_token)}’"
+    return description
 
 
 def report_attribution(
@@ -95,59 +109,74 @@ def report_attribution(
     contrast_token: int | None,
     position: int,
 ) -> Report:
-    """Report contributions of tokens (integrated gradients) and components (direct logit attribution)."""
-    target = (
-        likeliest_next_token(model, prompt, position, contrast_token) if target is None else target
-    )
+    """Report contributions of tokens and of components to a prediction.
+
+    Tokens by integrated gradients, components by direct logit attribution.
+    """
+    if target is None:
+        target = likeliest_next_token(model, prompt, position, contrast_token)
     prediction = target, contrast_token, position
     components = attribution.direct_logit_attribution(model, prompt.tokens, *prediction)
-    values = {"embedding": components.embedding}
-    values |= {f"MLP {layer}": value for layer, value in enumerate(components.mlps.tolist())}
-    values |= {
-        f"head {i}.{j}": components.heads[i, j].item()
-        for i, j in reports.existing_heads(components.heads)
-    }
-    ranked = sorted(values.items(), key=lambda pair: -abs(pair[1]))
-    rows = [["component", name, decimal(value, 4, "+")] for name, value in ranked]
     description = _describe_target(tokenizer, target, contrast_token)
-    header = {"prediction": f"{description}, after position {position % len(prompt.labels)}"}
-    header["logit"] = f"{components.logit:.4f}"
-    data = {
+    header = {
+        "prediction": f"{description}, after position {position % len(prompt.labels)}",
+        "logit": f"{components.logit:.4f}",
+    }
+    data: dict[str, Any] = {
         "prediction": description,
         "target": target,
         "contrast_token": contrast_token,
         "tokens": prompt.labels,
+        "logit": components.logit,
+        "embedding": components.embedding,
+        "heads": reports.to_json(components.heads),
+        "mlps": components.mlps.tolist(),
     }
-    data |= {"logit": components.logit, "embedding": components.embedding}
-    data |= {"heads": reports.to_json(components.heads), "mlps": components.mlps.tolist()}
+    rows = _component_rows(components)
     labels = reports.head_labels(components.heads)
     panels = [Panel("direct logit attribution of heads", components.heads, *labels, signed=True)]
     total = components.embedding + components.heads.nansum().item() + components.mlps.sum().item()
     footer = f"sum of components: {total:.4f}; "
-    if any(
-        pattern.tokens for pattern in model.config.patterns
-    ):  # such a model cannot run on embeddings only
+
+    # A pattern that reads token ids cannot run on embeddings, which have gradients.
+    if any(pattern.tokens for pattern in model.config.patterns):
         footer += f"no attribution to tokens: {NO_GRADIENT}"
-    else:
-        bos = tokenizer.bos_prefix[0] if tokenizer.bos_prefix else None
-        values, baseline, error = attribution.integrated_gradients(
-            model, prompt.tokens, *prediction, bos
-        )
-        data |= {
-            "by_token": values.tolist(),
-            "completeness_error": error,
-            "baseline_logit": baseline,
-        }
-        rows = [
-            ["token", text, decimal(x, 4, "+")]
-            for text, x in zip(prompt.numbered(), values.tolist())
-        ] + rows
-        title = f"integrated gradients of {description}"
-        panels.insert(0, Panel(title, values[None], [""], prompt.labels, signed=True, style="text"))
-        footer += f"sum of tokens and baseline ({baseline:.4f}): {components.logit + error:.4f}"
-        if abs(error) > 0.05 * max(1, abs(components.logit - baseline)):
-            footer += " (the integral did not converge, so treat token values with care)"
+        return Report(header, ["kind", "name", "adds"], rows, data, panels, footer)
+    bos = None
+    if tokenizer.bos_prefix:
+        bos = tokenizer.bos_prefix[0]
+    values, baseline, error = attribution.integrated_gradients(
+        model, prompt.tokens, *prediction, bos
+    )
+    data["by_token"] = values.tolist()
+    data["completeness_error"] = error
+    data["baseline_logit"] = baseline
+    token_rows = []
+    for text, value in zip(prompt.numbered(), values.tolist()):
+        token_rows.append(["token", text, decimal(value, 4, "+")])
+    rows = token_rows + rows
+    title = f"integrated gradients of {description}"
+    panels.insert(0, Panel(title, values[None], [""], prompt.labels, signed=True, style="text"))
+    footer += f"sum of tokens and baseline ({baseline:.4f}): {components.logit + error:.4f}"
+    if abs(error) > 0.05 * max(1, abs(components.logit - baseline)):
+        footer += " (the integral did not converge, so treat token values with care)"
     return Report(header, ["kind", "name", "adds"], rows, data, panels, footer)
+
+
+def _component_rows(components: LogitComponents) -> list[list[str]]:
+    """A row for the embedding, each MLP and each head, the largest contribution first."""
+    values = {"embedding": components.embedding}
+    for layer, value in enumerate(components.mlps.tolist()):
+        values[f"MLP {layer}"] = value
+    for layer, head in reports.existing_heads(components.heads):
+        values[f"head {layer}.{head}"] = components.heads[layer, head].item()
+    ranked = sorted(values.items(), key=lambda pair: -abs(pair[1]))
+    return [["component", name, decimal(value, 4, "+")] for name, value in ranked]
+
+
+def _after_names(model: Thinker) -> list[str]:
+    """The places of the residual stream: after the embedding and after each layer."""
+    return ["embedding", *(f"layer {layer}" for layer in range(len(model.blocks)))]
 
 
 def report_logit_lens(
@@ -156,41 +185,54 @@ def report_logit_lens(
     """Report the three most likely tokens after each layer at one position (logit lens)."""
     position %= len(prompt.tokens)
     shown = slice(max(0, position - MAX_LENS_COLUMNS + 1), position + 1)
-    probabilities = (
-        attribution.logit_lens(model, prompt.tokens, shown).softmax(dim=-1).cpu()
-    )  # (layers + 1, T', V)
-    names = ["embedding", *(f"layer {layer}" for layer in range(len(model.blocks)))]
-    likeliest, rows = [], []
-    for name, row in zip(names, probabilities[:, -1]):
-        top = zip(*(part.tolist() for part in row.topk(min(3, len(row)))))
-        likeliest.append(
-            [{"token": token_label(tokenizer, i), "id": i, "probability": p} for p, i in top]
-        )
-        rows.append(
-            [name, *(f"{entry['probability']:.3f} {entry['token']}" for entry in likeliest[-1])]
-        )
+    logits = attribution.logit_lens(model, prompt.tokens, shown)
+    probabilities = logits.softmax(dim=-1).cpu()  # (layers + 1, T', V)
+    names = _after_names(model)
+    likeliest = []
+    rows = []
+    for name, at_position in zip(names, probabilities[:, -1]):
+        top = _likeliest_tokens(tokenizer, at_position)
+        likeliest.append(top)
+        cells = [f"{entry['probability']:.3f} {entry['token']}" for entry in top]
+        rows.append([name, *cells])
     best = probabilities.max(dim=-1)  # (layers + 1, T') each
-    cells = [[token_label(tokenizer, token) for token in row] for row in best.indices.tolist()]
+    cells = _token_labels(tokenizer, best.indices)
     data = {
         "position": position,
         "after": names,
         "likeliest": likeliest,
         "tokens": prompt.labels[shown],
+        "top_token": cells,
+        "probability": best.values.tolist(),
     }
-    data |= {"top_token": cells, "probability": best.values.tolist()}
-    title, n_shown = (
-        "most likely next token after each layer, and its probability",
-        probabilities.shape[1],
-    )
+    title = "most likely next token after each layer, and its probability"
+    n_shown = probabilities.shape[1]
     if n_shown < len(prompt.tokens):
         title += f" (last {n_shown} of {position + 1} positions)"
-    panel = Panel(
-        title, best.values, names, prompt.numbered()[shown], vmax=1.0, style="table", cells=cells
-    )
+    columns = prompt.numbered()[shown]
+    panel = Panel(title, best.values, names, columns, vmax=1.0, style="table", cells=cells)
     header = {"position": f"{position} {prompt.labels[position]}"}
-    return Report(
-        header, ["after", "most likely", "second", "third"][: len(rows[0])], rows, data, [panel]
-    )
+    # A vocabulary may have fewer than three tokens.
+    columns = ["after", "most likely", "second", "third"][: len(rows[0])]
+    return Report(header, columns, rows, data, [panel])
+
+
+def _likeliest_tokens(tokenizer: Tokenizer, probabilities: Tensor) -> list[dict[str, Any]]:
+    """The three most likely tokens: probabilities (V,) -> an entry for JSON each."""
+    top = probabilities.topk(min(3, len(probabilities)))
+    entries = []
+    for probability, token in zip(top.values.tolist(), top.indices.tolist()):
+        label = token_label(tokenizer, token)
+        entries.append({"token": label, "id": token, "probability": probability})
+    return entries
+
+
+def _token_labels(tokenizer: Tokenizer, ids: Tensor) -> list[list[str]]:
+    """Labels of a matrix of token ids."""
+    rows = []
+    for row in ids.tolist():
+        rows.append([token_label(tokenizer, token) for token in row])
+    return rows
 
 
 def report_patching(
@@ -202,22 +244,25 @@ def report_patching(
     contrast_token: int | None,
 ) -> Report:
     """Report the share of a prediction that each activation of the clean prompt restores."""
-    target = likeliest_next_token(model, clean, -1, contrast_token) if target is None else target
+    if target is None:
+        target = likeliest_next_token(model, clean, -1, contrast_token)
     restored = attribution.patch(model, clean.tokens, corrupt.tokens, target, contrast_token)
     values = torch.stack([x.cpu() for x in restored.values()])  # (layers + 1, T)
-    names = ["embedding", *(f"layer {layer}" for layer in range(len(model.blocks)))]
-    tokens = [a if a == b else f"{a}/{b}" for a, b in zip(clean.labels, corrupt.labels)]
-    rows = [
-        [str(i), text, *(decimal(x, 3) for x in values[:, i].tolist())]
-        for i, text in enumerate(tokens)
-    ]
+    names = _after_names(model)
+    tokens = []
+    for text, other in zip(clean.labels, corrupt.labels):
+        tokens.append(text if text == other else f"{text}/{other}")
+    rows = []
+    for position, text in enumerate(tokens):
+        shares = [decimal(share, 3) for share in values[:, position].tolist()]
+        rows.append([str(position), text, *shares])
     description = _describe_target(tokenizer, target, contrast_token)
     data = {"target": target, "contrast_token": contrast_token, "tokens": tokens}
-    data |= {name: x.tolist() for name, x in restored.items()}
-    columns = [f"{i} {text}" for i, text in enumerate(tokens)]
-    panel = Panel(
-        f"share of {description} restored by patching", values, names, columns, signed=True
-    )
+    for name, shares in restored.items():
+        data[name] = shares.tolist()
+    columns = [f"{position} {text}" for position, text in enumerate(tokens)]
+    title = f"share of {description} restored by patching"
+    panel = Panel(title, values, names, columns, signed=True)
     header = {
         "prediction": description,
         "clean": "".join(clean.labels),

@@ -17,7 +17,10 @@ ATTENTION_AXES = "key", "query"
 
 @dataclass(frozen=True)
 class Panel:
-    """A matrix to plot, nan for empty cells; if there are fewer labels than cells, they are spread evenly."""
+    """A matrix to plot, nan for empty cells.
+
+    If there are fewer labels than cells, they are spread evenly.
+    """
 
     title: str
     values: Tensor
@@ -46,14 +49,22 @@ class Report:
 
     def table(self) -> str:
         """Format the report as text, with words left-aligned and numbers right-aligned."""
-        lines, columns = [f"{name:>12}  {value}" for name, value in self.header.items()], []
-        for name, *cells in zip(self.columns, *self.rows):
-            width = max(map(len, [name, *cells]))
-            has_words = any(cell[:1].strip("+-.0123456789") for cell in cells)
-            align = str.ljust if has_words else str.rjust
-            columns.append([align(cell, width) for cell in [name, *cells]])
-        lines += ["", *("  ".join(row).rstrip() for row in zip(*columns))]
-        return "\n".join([*lines, *(["", self.footer] if self.footer else [])])
+        lines = [f"{name:>12}  {value}" for name, value in self.header.items()]
+        lines.append("")
+        columns = [_aligned(column) for column in zip(self.columns, *self.rows)]
+        for row in zip(*columns):
+            lines.append("  ".join(row).rstrip())
+        if self.footer:
+            lines += ["", self.footer]
+        return "\n".join(lines)
+
+
+def _aligned(column: tuple[str, ...]) -> list[str]:
+    """The cells of a column, padded to the same width. The first is its name."""
+    has_words = any(cell[:1].strip("+-.0123456789") for cell in column[1:])
+    align = str.ljust if has_words else str.rjust
+    width = max(map(len, column))
+    return [align(cell, width) for cell in column]
 
 
 @dataclass(frozen=True)
@@ -65,12 +76,18 @@ class Prompt:
 
     @classmethod
     def from_text(cls, model: Thinker, tokenizer: Tokenizer, text: str) -> Prompt:
-        """Encode a text, with BOS if the tokenizer adds it. Raises UserError unless it has 2 to max_seq_len tokens."""
-        ids, limit = [*tokenizer.bos_prefix, *tokenizer.encode(text)], model.config.max_seq_len
+        """Encode a text, with BOS if the tokenizer adds it.
+
+        Raises UserError unless it has 2 to max_seq_len tokens.
+        """
+        ids = [*tokenizer.bos_prefix, *tokenizer.encode(text)]
+        limit = model.config.max_seq_len
         if not 2 <= len(ids) <= limit:
+            # The attention of a single token says nothing.
             with_bos = " including BOS" if tokenizer.bos_prefix else ""
             raise UserError(f"the prompt has {len(ids)} token(s){with_bos}; use 2 to {limit}")
-        return cls(torch.tensor(ids, device=model.device), [token_label(tokenizer, i) for i in ids])
+        labels = [token_label(tokenizer, token) for token in ids]
+        return cls(torch.tensor(ids, device=model.device), labels)
 
     def numbered(self) -> list[str]:
         """Return labels with positions, to distinguish equal tokens."""
@@ -78,7 +95,10 @@ class Prompt:
 
 
 def token_label(tokenizer: Tokenizer, token: int) -> str:
-    """Return a readable label: special tokens by name, visible whitespace, incomplete characters in hex."""
+    """Return a readable label.
+
+    Special tokens have their names, whitespace is visible, incomplete characters are in hex.
+    """
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     if token in names:
         return names[token]
@@ -89,31 +109,44 @@ def token_label(tokenizer: Tokenizer, token: int) -> str:
         text = data.decode()
     except UnicodeDecodeError:
         return "".join(f"\\x{byte:02x}" for byte in data)
-    return (
-        "".join("·" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text)
-        or f"<{token}>"
-    )
+    label = "".join(map(_visible, text))
+    if not label:
+        return f"<{token}>"
+    return label
+
+
+def _visible(character: str) -> str:
+    if character == " ":
+        return "·"
+    if character.isprintable():
+        return character
+    return repr(character)[1:-1]  # such as \n
 
 
 def decimal(value: float, digits: int, sign: str = "") -> str:
     """Format a number without negative zero. `sign` "+": with a plus for positive numbers."""
-    return f"{round(float(value), digits) + 0.0:{sign}.{digits}f}"
+    rounded = round(float(value), digits) + 0.0  # −0.0 + 0.0 is 0.0
+    return f"{rounded:{sign}.{digits}f}"
 
 
 def head_labels(values: Tensor, kind: str = "head") -> tuple[list[str], list[str]]:
     """Return row and column labels of a (layers, H) matrix."""
-    return [f"layer {layer}" for layer in range(len(values))], [
-        f"{kind} {head}" for head in range(values.shape[1])
-    ]
+    layers, heads = values.shape
+    rows = [f"layer {layer}" for layer in range(layers)]
+    columns = [f"{kind} {head}" for head in range(heads)]
+    return rows, columns
 
 
 def existing_heads(values: Tensor) -> list[tuple[int, int]]:
     """List the (layer, head) pairs of a (layers, H) matrix that are not nan."""
-    return [(layer, head) for layer, head in (~values.isnan()).nonzero().tolist()]
+    pairs = (~values.isnan()).nonzero().tolist()
+    return [(layer, head) for layer, head in pairs]
 
 
 def to_json(values: Tensor) -> Any:
     """Convert a tensor to nested lists, with None for nan."""
     if values.dim() > 0:
         return [to_json(value) for value in values]
-    return None if values.isnan() else values.item()
+    if values.isnan():  # which JSON does not have
+        return None
+    return values.item()
