@@ -24,7 +24,9 @@ from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
 Texts = tuple[Tensor, Tensor]  # tokens and targets, (N, T) each
+Head = tuple[int, int]  # layer and head (or KV head) in it
 COMPARED = ("entropy", "distance", "previous", "first", "induction")
+JS_TITLE = "Jensen–Shannon divergence between the two heads (nats)"
 
 
 def report_over_training(
@@ -33,35 +35,44 @@ def report_over_training(
     random: Tensor,
     origin: str,
 ) -> Report:
-    """Report the highest score of each measure, and its head, per checkpoint. See report_heads()."""
+    """Report the highest score of each measure, and its head, per checkpoint.
+
+    See report_heads().
+    """
+    tokens = random if prompt is None else prompt.tokens[None]
     scores = {}
     for step, load_model in tqdm(list(steps), desc="measuring", unit=" checkpoints"):
-        scores[step] = score_heads(
-            load_model(), random if prompt is None else prompt.tokens[None], random
-        )
-    first, rows = next(iter(scores.values())), []
+        scores[step] = score_heads(load_model(), tokens, random)
+    step_labels = [str(step) for step in scores]
+    first = next(iter(scores.values()))
     pairs = existing_heads(first["entropy"])
-    labels, step_labels = (
-        [f"{layer}.{head}" for layer, head in pairs],
-        [str(step) for step in scores],
-    )
-    curves = {
-        name: torch.stack([one[name][tuple(zip(*pairs))] for one in scores.values()])
-        for name in first
-    }
+    labels = [f"{layer}.{head}" for layer, head in pairs]
+    at_heads = tuple(zip(*pairs))  # an index: layers and heads
+    curves = {}  # (steps, heads) each
+    for name in first:
+        curves[name] = torch.stack([of_step[name][at_heads] for of_step in scores.values()])
+
+    # The highest value of a measure without a bound says little about a head.
     shown = [name for name in first if name not in ("normalised", *UNBOUNDED)]
+    rows = []
     for number, step in enumerate(step_labels):
-        best = [curves[name][number].max(dim=0) for name in shown]
-        rows.append([step, *(f"{value:.3f} ({labels[head]})" for value, head in best)])
-    data = {"steps": [*scores], "heads": labels} | {
-        name: values.tolist() for name, values in curves.items()
+        cells = [step]
+        for name in shown:
+            value, head = curves[name][number].max(dim=0)
+            cells.append(f"{value:.3f} ({labels[head]})")
+        rows.append(cells)
+    data = {"steps": [*scores], "heads": labels}
+    for name, values in curves.items():
+        data[name] = values.tolist()
+    panels = []
+    for name in reversed(shown):
+        panel = Panel(TITLES[name], curves[name], step_labels, labels, vmax=1.0, style="lines")
+        panels.append(panel)
+    header = {
+        "random": describe_random(random, origin),
+        "cells": "highest score (layer.head)",
+        "checkpoints": f"{len(scores)}, steps {step_labels[0]} to {step_labels[-1]}",
     }
-    panels = [
-        Panel(TITLES[key], curves[key], step_labels, labels, vmax=1.0, style="lines")
-        for key in reversed(shown)
-    ]
-    header = {"random": describe_random(random, origin), "cells": "highest score (layer.head)"}
-    header["checkpoints"] = f"{len(scores)}, steps {step_labels[0]} to {step_labels[-1]}"
     return Report(header, ["step", *shown], rows, data, panels, panels_per_row=2)
 
 
@@ -74,17 +85,21 @@ def compare(
     origin: str,
     names: tuple[str, str],
 ) -> Report:
-    """Compare attention, head scores and predictions on the prompt or `random`. May raise UserError."""
+    """Compare attention, head scores and predictions on the prompt or `random`.
+
+    May raise UserError.
+    """
     if one.config.vocab_size != other.config.vocab_size:
-        raise UserError(
-            "the models have vocabularies of different sizes; compare models with the same tokenizer"
-        )
+        problem = "the models have vocabularies of different sizes"
+        raise UserError(f"{problem}; compare models with the same tokenizer")
     models = one, other
     tokens = random if prompt is None else prompt.tokens[None]
-    logprobs = [model(tokens).float().log_softmax(dim=-1) for model in models]
-    kl = (logprobs[0].exp() * (logprobs[0] - logprobs[1])).sum(dim=-1)  # (B, T)
-    agreement = (logprobs[0].argmax(dim=-1) == logprobs[1].argmax(dim=-1)).float().mean().item()
-    footer = f"predictions: KL(first ‖ second) = {kl.mean():.4f} nats per token; same top token at {agreement:.1%}"
+    first, second = (model(tokens).float().log_softmax(dim=-1) for model in models)
+    kl = (first.exp() * (first - second)).sum(dim=-1)  # (B, T)
+    is_same = first.argmax(dim=-1) == second.argmax(dim=-1)  # (B, T)
+    agreement = is_same.float().mean().item()
+    footer = f"predictions: KL(first ‖ second) = {kl.mean():.4f} nats per token"
+    footer += f"; same top token at {agreement:.1%}"
     data: dict[str, Any] = {
         "models": names,
         "kl_divergence": kl.mean().item(),
@@ -93,48 +108,68 @@ def compare(
     header = {
         "first": names[0],
         "second": names[1],
-        "JS": "Jensen–Shannon divergence between the two heads (nats)",
+        "JS": JS_TITLE,
+        "random": describe_random(random, origin),
     }
-    header["random"] = describe_random(random, origin)
-    n_heads = [[block.attention.n_heads for block in model.blocks] for model in models]
-    if n_heads[0] != n_heads[1]:
-        header["heads"] = (
-            f"{n_heads[0]} and {n_heads[1]} per layer, so only predictions are compared"
-        )
-        by_position = kl.mean(dim=0).cpu()  # (T,)
-        data["by_position"] = by_position.tolist()
-        columns = {"position": [str(position) for position in range(len(by_position))]}
-        if prompt is not None:
-            columns["token"] = prompt.labels
-        columns["KL"] = [f"{x:.4f}" for x in data["by_position"]]
-        labels = columns["position"] if prompt is None else prompt.numbered()
-        panel = Panel(
-            "KL divergence of predictions by position (nats)", by_position[None], [""], labels
-        )
-        return Report(header, [*columns], [*zip(*columns.values())], data, [panel], footer)
+    one_heads, other_heads = (_heads_per_layer(model) for model in models)
+    if one_heads != other_heads:
+        counts = f"{one_heads} and {other_heads} per layer"
+        header["heads"] = f"{counts}, so only predictions are compared"
+        return _report_predictions(kl, prompt, header, data, footer)
+
     scores = [score_heads(model, tokens, random) for model in models]
-    weights = zip(*(model.attention_weights(tokens) for model in models))
-    pairs = (torch.stack(pair, dim=2) for pair in weights)  # (B, H, 2, T, T) per layer
-    js = [heads.pairwise_js_divergence(pair)[..., 0, 1].mean(dim=0).cpu() for pair in pairs]
-    divergence = torch.stack(js)  # (layers, H)
+    divergence = _divergence(one, other, tokens)  # (layers, H)
     rows = []
     for layer, head in existing_heads(scores[0]["entropy"]):
-        changes = [
-            " → ".join(f"{part[name][layer, head]:.3f}" for part in scores) for name in COMPARED
-        ]
-        rows.append([str(layer), str(head), f"{divergence[layer, head]:.4f}", *changes])
+        cells = [str(layer), str(head), f"{divergence[layer, head]:.4f}"]
+        for name in COMPARED:
+            before, after = (part[name][layer, head] for part in scores)
+            cells.append(f"{before:.3f} → {after:.3f}")
+        rows.append(cells)
     labels = head_labels(divergence)
-    panels = [Panel("Jensen–Shannon divergence between the two heads (nats)", divergence, *labels)]
+    panels = [Panel(JS_TITLE, divergence, *labels)]
     for name in ("previous", "induction", "entropy"):
-        difference = scores[1][name] - scores[0][name]
-        panels.append(
-            Panel(f"{TITLES[name]}: second minus first", difference, *labels, signed=True)
-        )
+        title = f"{TITLES[name]}: second minus first"
+        panels.append(Panel(title, scores[1][name] - scores[0][name], *labels, signed=True))
     data["js_divergence"] = to_json(divergence)
-    data |= {name: [to_json(part[name]) for part in scores] for name in scores[0]}
-    return Report(
-        header, ["layer", "head", "JS", *COMPARED], rows, data, panels, footer, panels_per_row=2
-    )
+    for name in scores[0]:
+        data[name] = [to_json(part[name]) for part in scores]
+    columns = ["layer", "head", "JS", *COMPARED]
+    return Report(header, columns, rows, data, panels, footer, panels_per_row=2)
+
+
+def _heads_per_layer(model: Thinker) -> list[int]:
+    return [block.attention.n_heads for block in model.blocks]
+
+
+def _divergence(one: Thinker, other: Thinker, tokens: Tensor) -> Tensor:
+    """The JS divergence of each head of one model from the same head of the other, (layers, H)."""
+    layers = []
+    # (B, H, T, T) of a layer, from both models.
+    for weights in zip(one.attention_weights(tokens), other.attention_weights(tokens)):
+        pair = torch.stack(weights, dim=2)  # (B, H, 2, T, T)
+        js = heads.pairwise_js_divergence(pair)[..., 0, 1]  # (B, H)
+        layers.append(js.mean(dim=0).cpu())
+    return torch.stack(layers)
+
+
+def _report_predictions(
+    kl: Tensor, prompt: Prompt | None, header: dict[str, str], data: dict[str, Any], footer: str
+) -> Report:
+    """Report the KL divergence of predictions by position, kl (B, T)."""
+    by_position = kl.mean(dim=0).cpu()  # (T,)
+    data = data | {"by_position": by_position.tolist()}
+    positions = [str(position) for position in range(len(by_position))]
+    columns = {"position": positions}
+    labels = positions
+    if prompt is not None:
+        columns["token"] = prompt.labels
+        labels = prompt.numbered()
+    columns["KL"] = [f"{value:.4f}" for value in data["by_position"]]
+    title = "KL divergence of predictions by position (nats)"
+    panel = Panel(title, by_position[None], [""], labels)
+    rows = list(zip(*columns.values()))
+    return Report(header, [*columns], rows, data, [panel], footer)
 
 
 IMPORTANCE_COLUMNS = ("importance", "95% from", "to")
@@ -147,100 +182,129 @@ UNITS = {
 
 def _importance(
     model: Thinker, texts: Texts, method: str, by_group: bool
-) -> tuple[heads.Importance, dict[tuple[int, int], list[str]], dict[str, Any]]:
-    """Measure importance. Returns it, its table cells by (layer, head), and its values for JSON."""
+) -> tuple[Tensor, dict[Head, list[str]], dict[str, Any]]:
+    """Measure importance: (layers, H), its table cells by head, and its values for JSON."""
+    tokens, targets = texts
     if method == "gradient":
-        importance = heads.importance_by_gradient(model, *texts, by_group)
+        importance = heads.importance_by_gradient(model, tokens, targets, by_group)
     else:
-        importance = heads.importance_by_ablation(model, texts[0], method, texts[1], by_group)
-    columns = vars(importance)
-    cells = {
-        pair: [decimal(x[pair], 5, "+") for x in columns.values()]
-        for pair in existing_heads(importance.value)
-    }
-    return (
-        importance,
-        cells,
-        {"importance": method} | {name: to_json(x) for name, x in columns.items()},
-    )
+        importance = heads.importance_by_ablation(model, tokens, method, targets, by_group)
+    parts = vars(importance)  # the value and both ends of its interval
+    cells = {}
+    for pair in existing_heads(importance.value):
+        cells[pair] = [decimal(values[pair], 5, "+") for values in parts.values()]
+    data: dict[str, Any] = {"importance": method}
+    for name, values in parts.items():
+        data[name] = to_json(values)
+    return importance.value, cells, data
 
 
 def report_importance(model: Thinker, texts: Texts, method: str) -> Report:
     """Report the importance of each head, in descending order, with 95% intervals over texts."""
-    importance, cells, data = _importance(model, texts, method, by_group=False)
-    value = importance.value
-    rows = [
-        [*map(str, pair), *cells[pair]] for pair in sorted(cells, key=lambda pair: -value[pair])
-    ]
-    panel = Panel(UNITS[method], value, *head_labels(value), signed=bool((value < 0).any()))
-    header = {
-        "importance": UNITS[method],
-        "texts": f"{len(texts[0])} of {texts[0].shape[1]} tokens",
-    }
+    value, cells, data = _importance(model, texts, method, by_group=False)
+    rows = []
+    for pair in sorted(cells, key=lambda pair: -value[pair]):
+        layer, head = pair
+        rows.append([str(layer), str(head), *cells[pair]])
+    signed = bool((value < 0).any())
+    panel = Panel(UNITS[method], value, *head_labels(value), signed=signed)
+    n_texts, length = texts[0].shape
+    header = {"importance": UNITS[method], "texts": f"{n_texts} of {length} tokens"}
     return Report(header, ["layer", "head", *IMPORTANCE_COLUMNS], rows, data, [panel])
 
 
 def report_pruning(
-    model: Thinker,
-    texts: Texts,
-    method: str,
-    count: int | None,
-    groups: list[tuple[int, int]] | None,
+    model: Thinker, texts: Texts, method: str, count: int | None, groups: list[Head] | None
 ) -> tuple[Thinker, Report]:
-    """Prune `groups`, or the `count` least important ones on half the texts; measure the loss on the other half."""
-    half = len(texts[0]) // 2
-    if half < 2:
-        raise UserError(
-            f"{len(texts[0])} texts are too few to choose heads and measure the loss; use at least 4"
-        )
-    choosing, measuring = (
-        (texts[0][part], texts[1][part]) for part in (slice(half), slice(half, None))
-    )
-    pruning.prune(model, groups or [])  # fail before long work
-    pruning.check_count(model, len(groups or []) if count is None else count)
-    importance, cells, data = _importance(model, choosing, method, by_group=True)
-    value = importance.value
-    pruned = pruning.least_important(importance.value, count) if groups is None else groups
+    """Prune `groups`, or the `count` least important ones on half the texts.
+
+    The other half measures the loss. Returns the pruned model and a report. Raises UserError.
+    """
+    choosing, measuring = _halves(texts)
+    # Both fail before long work.
+    given = [] if groups is None else groups
+    pruning.prune(model, given)
+    pruning.check_count(model, len(given) if count is None else count)
+
+    value, cells, data = _importance(model, choosing, method, by_group=True)
+    pruned = groups
+    if groups is None:
+        pruned = pruning.least_important(value, count)
     pruned_model = pruning.prune(model, pruned)
     with torch.no_grad():
-        before, after = (heads.losses(each, *measuring).cpu() for each in (model, pruned_model))
+        before = heads.losses(model, *measuring).cpu()  # (N,)
+        after = heads.losses(pruned_model, *measuring).cpu()
+    # Of paired differences, as the texts differ more than the models.
     cost = estimate_ratio(after - before, torch.ones(len(before)), 0.95)
-    sizes = [sum(p.numel() for p in each.parameters()) for each in (model, pruned_model)]
-    loss_before, loss_after = before.mean().item(), after.mean().item()
+    loss_before = before.mean().item()
+    loss_after = after.mean().item()
+    sizes = [_n_parameters(model), _n_parameters(pruned_model)]
+    mean, low, high = (decimal(x, 4, "+") for x in (cost.mean, cost.low, cost.high))
+    counts = f"{len(choosing[0])} to choose heads, {len(before)} to measure the loss"
     header = {
         "importance": UNITS[method],
         "loss": f"{loss_before:.4f} nats per token before, {loss_after:.4f} after",
-        "cost": "{} [{}, {}]".format(
-            *(decimal(x, 4, "+") for x in (cost.mean, cost.low, cost.high))
-        ),
-        "texts": f"{half} to choose heads, {len(before)} to measure the loss, {texts[0].shape[1]} tokens each",
+        "cost": f"{mean} [{low}, {high}]",
+        "texts": f"{counts}, {texts[0].shape[1]} tokens each",
         "parameters": f"{sizes[0]:,} before, {sizes[1]:,} after",
     }
-    kind, renumbered = "head" if model.config.n_heads == model.config.n_kv_heads else "KV head", []
-    for layer in range(len(value)):
-        remaining = [
-            head for at_layer, head in cells if at_layer == layer and (layer, head) not in pruned
-        ]
-        if remaining != list(range(len(remaining))):
-            renumbered.append(f"layer {layer}: {', '.join(map(str, remaining))}")
+    # With grouped-query attention, a KV head is removed with all its query heads.
+    kind = "head" if model.config.n_heads == model.config.n_kv_heads else "KV head"
+    renumbered = _describe_new_numbers(list(cells), pruned, len(value))
     if renumbered:
         header["new numbers"] = f"{kind}s renumbered from 0: {'; '.join(renumbered)}"
-    data = {"pruned": pruned} | data
-    data |= {
+    data = {
+        "pruned": pruned,
+        **data,
         "loss_before": loss_before,
         "loss_after": loss_after,
         "parameters": sizes,
         "cost": vars(cost),
     }
-    order = sorted(cells, key=lambda pair: value[pair])
-    rows = [[*map(str, pair), "pruned" if pair in pruned else "", *cells[pair]] for pair in order]
-    texts_of_heads = [[decimal(x, 4) for x in row] for row in value.tolist()]
-    for layer, head in set(pruned):
-        texts_of_heads[layer][head] += " pruned"
+    rows = []
+    for pair in sorted(cells, key=lambda pair: value[pair]):
+        layer, head = pair
+        is_pruned = "pruned" if pair in pruned else ""
+        rows.append([str(layer), str(head), is_pruned, *cells[pair]])
+    panel = _pruning_panel(value, pruned, kind, UNITS[method])
+    columns = ["layer", kind, "pruned", *IMPORTANCE_COLUMNS]
+    return pruned_model, Report(header, columns, rows, data, [panel])
+
+
+def _halves(texts: Texts) -> tuple[Texts, Texts]:
+    """Split texts in two halves. Raises UserError if they are too few."""
+    tokens, targets = texts
+    half = len(tokens) // 2
+    if half < 2:
+        problem = f"{len(tokens)} texts are too few to choose heads and measure the loss"
+        raise UserError(f"{problem}; use at least 4")
+    return (tokens[:half], targets[:half]), (tokens[half:], targets[half:])
+
+
+def _n_parameters(model: Thinker) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _describe_new_numbers(existing: list[Head], pruned: list[Head], n_layers: int) -> list[str]:
+    """For each layer whose heads get new numbers, the old ones in order."""
+    lines = []
+    for layer in range(n_layers):
+        remaining = []
+        for pair in existing:
+            if pair[0] == layer and pair not in pruned:
+                remaining.append(pair[1])
+        if remaining != list(range(len(remaining))):
+            lines.append(f"layer {layer}: {', '.join(map(str, remaining))}")
+    return lines
+
+
+def _pruning_panel(value: Tensor, pruned: list[Head], kind: str, title: str) -> Panel:
+    """A table of importance (layers, H) that marks the pruned heads."""
+    cells = []
+    for row in value.tolist():
+        cells.append([decimal(x, 4) for x in row])
+    for layer, head in set(pruned):  # a user may name a head twice
+        cells[layer][head] += " pruned"
     signed = bool((value < 0).any())
-    panel = Panel(
-        UNITS[method], value, *head_labels(value, kind), signed, style="table", cells=texts_of_heads
-    )
-    return pruned_model, Report(
-        header, ["layer", kind, "pruned", *IMPORTANCE_COLUMNS], rows, data, [panel]
-    )
+    labels = head_labels(value, kind)
+    return Panel(title, value, *labels, signed, style="table", cells=cells)
