@@ -1,10 +1,13 @@
-"""What heads attend to in stories of `tales`: similar words, the first mention of a fact, the subject of a verb.
+"""What heads attend to in stories of `tales`.
 
-The words come from the story's exact derivation (data/text/story_words.py). A score is the mean weight that a head puts on
-all tokens of such words. Chance is the same for the closest head whose weights depend only on distance, with the same
-weight on the first token (interpretability/distances.py), so a head that always attends nearby does not count.
+Similar words, the first mention of a fact, the subject of a verb. The words come from the story's
+exact derivation (data/text/story_words.py). A score is the mean weight that a head puts on all
+tokens of such words. Chance is the same for the closest head whose weights depend only on distance,
+with the same weight on the first token (interpretability/distances.py), so a head that always
+attends nearby does not count.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,35 +54,44 @@ RELATIONS = {
 
 @dataclass(frozen=True)
 class StoryTokens:
-    """The tokens (T,) of a story, and for each relation the pairs of query and key that belong to it, (T, T) bool."""
+    """The tokens of a story, and what is related to what."""
 
-    tokens: Tensor
-    relations: dict[str, Tensor]
+    tokens: Tensor  # (T,)
+    relations: dict[str, Tensor]  # (T, T) bool each: pairs of query and key that belong to it
     facts: Tensor  # (T,) bool: first tokens of facts that return
 
 
 def locate_words(
     text: str, words: list[Word], tokenizer: Tokenizer
 ) -> tuple[list[int], list[list[int]]]:
-    """Token ids of a text, and the tokens of each word by position. Raises UserError if the tokenizer changes text."""
+    """Token ids of a text, and the tokens of each word by position.
+
+    Raises UserError if the tokenizer changes text.
+    """
     ids = [*tokenizer.bos_prefix, *tokenizer.encode(text)]
-    pieces = [
-        b"" if token in tokenizer.bos_prefix else tokenizer.token_bytes(token) for token in ids
-    ]
+    pieces = []
+    for token in ids:
+        pieces.append(b"" if token in tokenizer.bos_prefix else tokenizer.token_bytes(token))
     data = b"".join(pieces)
     if data.lstrip() != text.encode():  # some tokenizers add a space before the text
-        raise UserError(
-            "the tokenizer changes the text of tales, so words have no tokens; use a lossless tokenizer"
-        )
-    ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0) - (len(data) - len(text))
-    starts = ends - torch.tensor([len(piece) for piece in pieces])
-    return ids, [
-        ((starts < word.end) & (ends > word.start)).nonzero().flatten().tolist() for word in words
-    ]
+        problem = "the tokenizer changes the text of tales, so words have no tokens"
+        raise UserError(f"{problem}; use a lossless tokenizer")
+    # Places of the tokens in the text, which is ASCII: a byte is a character.
+    lengths = torch.tensor([len(piece) for piece in pieces])
+    ends = lengths.cumsum(0) - (len(data) - len(text))
+    starts = ends - lengths
+    places = []
+    for word in words:
+        overlaps = (starts < word.end) & (ends > word.start)
+        places.append(overlaps.nonzero().flatten().tolist())
+    return ids, places
 
 
 def make_story(tokenizer: Tokenizer, index: int) -> StoryTokens:
-    """Generate a story and find its relations. Raises UserError if its words cannot be found in the tokens."""
+    """Generate a story and find its relations.
+
+    Raises UserError if its words cannot be found in the tokens.
+    """
     story = tales.generate_story(SEED, index)
     words = find_words(story)
     ids, places = locate_words(story.text, words, tokenizer)
@@ -89,28 +101,35 @@ def make_story(tokenizer: Tokenizer, index: int) -> StoryTokens:
     values = [story.text[word.start : word.end].lower() for word in words]
     for number, word in enumerate(words):
         query = places[number][-1]  # the first token that knows the whole word
-        for name, kind in (("class", "part_of_speech"), ("list", "source")):
-            for other, earlier in enumerate(words[:number]):
-                if (
-                    getattr(word, kind) == getattr(earlier, kind) != ""
-                    and values[other] != values[number]
-                ):
-                    relations[name][query, places[other]] = True
+        for other, earlier in enumerate(words[:number]):
+            # Not equal words: a head may find those by their tokens alone.
+            if values[other] == values[number]:
+                continue
+            if word.part_of_speech == earlier.part_of_speech != "":
+                relations["class"][query, places[other]] = True
+            if word.source == earlier.source != "":
+                relations["list"][query, places[other]] = True
         for other in word.subject:
             relations["subject"][query, places[other]] = True
         if word.first_mention is not None:
-            relations["this fact"][query, places[word.first_mention]] = True
-            relations["next fact"][places[number][0] - 1, places[word.first_mention]] = True
-            facts[places[number][0]] = True
+            mention = places[word.first_mention]
+            start = places[number][0]
+            relations["this fact"][query, mention] = True
+            relations["next fact"][start - 1, mention] = True
+            facts[start] = True
     return StoryTokens(torch.tensor(ids), relations, facts)
 
 
 def make_stories(model: Thinker, tokenizer: Tokenizer, n: int) -> list[StoryTokens]:
-    """The first n stories that fit into the model's context. Raises UserError if there are fewer."""
+    """The first n stories that fit into the model's context.
+
+    Raises UserError if there are fewer.
+    """
     if n < 2:
         raise UserError(f"--stories is {n}; use at least 2")
     limit = model.config.max_seq_len
-    lengths, stories = [], []
+    lengths = []
+    stories = []
     for index in range(MAX_STORIES * n):
         story = make_story(tokenizer, index)
         lengths.append(len(story.tokens))
@@ -124,7 +143,10 @@ def make_stories(model: Thinker, tokenizer: Tokenizer, n: int) -> list[StoryToke
 
 @dataclass(frozen=True)
 class RelationScore:
-    """Mean weight of a relation by head, (layers, H) each, nan for missing heads, with 95% intervals over stories."""
+    """Mean weight of a relation by head, with 95% intervals over stories.
+
+    (layers, H) each, nan for missing heads.
+    """
 
     score: Tensor
     low: Tensor
@@ -140,9 +162,7 @@ class ContentScores:
     """Scores of all heads, (layers, H) unless stated otherwise, nan for missing heads."""
 
     relations: dict[str, RelationScore]
-    measures: dict[
-        str, Tensor
-    ]  # MEASURES, and "local": weight of the query and the LOCAL - 1 tokens before it
+    measures: dict[str, Tensor]  # of MEASURES
     strength: Tensor  # of the period
     period: Tensor
     by_distance: Tensor  # (layers, H, T): weights of the closest head that depends only on distance
@@ -153,10 +173,16 @@ class ContentScores:
 def score_content(
     attention: Callable[[Tensor], Tensor], stories: list[StoryTokens]
 ) -> ContentScores:
-    """Score heads on stories. attention: tokens (1, T) -> weights (layers, 1, H, T, T), as model.attention_weights."""
+    """Score heads on stories.
+
+    attention: tokens (1, T) -> weights (layers, 1, H, T, T), as model.attention_weights.
+    """
     longest = max(len(story.tokens) for story in stories)
-    by_distance, by_query, divergence = [], [], []
-    found, measures = {name: [] for name in RELATIONS}, {name: [] for name in MEASURES}
+    found: dict[str, list[Tensor]] = {name: [] for name in RELATIONS}  # (layers, H) per story
+    measures: dict[str, list[Tensor]] = {name: [] for name in MEASURES}  # (layers, H) per story
+    by_distance = []  # (layers, H, longest) per story
+    by_query = []  # (layers, H, longest) per story
+    divergence = []  # (layers · H, layers · H) per story
     for number, story in enumerate(tqdm(stories, desc="reading stories")):
         weights = attention(story.tokens[None])[:, 0].float().cpu()  # (layers, H, T, T)
         for name, pairs in story.relations.items():
@@ -166,50 +192,59 @@ def score_content(
         if number < N_COMPARED:
             divergence.append(heads.pairwise_js_divergence(weights.flatten(0, 1)))
         padding = longest - len(story.tokens)
-        sums = distances.sum_by_distance(weights)
-        by_distance.append(F.pad(sums[0], (0, padding)))
-        by_query.append(F.pad(sums[1], (0, padding)))
+        distance_sums, query_sums = distances.sum_by_distance(weights)
+        by_distance.append(F.pad(distance_sums, (0, padding)))
+        by_query.append(F.pad(query_sums, (0, padding)))
+
+    # One head without content for all stories, but with the weight that each query really spent.
     w = distances.fit_distances(sum(by_distance), sum(by_query))
     relations = {}
     for name in RELATIONS:
-        pairs = [story.relations[name] for story in stories]
-        expected = [
-            distances.expected_weights(w, mass[..., : len(x)]) * x
-            for mass, x in zip(by_query, pairs)
-        ]
-        chance = torch.stack(
-            [weights.sum(dim=(-2, -1)) for weights in expected], dim=-1
-        )  # (layers, H, N)
-        n_queries = torch.tensor([float(x.any(dim=-1).sum()) for x in pairs])
-        relations[name] = _score(torch.stack(found[name], dim=-1), chance, n_queries)
-    means = {name: torch.stack(values).mean(dim=0) for name, values in measures.items()}
+        chances = []
+        n_queries = []
+        for story, mass in zip(stories, by_query):
+            pairs = story.relations[name]
+            expected = distances.expected_weights(w, mass[..., : len(pairs)]) * pairs
+            chances.append(expected.sum(dim=(-2, -1)))
+            n_queries.append(float(pairs.any(dim=-1).sum()))
+        chance = torch.stack(chances, dim=-1)  # (layers, H, N)
+        score = torch.stack(found[name], dim=-1)  # (layers, H, N)
+        relations[name] = _score(score, chance, torch.tensor(n_queries))
+    means = {}
+    for name, values in measures.items():
+        means[name] = torch.stack(values).mean(dim=0)
     strength, period = distances.periodicity(w)
-    strength = strength.where(~means["entropy"].isnan(), torch.nan)
-    return ContentScores(relations, means, strength, period, w, torch.stack(divergence).mean(dim=0))
+    strength = strength.where(~means["entropy"].isnan(), torch.nan)  # missing heads
+    mean_divergence = torch.stack(divergence).mean(dim=0)
+    return ContentScores(relations, means, strength, period, w, mean_divergence)
 
 
 def _score(found: Tensor, chance: Tensor, n_queries: Tensor) -> RelationScore:
-    """Estimate means over queries: sums of weights by story (layers, H, N), and their numbers of queries (N,)."""
-    score, excess = _estimate(found, n_queries), _estimate(found - chance, n_queries)
-    return RelationScore(*score, (chance.sum(dim=-1) / n_queries.sum()).float(), *excess)
+    """Estimate means over queries.
+
+    found, chance: sums of weights by story (layers, H, N). n_queries: number by story (N,).
+    """
+    score = _estimate(found, n_queries)
+    # Of the difference by story, whose interval is narrower than that of two separate means.
+    excess = _estimate(found - chance, n_queries)
+    mean_chance = (chance.sum(dim=-1) / n_queries.sum()).float()
+    return RelationScore(*score, mean_chance, *excess)
 
 
 def _estimate(sums: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
     """Σ sums / Σ sizes with its 95% interval: (layers, H, N), (N,) -> (layers, H) each."""
-    estimates = [vars(estimate_ratio(row, sizes, 0.95)).values() for row in sums.flatten(0, 1)]
-    rows = torch.tensor(
-        [[torch.nan if x is None else x for x in estimate] for estimate in estimates]
-    )
-    return rows.unflatten(0, sums.shape[:2]).unbind(dim=-1)
+    rows = []
+    for row in sums.flatten(0, 1):
+        estimate = vars(estimate_ratio(row, sizes, 0.95))
+        rows.append([math.nan if x is None else x for x in estimate.values()])
+    return torch.tensor(rows).unflatten(0, sums.shape[:2]).unbind(dim=-1)
 
 
 def fact_targets(stories: list[StoryTokens]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, (N, T) each, whose loss counts only on the first token of facts that return."""
+    """Inputs and targets, (N, T) each, for the loss on the first token of facts that return."""
     T = max(len(story.tokens) for story in stories) - 1
-    inputs, targets = (
-        torch.zeros(len(stories), T, dtype=torch.int64),
-        torch.full((len(stories), T), IGNORE_INDEX),
-    )
+    inputs = torch.zeros(len(stories), T, dtype=torch.int64)
+    targets = torch.full((len(stories), T), IGNORE_INDEX)
     for row, story in enumerate(stories):
         n = len(story.tokens) - 1
         inputs[row, :n] = story.tokens[:-1]
