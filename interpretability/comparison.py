@@ -18,6 +18,7 @@ from thinker.interpretability.reports import (
     decimal,
     existing_heads,
     head_labels,
+    head_names,
     to_json,
 )
 from thinker.model import Thinker
@@ -46,11 +47,12 @@ def report_over_training(
     step_labels = [str(step) for step in scores]
     first = next(iter(scores.values()))
     pairs = existing_heads(first["entropy"])
-    labels = [f"{layer}.{head}" for layer, head in pairs]
+    labels = head_names(pairs)
     at_heads = tuple(zip(*pairs))  # an index: layers and heads
     curves = {}  # (steps, heads) each
     for name in first:
-        curves[name] = torch.stack([of_step[name][at_heads] for of_step in scores.values()])
+        rows = [of_step[name][at_heads] for of_step in scores.values()]
+        curves[name] = torch.stack(rows)
 
     # The highest value of a measure without a bound says little about a head.
     shown = [name for name in first if name not in ("normalised", *UNBOUNDED)]
@@ -95,6 +97,7 @@ def compare(
     models = one, other
     tokens = random if prompt is None else prompt.tokens[None]
     first, second = (model(tokens).float().log_softmax(dim=-1) for model in models)
+    # Predictions first: models with different heads can only be compared by these.
     kl = (first.exp() * (first - second)).sum(dim=-1)  # (B, T)
     is_same = first.argmax(dim=-1) == second.argmax(dim=-1)  # (B, T)
     agreement = is_same.float().mean().item()
@@ -111,7 +114,8 @@ def compare(
         "JS": JS_TITLE,
         "random": describe_random(random, origin),
     }
-    one_heads, other_heads = (_heads_per_layer(model) for model in models)
+    one_heads = _heads_per_layer(one)
+    other_heads = _heads_per_layer(other)
     if one_heads != other_heads:
         counts = f"{one_heads} and {other_heads} per layer"
         header["heads"] = f"{counts}, so only predictions are compared"
@@ -123,7 +127,8 @@ def compare(
     for layer, head in existing_heads(scores[0]["entropy"]):
         cells = [str(layer), str(head), f"{divergence[layer, head]:.4f}"]
         for name in COMPARED:
-            before, after = (part[name][layer, head] for part in scores)
+            before = scores[0][name][layer, head]
+            after = scores[1][name][layer, head]
             cells.append(f"{before:.3f} → {after:.3f}")
         rows.append(cells)
     labels = head_labels(divergence)
@@ -131,6 +136,7 @@ def compare(
     for name in ("previous", "induction", "entropy"):
         title = f"{TITLES[name]}: second minus first"
         panels.append(Panel(title, scores[1][name] - scores[0][name], *labels, signed=True))
+    # Nothing is rounded here, unlike in the rows.
     data["js_divergence"] = to_json(divergence)
     for name in scores[0]:
         data[name] = [to_json(part[name]) for part in scores]
@@ -159,7 +165,7 @@ def _report_predictions(
     """Report the KL divergence of predictions by position, kl (B, T)."""
     by_position = kl.mean(dim=0).cpu()  # (T,)
     data = data | {"by_position": by_position.tolist()}
-    positions = [str(position) for position in range(len(by_position))]
+    positions = list(map(str, range(len(by_position))))
     columns = {"position": positions}
     labels = positions
     if prompt is not None:
@@ -206,6 +212,7 @@ def report_importance(model: Thinker, texts: Texts, method: str) -> Report:
     for pair in sorted(cells, key=lambda pair: -value[pair]):
         layer, head = pair
         rows.append([str(layer), str(head), *cells[pair]])
+    # Removing a head may make the loss lower.
     signed = bool((value < 0).any())
     panel = Panel(UNITS[method], value, *head_labels(value), signed=signed)
     n_texts, length = texts[0].shape
@@ -223,8 +230,9 @@ def report_pruning(
     choosing, measuring = _halves(texts)
     # Both fail before long work.
     given = [] if groups is None else groups
+    n_pruned = len(given) if count is None else count
     pruning.prune(model, given)
-    pruning.check_count(model, len(given) if count is None else count)
+    pruning.check_count(model, n_pruned)
 
     value, cells, data = _importance(model, choosing, method, by_group=True)
     pruned = groups
@@ -239,12 +247,12 @@ def report_pruning(
     loss_before = before.mean().item()
     loss_after = after.mean().item()
     sizes = [_n_parameters(model), _n_parameters(pruned_model)]
-    mean, low, high = (decimal(x, 4, "+") for x in (cost.mean, cost.low, cost.high))
+    interval = f"[{decimal(cost.low, 4, '+')}, {decimal(cost.high, 4, '+')}]"
     counts = f"{len(choosing[0])} to choose heads, {len(before)} to measure the loss"
     header = {
         "importance": UNITS[method],
         "loss": f"{loss_before:.4f} nats per token before, {loss_after:.4f} after",
-        "cost": f"{mean} [{low}, {high}]",
+        "cost": f"{decimal(cost.mean, 4, '+')} {interval}",
         "texts": f"{counts}, {texts[0].shape[1]} tokens each",
         "parameters": f"{sizes[0]:,} before, {sizes[1]:,} after",
     }
@@ -264,8 +272,8 @@ def report_pruning(
     rows = []
     for pair in sorted(cells, key=lambda pair: value[pair]):
         layer, head = pair
-        is_pruned = "pruned" if pair in pruned else ""
-        rows.append([str(layer), str(head), is_pruned, *cells[pair]])
+        mark = "pruned" if pair in pruned else ""
+        rows.append([str(layer), str(head), mark, *cells[pair]])
     panel = _pruning_panel(value, pruned, kind, UNITS[method])
     columns = ["layer", kind, "pruned", *IMPORTANCE_COLUMNS]
     return pruned_model, Report(header, columns, rows, data, [panel])

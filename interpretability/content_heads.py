@@ -7,7 +7,7 @@ with the same weight on the first token (interpretability/distances.py), so a he
 attends nearby does not count.
 """
 
-import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,13 +71,16 @@ def locate_words(
     ids = [*tokenizer.bos_prefix, *tokenizer.encode(text)]
     pieces = []
     for token in ids:
-        pieces.append(b"" if token in tokenizer.bos_prefix else tokenizer.token_bytes(token))
+        if token in tokenizer.bos_prefix:  # which is not of the text
+            pieces.append(b"")
+        else:
+            pieces.append(tokenizer.token_bytes(token))
     data = b"".join(pieces)
     if data.lstrip() != text.encode():  # some tokenizers add a space before the text
         problem = "the tokenizer changes the text of tales, so words have no tokens"
         raise UserError(f"{problem}; use a lossless tokenizer")
     # Places of the tokens in the text, which is ASCII: a byte is a character.
-    lengths = torch.tensor([len(piece) for piece in pieces])
+    lengths = torch.tensor(list(map(len, pieces)))
     ends = lengths.cumsum(0) - (len(data) - len(text))
     starts = ends - lengths
     places = []
@@ -178,8 +181,8 @@ def score_content(
     attention: tokens (1, T) -> weights (layers, 1, H, T, T), as model.attention_weights.
     """
     longest = max(len(story.tokens) for story in stories)
-    found: dict[str, list[Tensor]] = {name: [] for name in RELATIONS}  # (layers, H) per story
-    measures: dict[str, list[Tensor]] = {name: [] for name in MEASURES}  # (layers, H) per story
+    found = defaultdict(list)  # by relation: (layers, H) per story
+    measures = defaultdict(list)  # by measure: (layers, H) per story
     by_distance = []  # (layers, H, longest) per story
     by_query = []  # (layers, H, longest) per story
     divergence = []  # (layers · H, layers · H) per story
@@ -235,8 +238,11 @@ def _estimate(sums: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
     """Σ sums / Σ sizes with its 95% interval: (layers, H, N), (N,) -> (layers, H) each."""
     rows = []
     for row in sums.flatten(0, 1):
-        estimate = vars(estimate_ratio(row, sizes, 0.95))
-        rows.append([math.nan if x is None else x for x in estimate.values()])
+        estimate = estimate_ratio(row, sizes, 0.95)
+        if estimate.low is None:  # only one story has such queries
+            rows.append([estimate.mean, torch.nan, torch.nan])
+        else:
+            rows.append([estimate.mean, estimate.low, estimate.high])
     return torch.tensor(rows).unflatten(0, sums.shape[:2]).unbind(dim=-1)
 
 

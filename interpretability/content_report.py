@@ -11,7 +11,14 @@ from thinker.evaluation.perplexity import Estimate
 from thinker.interpretability import content_heads, heads
 from thinker.interpretability.content_heads import LOCAL, RELATIONS, ContentScores
 from thinker.interpretability.heads import Importance
-from thinker.interpretability.reports import Panel, Report, existing_heads, head_labels, to_json
+from thinker.interpretability.reports import (
+    Panel,
+    Report,
+    existing_heads,
+    head_labels,
+    head_names,
+    to_json,
+)
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 from thinker.training.open_run import load_run_config
@@ -30,7 +37,7 @@ def check_run(tokenizer: Tokenizer | None, folder: Path) -> str:
         problem = f"{folder} has no tokenizer, so it cannot read text"
         raise UserError(f"{problem}; use a model saved with one")
     config = load_run_config(folder)
-    if config is None:
+    if config is None:  # an exported model, for example
         return "outside a run directory: what the model was trained on is unknown"
     if all(source.source != "tales" for source in config.data.text_sources()):
         text = config.data.describe_text()
@@ -64,7 +71,9 @@ def report_content(model: Thinker, tokenizer: Tokenizer | None, folder: Path, n:
         "cost": "loss increase on facts that return (nats per fact) when the head's output is zero",
     }
     columns = ["head", "distance", "local", *RELATIONS, "cost", "periodic", "period"]
-    rows = [_row(content, cost.value, pair) for pair in pairs]
+    rows = []
+    for pair in pairs:
+        rows.append(_row(content, cost.value, pair))
     by_layer = _means_by_layer(content)
     similar = _most_similar(content.divergence, pairs, cost.value.shape[1])
     footer = [
@@ -89,7 +98,9 @@ def _row(content: ContentScores, cost: Tensor, pair: Head) -> list[str]:
     cells.append(f"{cost[pair]:+.3f}")
     cells.append(f"{content.strength[pair]:.2f}")
     period = content.period[pair].item()
-    cells.append("none" if period == 0 else str(period))
+    if period == 0:
+        period = "none"
+    cells.append(str(period))
     return cells
 
 
@@ -113,7 +124,9 @@ def _data(content: ContentScores, cost: Importance, by_layer: dict[str, Tensor])
     data["periodic"] = to_json(content.strength)
     data["by_distance"] = to_json(content.by_distance)
     data["period"] = content.period.tolist()
-    groups = {name: vars(found) for name, found in content.relations.items()}
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, found in content.relations.items():
+        groups[name] = vars(found)
     groups["cost"] = vars(cost)
     groups["by_layer"] = by_layer
     for name, group in groups.items():
@@ -146,7 +159,7 @@ def _describe_depth(by_layer: dict[str, Tensor]) -> str:
     """Describe how the means over the heads of a layer change with depth."""
     trends = []
     for name, values in by_layer.items():
-        steps = values.diff()
+        steps = values.diff()  # from each layer to the next
         if len(steps) == 0:
             return "by depth: the model has one layer"
         verb = "goes up and down"
@@ -173,7 +186,9 @@ def _most_similar(
 
 
 def _describe_similar(similar: list[tuple[str, str, float]]) -> str:
-    pairs = [f"{one} and {other} ({value:.3f})" for one, other, value in similar]
+    pairs = []
+    for one, other, value in similar:
+        pairs.append(f"{one} and {other} ({value:.3f})")
     return "most similar (JS divergence): " + ", ".join(pairs)
 
 
@@ -183,10 +198,11 @@ def _panels(
     """A panel per score, of all heads; the means by layer; the divergence of all pairs of heads."""
     labels = head_labels(cost)
     # One scale for all relations, so that their colors can be compared.
-    relations = content.relations
-    top = max(found.excess.nan_to_num().abs().max().item() for found in relations.values())
+    top = 0.0
+    for found in content.relations.values():
+        top = max(top, found.excess.nan_to_num().abs().max().item())
     panels = []
-    for name, found in relations.items():
+    for name, found in content.relations.items():
         title = f"{name}: weight minus chance"
         panels.append(Panel(title, found.excess, *labels, signed=True, vmax=top))
     title = "cost of zero ablation on facts that return (nats)"
@@ -197,7 +213,7 @@ def _panels(
     # Rows of the divergence are numbered as if all layers had all their heads.
     n_heads = cost.shape[1]
     numbers = [layer * n_heads + head for layer, head in pairs]
-    names = [f"{layer}.{head}" for layer, head in pairs]
+    names = head_names(pairs)
     divergence = content.divergence[numbers][:, numbers]
     panels.append(Panel("JS divergence of heads (nats)", divergence, names, names))
     return panels
@@ -209,6 +225,7 @@ def _depth_panel(by_layer: dict[str, Tensor], layers: list[str]) -> Panel:
     cells = []
     for row in values.tolist():
         cells.append([f"{value:.3g}" for value in row])
+    # The measures have different units, so that one scale would show only the largest.
     relative = values / values.amax(dim=0).clamp_min(1e-9)
     title = "means by layer (colors relative to the column)"
     return Panel(title, relative, layers, [*by_layer], style="table", cells=cells, vmax=1.0)

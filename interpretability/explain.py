@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.interpretability.reports import ATTENTION_AXES, Panel, Prompt, Report, decimal
+from thinker.interpretability.reports import (
+    ATTENTION_AXES,
+    Panel,
+    Prompt,
+    Report,
+    decimal,
+    numbered,
+)
 from thinker.model import Thinker
 from thinker.model.attention import LinearAttention
 from thinker.model.patterns.patterns import TokenInfo
@@ -57,8 +64,10 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     names = [f"{path}.{part}" for part in ("q", "k", "v", "weights", "heads")]
     with model.record(*names) as cache:
         model(prompt.tokens[None])
+    # In float64, so that the printed digits follow from each other.
     q, k, v, weights, z = (cache[name][0].double().cpu() for name in names)
 
+    # The same steps as in the model, by hand.
     kv_head = head // (len(q) // len(k))
     raw = q[head] @ k[kv_head].T  # (T, T)
     scaled = raw * attention.scale
@@ -113,6 +122,7 @@ def _bias_and_mask(
         bias = visible.cpu()
         visible = bias > -torch.inf
     shape = 1, model.blocks[layer].attention.n_heads, T, T
+    # Masks and biases that all heads share have a single head.
     bias = bias.expand(shape)[0, head]
     if mask_form.content_mask is not None:  # which depends on the scores or the vectors
         inputs = q[None], k[None], (scores + bias)[None, None]
@@ -163,7 +173,7 @@ def explain_vectors(path: Path, query: int) -> Report:
     if causal:
         visible = visible.tril(S - T)
     weights = scaled.masked_fill(~visible, -torch.inf).softmax(dim=-1)
-    if not raw.isfinite().all():
+    if not raw.isfinite().all():  # finite vectors may have infinite products
         raise UserError(f"{path}: q·k overflows; use smaller vectors")
     head = HeadScores(
         labels=labels,
@@ -236,6 +246,7 @@ def _report_row(
     sink_share = 0.0
     if head.sink is not None:
         sink_share = math.exp(head.sink - largest)
+    # Both are equal, unless the model does something else: a reader can check it.
     output = row @ head.values  # (D,)
     actual = head.output[query]  # (D,)
 
@@ -260,6 +271,7 @@ def _report_row(
             cells += ["yes", f"{exponentials[key]:.4f}", f"{row[key]:.4f}"]
         else:
             cells += ["no", "", "0"]
+        # A large weight on a small value changes little.
         cells += [f"{norms[key]:.4f}", f"{row[key] * norms[key]:.4f}"]
         rows.append(cells)
     data = data | {
@@ -283,8 +295,8 @@ def _report_row(
 
 def _panels(head: HeadScores, scores: Tensor, query: int) -> list[Panel]:
     """Plot the matrices from raw scores to weighted values."""
-    labels = [f"{i} {text}" for i, text in enumerate(head.labels)]
-    queries = labels[len(labels) - len(scores) :]
+    labels = numbered(head.labels)
+    queries = labels[len(labels) - len(scores) :]  # the last ones
     hidden = ~head.visible
     added = head.weights * head.values.norm(dim=-1)
     scaled_title = f"scores: QKᵀ ÷ {head.divisor}"

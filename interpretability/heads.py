@@ -49,6 +49,7 @@ def repeated_random_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int 
         raise UserError(
             f"cannot sample {n} distinct tokens from {len(ids)}; use a larger vocabulary"
         )
+    # Distinct tokens: each has a single earlier occurrence, so it is clear where to attend.
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(batch):
@@ -105,7 +106,10 @@ def losses(model: Thinker, tokens: Tensor, targets: Tensor | None = None) -> Ten
 
     See importance_by_ablation().
     """
-    return torch.cat([_losses(model, *batch) for batch in _batches(model, tokens, targets)])
+    parts = []
+    for batch in _batches(model, tokens, targets):
+        parts.append(_losses(model, *batch))
+    return torch.cat(parts)
 
 
 def _losses(model: Thinker, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -119,6 +123,7 @@ def _batches(model: Thinker, tokens: Tensor, targets: Tensor | None) -> list[tup
     """Split tokens and targets into batches with at most 256 MiB of logits."""
     if targets is None:
         tokens, targets = tokens[:, :-1], tokens[:, 1:]
+    # Of 4 bytes each.
     rows = max(1, 2**26 // (tokens.shape[1] * model.config.vocab_size))
     return list(zip(tokens.split(rows), targets.split(rows)))
 
@@ -148,8 +153,9 @@ def importance_by_ablation(
             for group in layer_groups:
                 patches = {}
                 for head in group:
-                    value = 0.0 if ablation == "zero" else means[name][head]
-                    patches[f"{name}.{head}"] = value
+                    patches[f"{name}.{head}"] = 0.0
+                    if ablation != "zero":
+                        patches[f"{name}.{head}"] = means[name][head]
                 with model.patch(patches):
                     layer_costs.append(losses(model, tokens, targets) - baseline)
                 bar.update()
@@ -162,14 +168,15 @@ def _losses_and_means(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Losses of all texts, (N,), and means of activations over texts and positions, (H, D)."""
     baseline = []
+    n_tokens = 0
     sums = dict.fromkeys(names, 0.0)
     with model.record(*names) as cache:
         for batch in batches:
             baseline.append(_losses(model, *batch))
+            n_tokens += batch[0].numel()
             for name in names:
                 sums[name] = sums[name] + cache[name].sum(dim=(0, 2))
             cache.passes.clear()  # which would keep the activations of all batches
-    n_tokens = sum(tokens.numel() for tokens, _ in batches)
     means = {name: total / n_tokens for name, total in sums.items()}
     return torch.cat(baseline), means
 
@@ -197,7 +204,9 @@ def _estimate(values: list[Tensor]) -> Importance:
 def _estimate_row(values: Tensor, sizes: Tensor) -> list[float]:
     """The mean of values (N,) and both ends of its 95% interval, nan where there is none."""
     estimate = estimate_ratio(values, sizes, 0.95)
-    return [math.nan if x is None else x for x in vars(estimate).values()]
+    if estimate.low is None:  # a single text says nothing about the spread
+        return [estimate.mean, math.nan, math.nan]
+    return [estimate.mean, estimate.low, estimate.high]
 
 
 def importance_by_gradient(

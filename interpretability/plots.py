@@ -136,6 +136,7 @@ def _annotate(axes: Any, panel: Panel, values: np.ndarray, top: float) -> None:
 
 def _text_color(value: float, top: float) -> str:
     """The color of text on the color of a value."""
+    # Both palettes are dark at their ends.
     return "white" if abs(value) > 0.6 * top else "black"
 
 
@@ -144,7 +145,7 @@ def _wrapped(tokens: list[str]) -> list[list[int]]:
     lines = [[]]
     room = LINE
     for number, token in enumerate(tokens):
-        if len(token) > room and lines[-1]:
+        if len(token) > room and lines[-1]:  # a token longer than a line has its own
             lines.append([])
             room = LINE
         lines[-1].append(number)
@@ -159,6 +160,7 @@ def _text(figure: Any, axes: Any, panel: Panel) -> None:
     from matplotlib.patches import Rectangle
 
     colors, low, top = _scale(panel)
+    # A plot of patches has no scale of its own, which the color bar needs.
     scale = ScalarMappable(Normalize(low, top), colors)
     lines = _wrapped(panel.columns)
     values = panel.values[0].tolist()

@@ -53,14 +53,14 @@ def report_flow(model: Thinker, prompt: Prompt, position: int) -> Report:
     position %= len(prompt.tokens)
     weights = model.attention_weights(prompt.tokens[None])[:, 0].cpu()  # (layers, H, T, T)
     rollout = flow.rollout(weights)[:, position]  # (layers, T)
-    layers = [f"layer {layer}" for layer in range(len(rollout))]
+    layers = reports.layer_labels(len(rollout))
     columns = ["key", "token", *layers]
     rows = []
     for key, text in enumerate(prompt.labels):
         shares = [f"{share:.3f}" for share in rollout[:, key].tolist()]
         rows.append([str(key), text, *shares])
     footer = "layer columns: share of each token in the position (rollout)"
-    flows = None
+    flows = None  # as JSON, where there is always this key
     if len(prompt.tokens) <= MAX_FLOW_TOKENS:
         flows = flow.max_flow(weights, position).tolist()
         columns.append("max flow")
@@ -151,6 +151,7 @@ def report_attribution(
     data["by_token"] = values.tolist()
     data["completeness_error"] = error
     data["baseline_logit"] = baseline
+    # Tokens come first, as they are what a reader looks for.
     token_rows = []
     for text, value in zip(prompt.numbered(), values.tolist()):
         token_rows.append(["token", text, decimal(value, 4, "+")])
@@ -171,12 +172,15 @@ def _component_rows(components: LogitComponents) -> list[list[str]]:
     for layer, head in reports.existing_heads(components.heads):
         values[f"head {layer}.{head}"] = components.heads[layer, head].item()
     ranked = sorted(values.items(), key=lambda pair: -abs(pair[1]))
-    return [["component", name, decimal(value, 4, "+")] for name, value in ranked]
+    rows = []
+    for name, value in ranked:
+        rows.append(["component", name, decimal(value, 4, "+")])
+    return rows
 
 
 def _after_names(model: Thinker) -> list[str]:
     """The places of the residual stream: after the embedding and after each layer."""
-    return ["embedding", *(f"layer {layer}" for layer in range(len(model.blocks)))]
+    return ["embedding", *reports.layer_labels(len(model.blocks))]
 
 
 def report_logit_lens(
@@ -251,18 +255,19 @@ def report_patching(
     names = _after_names(model)
     tokens = []
     for text, other in zip(clean.labels, corrupt.labels):
-        tokens.append(text if text == other else f"{text}/{other}")
+        if text != other:
+            text = f"{text}/{other}"
+        tokens.append(text)
     rows = []
     for position, text in enumerate(tokens):
-        shares = [decimal(share, 3) for share in values[:, position].tolist()]
+        shares = [decimal(share, 3) for share in values[:, position].tolist()]  # by layer
         rows.append([str(position), text, *shares])
     description = _describe_target(tokenizer, target, contrast_token)
     data = {"target": target, "contrast_token": contrast_token, "tokens": tokens}
     for name, shares in restored.items():
         data[name] = shares.tolist()
-    columns = [f"{position} {text}" for position, text in enumerate(tokens)]
     title = f"share of {description} restored by patching"
-    panel = Panel(title, values, names, columns, signed=True)
+    panel = Panel(title, values, names, reports.numbered(tokens), signed=True)
     header = {
         "prediction": description,
         "clean": "".join(clean.labels),

@@ -51,7 +51,7 @@ class Report:
         """Format the report as text, with words left-aligned and numbers right-aligned."""
         lines = [f"{name:>12}  {value}" for name, value in self.header.items()]
         lines.append("")
-        columns = [_aligned(column) for column in zip(self.columns, *self.rows)]
+        columns = map(_aligned, zip(self.columns, *self.rows))
         for row in zip(*columns):
             lines.append("  ".join(row).rstrip())
         if self.footer:
@@ -62,6 +62,7 @@ class Report:
 def _aligned(column: tuple[str, ...]) -> list[str]:
     """The cells of a column, padded to the same width. The first is its name."""
     has_words = any(cell[:1].strip("+-.0123456789") for cell in column[1:])
+    # Digits of numbers are easier to compare from the right.
     align = str.ljust if has_words else str.rjust
     width = max(map(len, column))
     return [align(cell, width) for cell in column]
@@ -91,7 +92,12 @@ class Prompt:
 
     def numbered(self) -> list[str]:
         """Return labels with positions, to distinguish equal tokens."""
-        return [f"{position} {text}" for position, text in enumerate(self.labels)]
+        return numbered(self.labels)
+
+
+def numbered(labels: list[str]) -> list[str]:
+    """Write the position before each label."""
+    return [f"{position} {text}" for position, text in enumerate(labels)]
 
 
 def token_label(tokenizer: Tokenizer, token: int) -> str:
@@ -132,15 +138,27 @@ def decimal(value: float, digits: int, sign: str = "") -> str:
 def head_labels(values: Tensor, kind: str = "head") -> tuple[list[str], list[str]]:
     """Return row and column labels of a (layers, H) matrix."""
     layers, heads = values.shape
-    rows = [f"layer {layer}" for layer in range(layers)]
-    columns = [f"{kind} {head}" for head in range(heads)]
-    return rows, columns
+    return _count("layer", layers), _count(kind, heads)
+
+
+def layer_labels(n_layers: int) -> list[str]:
+    """Return a label per layer."""
+    return _count("layer", n_layers)
+
+
+def _count(name: str, n: int) -> list[str]:
+    return [f"{name} {number}" for number in range(n)]
 
 
 def existing_heads(values: Tensor) -> list[tuple[int, int]]:
     """List the (layer, head) pairs of a (layers, H) matrix that are not nan."""
     pairs = (~values.isnan()).nonzero().tolist()
     return [(layer, head) for layer, head in pairs]
+
+
+def head_names(pairs: list[tuple[int, int]]) -> list[str]:
+    """Names of (layer, head) pairs, such as 0.3."""
+    return [f"{layer}.{head}" for layer, head in pairs]
 
 
 def to_json(values: Tensor) -> Any:
