@@ -231,14 +231,15 @@ def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
 
     Raises UserError if the run has other callbacks, CorruptCheckpoint if names or shapes differ otherwise.
     """
-    saved_names = checkpoint.read_header(folder, checkpoint.TRAINING).keys()
+    saved = checkpoint.read_header(folder, checkpoint.TRAINING)
     expected = {}
     for callback in step.callbacks:
         for name, tensor in callback.tensors().items():
             expected[name] = torch.empty_like(tensor)
-    has_optimizer_state = saved_names > expected.keys()
+    has_optimizer_state = saved.keys() > expected.keys()
     if has_optimizer_state:  # there is none before the first step
-        expected |= step.optimizers.expected_state()
+        of_optimizers = {name: shape for name, shape in saved.items() if name not in expected}
+        expected |= step.optimizers.expected_state(of_optimizers)
     tensors = checkpoint.load_tensors(folder, checkpoint.TRAINING, expected)
     checkpoint.load_weights(step.model, folder)
     for callback in step.callbacks:

@@ -1,11 +1,15 @@
 import pytest
 import torch
+from safetensors.torch import load_file
+from training_contract import check_resumes
+from training_runs import train_losses
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import validate_config
 from thinker.training.config.sections import OptimizerConfig
 from thinker.training.optim.optimizers import Optimizers, resolve_learning_rates
+from thinker.training.optim.registry import OPTIMIZERS
 
 SHAPE = {
     "vocab_size": 61,
@@ -146,3 +150,54 @@ def test_the_schedule_scales_every_rate(random_model):
         group["lr"] for optimizer in optimizers.optimizers for group in optimizer.param_groups
     )
     assert found == [0.1, 0.15, 0.2, 0.25]
+
+
+class SignMomentum(torch.optim.Optimizer):
+    """A user's optimizer, which moves by the sign of its momentum; a state of two tensors, one of them a number."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {"beta": 0.9})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                    state["n_steps"] = torch.tensor(0.0)
+                state["n_steps"] += 1
+                state["momentum"].lerp_(parameter.grad, 1 - group["beta"])
+                shrink = 1 / (1 + 0.01 * float(state["n_steps"]))
+                parameter.add_(state["momentum"].sign(), alpha=-0.1 * group["lr"] * shrink)
+
+
+@pytest.fixture
+def sign_momentum(monkeypatch):
+    monkeypatch.setattr(OPTIMIZERS, "_values", dict(OPTIMIZERS._values))
+    OPTIMIZERS.register("sign", lambda parts: [SignMomentum(list(parts.groups.values()))])
+
+
+@pytest.mark.usefixtures("sign_momentum", "one_thread")
+@pytest.mark.parametrize("more", [[], ["train.ema_decay=0.9"]], ids=["alone", "with an average"])
+def test_an_optimizer_of_a_user_trains_and_resumes_bit_for_bit(more, tmp_path, monkeypatch):
+    whole = check_resumes(tmp_path, monkeypatch, ["optimizer.name=sign", *more])
+    losses = train_losses(whole)
+    assert losses[6] < losses[1]
+    state = load_file(whole / "checkpoints" / "step-00000006" / "training.safetensors")
+    assert float(state["optimizer.embedding.weight.n_steps"]) == 6
+
+
+def test_a_state_that_checkpoints_do_not_store_is_refused(sign_momentum):
+    model = Thinker(ThinkerConfig(vocab_size=11, d_model=16, n_layers=1, n_heads=2))
+    optimizers = Optimizers(model, OptimizerConfig(name="sign", lr=0.1))
+    optimizers.optimizers[0].state[model.norm.weight]["count"] = 3
+    with pytest.raises(
+        UserError, match="SignMomentum keeps count as torch.int64, which checkpoints"
+    ):
+        optimizers.tensors()
+
+
+def test_an_unknown_optimizer_names_those_that_there_are(sign_momentum):
+    with pytest.raises(UserError, match="optimizer.name is 'lion'; it must be muon, adamw or sign"):
+        validate_config({"train": {"max_steps": 1}, "optimizer": {"name": "lion"}})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
+from pydantic_core import PydanticKnownError
 
 from thinker.training.config.types import (
     Beta,
@@ -20,6 +21,7 @@ from thinker.training.config.types import (
     Size,
     with_feature_keys,
 )
+from thinker.training.optim.registry import OPTIMIZERS
 
 
 @with_feature_keys("run")
@@ -98,6 +100,20 @@ class ModelConfig(ConfigSection):
     """Norm of the blocks and of the output: rmsnorm, layernorm, or a registered name. QK-norm is always RMSNorm."""
 
 
+def _check_optimizer(name: str) -> str:
+    if name not in OPTIMIZERS:
+        names = [f"'{each}'" for each in OPTIMIZERS.names()]
+        expected = f"{', '.join(names[:-1])} or {names[-1]}"
+        raise PydanticKnownError("literal_error", {"expected": expected})
+    return name
+
+
+# A module of the user may register more names (extensions).
+OptimizerName = Annotated[
+    str, AfterValidator(_check_optimizer), Field(json_schema_extra={"enum": OPTIMIZERS.names()})
+]
+
+
 @with_feature_keys("optimizer")
 class OptimizerConfig(ConfigSection):
     """AdamW for everything, or Muon for the matrices and AdamW for the embedding and the norm weights.
@@ -106,7 +122,7 @@ class OptimizerConfig(ConfigSection):
     least 16 sequences.
     """
 
-    name: Literal["muon", "adamw"] = "muon"
+    name: OptimizerName = "muon"
     """Optimizer. The default is adamw if run.init_from is set."""
     lr: Rate | None = None
     """Peak learning rate of the matrices in the blocks. null: 0.04 with muon, 1 / d_model with adamw."""

@@ -26,81 +26,109 @@ class Muon(torch.optim.Muon):
     """
 
     def __init__(
-        self, params: Any, dtype: torch.dtype, row_beta: float = 0.95, is_compiled: bool = False,
-        is_cautious: bool = False, is_fused: bool = False, **options: Any,
-    ) -> None:  # fmt: skip
-        assert not {"adjust_lr_fn", "ns_steps", "ns_coefficients"} & options.keys(), (
-            "options that are not supported"
-        )
+        self,
+        params: Any,
+        dtype: torch.dtype,
+        row_beta: float = 0.95,
+        is_compiled: bool = False,
+        is_cautious: bool = False,
+        is_fused: bool = False,
+        **options: Any,
+    ) -> None:
+        unsupported = {"adjust_lr_fn", "ns_steps", "ns_coefficients"}
+        assert not unsupported & options.keys(), "options that are not supported"
         super().__init__(params, **options)
-        self.dtype, self.row_beta, self.is_compiled, self.is_cautious = (
-            dtype,
-            row_beta,
-            is_compiled,
-            is_cautious,
-        )
+        self.dtype = dtype
+        self.row_beta = row_beta
+        self.is_compiled = is_compiled
+        self.is_cautious = is_cautious
         self.is_fused = is_fused
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:
         """Update the parameters, unless `found_inf`, a scalar on the device, is 1 (as in torch's fused AdamW)."""
         assert closure is None, "closures are not supported"
-        skip = None if getattr(self, "found_inf", None) is None else self.found_inf > 0
-        weight = 1 - self.row_beta if skip is None else skip.logical_not() * (1 - self.row_beta)
+        found_inf = getattr(self, "found_inf", None)
+        skip = None if found_inf is None else found_inf > 0
         n_sharded = 0  # matrices orthogonalized so far, to balance them over the ranks
         for group in self.param_groups:
-            by_shape: dict[tuple[int, ...], list[Tensor]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    by_shape.setdefault(tuple(parameter.shape), []).append(parameter)
-            for shape, parameters in by_shape.items():
-                mesh = getattr(parameters[0], "device_mesh", None)
-                ranks = (
-                    None if mesh is None else mesh.get_group()
-                )  # the ranks that share the rows (FSDP2)
-                states = [self.state[parameter] for parameter in parameters]
-                for parameter, state in zip(parameters, states):
-                    if not state:
-                        state["momentum_buffer"] = torch.zeros_like(parameter)
-                        state["row_second_moment"] = torch.zeros_like(parameter[:, :1])
-                row_second_moments = [local_tensor(state["row_second_moment"]) for state in states]
-                lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5  # adjust_lr_fn "original"
-                decay = group["lr"] * group["weight_decay"]
+            for parameters in _by_shape(group["params"]):
+                self._create_state(parameters)
+                ranks = _ranks_of_rows(parameters[0])
                 if self.is_fused and ranks is None and skip is None:
-                    grads = [parameter.grad for parameter in parameters]
-                    momenta = [state["momentum_buffer"] for state in states]
-                    updates = native.muon_momentum(
-                        grads, momenta, group["momentum"], group["nesterov"], self.dtype
-                    )
-                    updates = orthogonalize(updates)
-                    native.muon_update(
-                        updates, row_second_moments, parameters, weight, lr, decay, self.is_cautious
-                    )  # fmt: skip
+                    self._fused_step(group, parameters)
                     continue
-                stacked = self._momentum_updates(group, parameters, states, skip).to(
-                    self.dtype
-                )  # (n, rows, columns)
-                if ranks is None:
-                    stacked = orthogonalize(stacked)
-                else:
-                    stacked = sharded_orthogonalize(stacked, shape[0], n_sharded, ranks)
+                self._plain_step(group, parameters, skip, ranks, n_sharded)
+                if ranks is not None:
                     n_sharded += len(parameters)
-                normalize = _compiled() if self.is_compiled and ranks is None else normalize_rows
-                stacked, means = normalize(
-                    stacked, torch.stack(row_second_moments), weight, skip, ranks
-                )
-                torch._foreach_copy_(row_second_moments, means.unbind())
-                weights = [local_tensor(parameter) for parameter in parameters]
-                if decay and self.is_cautious:
-                    shrinks = (
-                        stacked * torch.stack(weights) > 0
-                    )  # (n, rows, columns); false if `skip`
-                    torch._foreach_mul_(weights, torch.where(shrinks, 1 - decay, 1.0).unbind())
-                elif decay:
-                    torch._foreach_mul_(
-                        weights, 1 - decay if skip is None else torch.where(skip, 1.0, 1 - decay)
-                    )
-                torch._foreach_add_(weights, stacked.unbind(), alpha=-lr)
+
+    def _create_state(self, parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+                state["row_second_moment"] = torch.zeros_like(parameter[:, :1])
+
+    def _fused_step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Update matrices of one shape with the kernels of native/train.c."""
+        lr, decay = _rates(group, parameters[0].shape)
+        states = [self.state[parameter] for parameter in parameters]
+        grads = [parameter.grad for parameter in parameters]
+        momenta = [state["momentum_buffer"] for state in states]
+        row_second_moments = [state["row_second_moment"] for state in states]
+        updates = native.muon_momentum(
+            grads, momenta, group["momentum"], group["nesterov"], self.dtype
+        )
+        updates = orthogonalize(updates)
+        weight = 1 - self.row_beta
+        native.muon_update(
+            updates, row_second_moments, parameters, weight, lr, decay, self.is_cautious
+        )
+
+    def _plain_step(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        skip: Tensor | None,
+        ranks: Any,
+        n_sharded: int,
+    ) -> None:
+        """Update n matrices of one shape, whose rows `ranks` may share."""
+        shape = parameters[0].shape
+        states = [self.state[parameter] for parameter in parameters]
+        updates = self._momentum_updates(group, parameters, states, skip)
+        updates = updates.to(self.dtype)  # (n, rows, columns)
+        if ranks is None:
+            updates = orthogonalize(updates)
+        else:
+            updates = sharded_orthogonalize(updates, shape[0], n_sharded, ranks)
+
+        weight = 1 - self.row_beta
+        if skip is not None:
+            weight = skip.logical_not() * (1 - self.row_beta)
+        normalize = _compiled() if self.is_compiled and ranks is None else normalize_rows
+        row_second_moments = [local_tensor(state["row_second_moment"]) for state in states]
+        updates, means = normalize(updates, torch.stack(row_second_moments), weight, skip, ranks)
+        torch._foreach_copy_(row_second_moments, means.unbind())
+
+        lr, decay = _rates(group, shape)
+        weights = [local_tensor(parameter) for parameter in parameters]
+        self._decay_weights(weights, updates, decay, skip)
+        torch._foreach_add_(weights, updates.unbind(), alpha=-lr)
+
+    def _decay_weights(
+        self, weights: list[Tensor], updates: Tensor, decay: float, skip: Tensor | None
+    ) -> None:
+        if not decay:
+            return
+        if self.is_cautious:
+            # (n, rows, columns); false if `skip`, as updates are zeros.
+            shrinks = updates * torch.stack(weights) > 0
+            torch._foreach_mul_(weights, torch.where(shrinks, 1 - decay, 1.0).unbind())
+        elif skip is None:
+            torch._foreach_mul_(weights, 1 - decay)
+        else:
+            torch._foreach_mul_(weights, torch.where(skip, 1.0, 1 - decay))
 
     def _momentum_updates(
         self,
@@ -116,9 +144,30 @@ class Muon(torch.optim.Muon):
             stacked = torch.stack(grads)
             grads = torch.where(skip, torch.stack(momenta), stacked, out=stacked).unbind()
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        return torch.stack(
-            torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
-        )
+        if not group["nesterov"]:
+            return torch.stack(momenta)
+        return torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
+
+
+def _by_shape(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """The parameters that have a gradient, in lists of equal shapes."""
+    groups: dict[tuple[int, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups.setdefault(tuple(parameter.shape), []).append(parameter)
+    return list(groups.values())
+
+
+def _ranks_of_rows(parameter: Tensor) -> Any:
+    """The process group of the ranks that share the rows of a parameter (FSDP2), or None."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return None if mesh is None else mesh.get_group()
+
+
+def _rates(group: dict[str, Any], shape: tuple[int, ...]) -> tuple[float, float]:
+    """The learning rate of matrices of a shape (adjust_lr_fn "original"), and how much they decay."""
+    lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+    return lr, group["lr"] * group["weight_decay"]
 
 
 def normalize_rows(
@@ -137,10 +186,8 @@ def normalize_rows(
     squares = updates.float().square().mean(2, keepdim=True)  # (n, rows, 1)
     means = row_second_moments.lerp(squares, weight)
     scale = means.clamp(min=1e-30).rsqrt()
-    before, after = (
-        squares.sum(1, keepdim=True),
-        (squares * scale.square()).sum(1, keepdim=True),
-    )  # (n, 1, 1) each
+    before = squares.sum(1, keepdim=True)  # (n, 1, 1)
+    after = (squares * scale.square()).sum(1, keepdim=True)  # (n, 1, 1)
     if group is not None:
         sums = torch.cat((before, after))
         torch.distributed.all_reduce(sums, group=group)
@@ -148,10 +195,9 @@ def normalize_rows(
     updates = updates * (scale * (before / after.clamp(min=1e-30)).sqrt())
     if skip is not None:
         updates = torch.where(skip, 0.0, updates)
-    return (
-        updates.contiguous() if updates.is_cuda else updates,
-        means,
-    )  # CUDA's _foreach functions need equal strides
+    if updates.is_cuda:  # whose _foreach functions need equal strides
+        updates = updates.contiguous()
+    return updates, means
 
 
 @cache
