@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, random_model, run_script
 from torch import nn
+from training_contract import SMALL, check_objective, check_ranks
 from training_runs import assert_same_run, read_metrics
 
 from thinker.data.batches.prefetch import Batch
@@ -191,6 +192,28 @@ def test_a_copy_of_the_teacher_has_nothing_to_learn_from_it(options):
     assert {name: int(count) for name, (_, count) in loss.parts.items()} == dict.fromkeys(names, 24)
     loss.sum.backward()
     assert max(float(parameter.grad.abs().max()) for parameter in copy.parameters()) < 1e-3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_contract_of_objectives(temperature):
+    """Its sum and gradient are the definition's, however a batch is split."""
+    student, teacher = random_model(), random_model(seed=1, n_layers=1)
+    options = DistillConfig(teacher="x", weight=0.3, temperature=temperature)
+    objective = DistillationLoss(Teacher(teacher, options, ""))
+    objective.setup(SimpleNamespace(model=student, dist=SINGLE_PROCESS, kernels=None))
+
+    def plain(logits, batch):
+        with torch.no_grad():
+            wanted = teacher(batch.inputs).flatten(0, 1)
+        targets = batch.targets.flatten()
+        return plain_loss(logits.flatten(0, 1), wanted, targets, 0.3, temperature)[0].sum()
+
+    check_objective(objective, student, plain)
+
+
+def test_two_ranks_learn_what_one_does(tmp_path):
+    teacher = train(tmp_path, "teacher", [*SMALL, f"data.cache_dir={tmp_path / 'cache'}"], 2)
+    check_ranks(tmp_path, [f"train.distill.teacher={teacher}", f"data.tokenizer={teacher}"])
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from thinker.interop import load
 from thinker.model.inspection.attention_statistics import FIGURES
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
-from thinker.training.settings.resolve import resolve_settings
 
 BASE = ROOT / "tests" / "fixtures" / "base.yaml"
 SHAPE = [
@@ -200,6 +199,5 @@ def test_positions_without_a_choice_are_left_out(tiny_run):
     ],
 )
 def test_what_cannot_be_logged_is_refused(keys, message, tmp_path):
-    config = load_config(BASE, overrides(tmp_path / "run", tmp_path, *keys))
     with pytest.raises(UserError, match=message):
-        resolve_settings(config, config.thinker_config(300), torch.device("cpu"))
+        load_config(BASE, overrides(tmp_path / "run", tmp_path, *keys))
