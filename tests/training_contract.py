@@ -45,16 +45,19 @@ def small_config(folder, name, more=()):
     return load_config(BASE, [*SMALL, *where, *more])
 
 
-def check_resumes(folder, monkeypatch, more=(), make_callbacks=list, objective=None):
+def check_resumes(
+    folder, monkeypatch, more=(), make_callbacks=list, objective=None, make_dataset=lambda: None
+):
     """A run that is cut off after any step goes on to the same bits as one that is not.
 
-    make_callbacks: makes new callbacks for each run. Returns the complete run's folder.
+    make_callbacks, make_dataset: make new ones for each run. Returns the complete run's folder.
     """
     monkeypatch.setattr(trainer, "print_summary", lambda *arguments: None)
 
     def run(name):
         config = small_config(folder, name, more)
-        assert train(config, callbacks=make_callbacks(), objective=objective) == 0
+        options = {"callbacks": make_callbacks(), "objective": objective}
+        assert train(config, dataset=make_dataset(), **options) == 0
         return folder / name
 
     whole = run("whole")

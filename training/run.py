@@ -11,7 +11,7 @@ from thinker.runtime.device import choose_device, configure_backend, enable_dete
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.runtime.registry import offers
 from thinker.training import resume
-from thinker.training.batches import build_batches
+from thinker.training.batches import AnyDataset, build_batches
 from thinker.training.callback import Callback
 from thinker.training.callbacks.setup import callbacks_of_output, callbacks_of_weights
 from thinker.training.config.config import Config
@@ -40,14 +40,18 @@ def train(
     dist: DistContext = SINGLE_PROCESS,
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
+    dataset: AnyDataset | None = None,
 ) -> int:
     """Start or resume the run of a config. Returns the exit status: 0, or 128 + the signal that ended it.
 
     Args:
         callbacks: what happens around steps, in this order (training/callback.py). To resume a run, pass the same ones.
         objective: what a step minimizes (training/objective.py). None: the cross-entropy with the text.
+        dataset: the training windows (data/batches/dataset.py), such as a list of pairs (inputs, targets), or any object
+            with len() and window(index). None: those of the config, which also has the tokenizer and the text for
+            validation. To resume a run, pass an equal one.
     """
-    return build_trainer(config, dist, callbacks, objective).train()
+    return build_trainer(config, dist, callbacks, objective, dataset).train()
 
 
 def build_trainer(
@@ -55,6 +59,7 @@ def build_trainer(
     dist: DistContext = SINGLE_PROCESS,
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
+    dataset: AnyDataset | None = None,
 ) -> Trainer:
     """Check the config before writing any file, build the trainer, and restore the newest checkpoint of the run."""
     if config.train.deterministic:
@@ -89,7 +94,7 @@ def build_trainer(
     settings = resolve_settings(config, model_config, device, precision, previous, dist)
 
     # Build batches, model and optimizers.
-    batches, evaluator = build_batches(settings, corpus, device, dist)
+    batches, evaluator = build_batches(settings, corpus, device, dist, dataset)
     memory = MemoryMeter(device)
     model = build_model(
         model_config, settings.run.seed, _model_device(settings, device, dist), initial_model

@@ -19,6 +19,7 @@ class BatchLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self.bos_id = bos_id
+        self.reads_corpus = True  # False: the dataset has other text than the corpus of the config
 
     def samples(self, step: int) -> list[Sample]:
         """The samples in the batch of a step (from 0)."""

@@ -4,15 +4,11 @@ A dataset has `len()` and `window(index)`. In training it becomes an *ordered* d
 sample of a run is. A sample is one row of a batch; samples are numbered from 0 over the whole run.
 """
 
-import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from thinker.data.batches.permutation import permute
-from thinker.runtime.errors import UserError
 
 Window = tuple[np.ndarray, np.ndarray]
 """Inputs and targets, each (T,) int64. Targets without a loss are IGNORE_INDEX."""
@@ -134,86 +130,3 @@ class ShuffledDataset:
 
     def close(self, is_finished: bool) -> None:
         """Nothing to stop."""
-
-
-class IterableDataset:
-    """The windows of an iterable, in its order, and again from the start when it ends.
-
-    A run that resumes reads the iterable from the start up to where the run was. All ranks read all of it.
-
-    Args:
-        windows: each iteration over it yields the same windows.
-        n_kept: the last windows that are kept for threads that are behind the others, and for reports.
-    """
-
-    n_sources = 1
-    is_endless = True
-
-    def __init__(self, windows: Iterable[Window], n_kept: int) -> None:
-        self.windows = windows
-        self.n_kept = n_kept
-        self._kept: OrderedDict[int, Window] = OrderedDict()  # by the number of the sample
-        self._lock = threading.Lock()
-        self._reader = self._read()
-        self._n_read = 0
-        self._size: int | None = None  # the number of windows, as soon as an epoch has ended
-
-    def _read(self) -> Iterator[Window]:
-        while True:
-            n_before = self._n_read
-            yield from self.windows
-            if self._size is None:
-                self._size = self._n_read
-            if self._n_read == n_before:
-                raise UserError(
-                    "the dataset has no windows; an iterable dataset must yield windows each time"
-                    " it is iterated over, so pass a list or an object with __iter__, no generator"
-                )
-
-    def samples(self, first: int, n: int) -> list[Sample]:
-        """See OrderedDataset."""
-        return [Sample(number) for number in range(first, first + n)]
-
-    def window(self, sample: Sample) -> Window:
-        """See OrderedDataset. Reads the iterable up to the window."""
-        with self._lock:
-            while self._n_read <= sample.index:
-                window = next(self._reader)
-                self._kept[self._n_read] = window
-                self._n_read += 1
-                if len(self._kept) > self.n_kept:
-                    self._kept.popitem(last=False)
-            if sample.index not in self._kept:
-                raise WindowRemoved
-            return self._kept[sample.index]
-
-    def epochs(self, n: int) -> list[float]:
-        """See OrderedDataset. 0 as long as the first epoch has not ended."""
-        return [n / self._size if self._size else 0.0]
-
-    def start(self, n: int) -> None:
-        """Nothing to prepare."""
-
-    def close(self, is_finished: bool) -> None:
-        """Nothing to stop."""
-
-
-def order_dataset(
-    dataset: Dataset | OrderedDataset | Iterable[Window], seed: int, n_kept: int
-) -> OrderedDataset:
-    """Give a user's dataset an order: shuffled in each epoch if it has len() and window(), else its own.
-
-    n_kept: see IterableDataset.
-
-    Raises UserError for anything that is no dataset.
-    """
-    if isinstance(dataset, OrderedDataset):
-        return dataset
-    if isinstance(dataset, Dataset):
-        if len(dataset) == 0:
-            raise UserError("the dataset has no windows; give it at least one")
-        return ShuffledDataset(dataset, seed)
-    if isinstance(dataset, Iterable):
-        return IterableDataset(dataset, n_kept)
-    needs = "len() and window(index), or iteration over windows"
-    raise UserError(f"the dataset is a {type(dataset).__name__}, but a dataset needs {needs}")

@@ -51,7 +51,9 @@ def before_training(
     is_known = train.max_steps is not None and has_one_source and not dataset.is_endless
     epochs = loader.epochs(train.max_steps)[0] if is_known else 0.0
     amount = _amount(corpus.train)
-    if has_one_source and dataset.is_endless:
+    if not loader.reads_corpus:
+        amount = "a dataset of your own"
+    elif has_one_source and dataset.is_endless:
         amount = "a stream"
     line = f"data: {amount} for training, {_amount(corpus.val)} for validation"
     at_most = "at most " if train.max_minutes is not None else ""
