@@ -1,145 +1,124 @@
-"""Generator: prefill and decoding for batches of prompts of different lengths."""
+"""Generator: from prompts to texts, for batches of prompts of different lengths."""
 
-import itertools
+from __future__ import annotations
+
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from torch import Tensor
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.features.early_exit.decoder import EarlyExitThinker
-from thinker.features.monitoring.monitor import Monitor
-from thinker.features.retrieval.retrieval_cache import new_windowed_cache
-from thinker.features.speculation.speculation import DraftModel, PromptLookup, max_draft_len
-from thinker.features.structured_output.constraints import Constraint
-from thinker.generation import prompts as checks
-from thinker.generation.batch_sampling import sample_next, sample_steps
-from thinker.generation.caches.cache_rows import copy_row
-from thinker.generation.caches.quantized_cache import make_cache
-from thinker.generation.decoders.compiled_decoder import CompiledThinker
-from thinker.generation.decoders.inference_model import fuse_for_inference
-from thinker.generation.decoders.native_decoder import NativeThinker
-from thinker.generation.option_checks import check_options
-from thinker.generation.sampler import SamplingParams
-from thinker.generation.scoring import score_text
-from thinker.generation.sequence import Completion, SampledToken, Score, Sequence
-from thinker.generation.sliding import decode_sliding
+from thinker.generation import parts
+from thinker.generation.caches.cache_factory import copy_row
+from thinker.generation.constraint import constraint_source
+from thinker.generation.decoders.prefill import read_prompts
+from thinker.generation.drafting import Drafter, max_draft_len, sample_after_drafts
+from thinker.generation.mixed_bits import check_bits
+from thinker.generation.sampling_params import SamplingParams, check_text, params_per_prompt
+from thinker.generation.sequence import Completion, Sequence, check_prompt
+from thinker.generation.setup import Setup
 from thinker.model import KVCache, Thinker
-from thinker.native.compiler import load_library
-from thinker.native.operations import FORMATS
 from thinker.runtime.checks import check_types, describe
 from thinker.runtime.device import choose_dtype, to_device
 from thinker.runtime.errors import UserError
 
+if TYPE_CHECKING:
+    from thinker.generation.scoring import Score
+
 Params = SamplingParams | list[SamplingParams] | None
-STEPS_PER_READ = 16  # on a GPU, to synchronize less often
+Piece = tuple[int, str]  # index of a sequence, and its newly certain text
 
 
 class Generator:
-    """Generates text with a Thinker: batches, streaming, scores, speculative decoding.
+    """Generates text with a Thinker: batches, streaming, scores.
 
-    Works on a copy of the weights. Raises UserError if options contradict each other or do not suit the model.
+    Works on a copy of the weights. Raises UserError if options contradict each other or do not suit
+    the model.
+
+    Args:
+        tokenizer: as used in training.
+        use_cache: False: recompute all positions at every step, for comparison.
+        dtype: of weights, activations and cache; also a name, such as "bf16".
+        bits: store the weights in 8 or 4 bits, or by matrix (generation/mixed_bits.py).
+        compile: on a CPU: kernels in C (default: if they compile); on a GPU: CUDA graphs.
+        window: attend to the newest `window` positions, in texts of any length.
+        sinks: with `window`, also attend to the first `sinks` positions.
+        cache_bits: 8 or 4: store keys and values in so few bits (caches/quantized_cache.py).
+        slide: continue from the newest half when the context is full (Sequence.slide()).
+        options: of features, such as `speculate`; each guide in docs/ describes its own.
     """
 
     def __init__(
         self,
         model: Thinker,
-        tokenizer: Tokenizer,  # as used in training
-        use_cache: bool = True,  # False: recompute all positions at every step, for comparison
+        tokenizer: Tokenizer,
+        use_cache: bool = True,
         *,
-        dtype: torch.dtype
-        | str
-        | None = None,  # of weights, activations and cache; also a name, such as "bf16"
-        bits: int
-        | dict
-        | None = None,  # store the weights in 8 or 4 bits, or by matrix (generation.mixed_bits)
-        compile: bool
-        | None = None,  # on a CPU: kernels in C (default: if they compile); on a GPU: CUDA graphs
-        window: int
-        | None = None,  # attend to the newest `window` positions, in texts of any length
-        sinks: int = 0,  # with `window`, also attend to the first `sinks` positions
-        retrieve: int = 0,  # with `window`, each query also attends to the best blocks of evicted positions
-        retrieve_block: int = 32,  # positions per block
-        cache_bits: int
-        | None = None,  # 8 or 4: store keys and values in so few bits (generation.quantized_cache)
-        slide: bool = False,  # continue from the newest half when the context is full (generation.sliding)
-        speculate: int = 0,  # tokens to draft per step, by prompt lookup or `draft`; the text is the same
-        draft: Thinker | None = None,  # smaller model with the same tokenizer, for `speculate`
-        early_exit: float
-        | None = None,  # skip later layers at this probability (generation.early_exit)
-        monitor: Monitor
-        | None = None,  # measures attention at some positions; does not change the text
+        dtype: torch.dtype | str | None = None,
+        bits: int | dict | None = None,
+        compile: bool | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        cache_bits: int | None = None,
+        slide: bool = False,
+        **options: Any,
     ) -> None:
         if not isinstance(tokenizer, Tokenizer):
-            raise UserError(
-                f"tokenizer is {describe(tokenizer)}; pass the model's tokenizer, as returned by load()"
-            )
-        check_types(get_type_hints(Generator.__init__), locals())
-        config, dtype = model.config, choose_dtype(dtype or model.dtype)
-        self.config, self.tokenizer, self.use_cache, self.monitor = (
-            config,
-            tokenizer,
-            use_cache,
-            monitor,
-        )
-        self.window, self.sinks, self.retrieve, self.retrieve_block = (
-            window,
-            sinks,
-            retrieve,
-            retrieve_block,
-        )
-        self.speculate, self.bits, self.cache_bits, self.early_exit = (
-            speculate,
-            bits,
-            cache_bits,
-            early_exit,
-        )
-        check_options(self, bool(compile), bits, draft, model.device.type == "cpu")
-        self.kernel_problem = ""  # why decoding uses no native kernels, if nobody asked for that
-        self.native = self._use_native(model, dtype, compile)
-        self.supports_window = use_cache and config.is_plain
+            wanted = "pass the model's tokenizer, as returned by load()"
+            raise UserError(f"tokenizer is {describe(tokenizer)}; {wanted}")
+        own = _own_options()
+        check_types(own, locals())
+        parts.check_names(options, list(own))
+        config = model.config
+        if tokenizer.vocab_size > config.vocab_size:
+            n_ids = tokenizer.vocab_size
+            raise UserError(f"tokenizer has {n_ids} ids, more than the model's {config.vocab_size}")
+        check_bits(bits, config.n_layers)
+        dtype = choose_dtype(dtype or model.dtype)
+        setup = Setup(model, tokenizer, use_cache, dtype, bits, compile, window, sinks, cache_bits)
+        self.config = config
+        self.tokenizer = tokenizer
+        self.use_cache = use_cache
+        self.bits = bits
         self.slide = slide and config.prefix == 0
-        self.context_len = config.max_cached_len if use_cache else config.max_seq_len
-        if window is not None or (config.is_unbounded and use_cache):
-            self.context_len = math.inf
-        self.model = fuse_for_inference(model, dtype, bits, self.native)
-        if monitor is not None:
-            monitor.calibrate(self.model)
-        self.decode_model = NativeThinker(self.model) if self.native else self.model
-        if compile and not self.native:
-            self.decode_model = CompiledThinker(self.model)
-        if early_exit is not None:
-            self.decode_model = EarlyExitThinker(self.model, early_exit)
-        self.draft = None if draft is None else fuse_for_inference(draft, dtype, bits, self.native)
-        # Tokens per row to sample before the host reads them; those after the end of a text are dropped.
-        can_drop = use_cache and not speculate and window is None and early_exit is None
-        self.steps_per_read = STEPS_PER_READ if can_drop and self.model.device.type == "cuda" else 1
+        self.supports_window = use_cache and config.is_plain
+        self.caches = parts.build_caches(setup, options)
+        self.decoder = parts.build_decoder(setup, self.caches, options)
+        self.drafting = parts.build_drafting(setup, self.caches, self.decoder, options)
+        self.observers = parts.build_observers(setup, self.caches, self.decoder, options)
+        self.context_len = self._context_len()
 
-    def _use_native(self, model: Thinker, dtype: torch.dtype, compile: bool | None) -> bool:
-        """Whether to use native kernels. Raises UserError if `compile` demands them and they are not available."""
-        if model.device.type != "cpu" or compile is False or self.early_exit is not None:
-            return False
-        if dtype not in FORMATS:
-            problem = f"kernels in C support fp32 and bf16, not {dtype}".replace("torch.", "")
-        else:
-            try:
-                load_library()
-                return True
-            except UserError as error:
-                problem = str(error)
-        if compile:
-            raise UserError(f"compile is not available: {problem}; use compile=False")
-        self.kernel_problem = problem
-        return False
+    def _context_len(self) -> float:
+        """Tokens that a text can have before it slides or ends."""
+        if not self.use_cache:
+            return self.config.max_seq_len
+        if self.caches.is_unbounded or self.config.is_unbounded:
+            return math.inf
+        return self.config.max_cached_len
+
+    @property
+    def model(self) -> Thinker:
+        """The copy of the model that decodes."""
+        return self.decoder.model
+
+    @property
+    def max_drafts(self) -> int:
+        """Tokens that may be drafted per step."""
+        return 0 if self.drafting is None else self.drafting.max_len
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a text has the same logits, to the bit, in any batch and however it is split into passes."""
-        return isinstance(self.decode_model, NativeThinker) and self.decode_model.is_batch_invariant
+        """Whether a text has the same logits, to the bit, in any batch and any split into passes."""
+        return self.decoder.is_batch_invariant
+
+    @property
+    def kernel_problem(self) -> str:
+        """Why decoding uses no kernels although nobody asked for that, or ""."""
+        return self.decoder.kernel_problem
 
     def __repr__(self) -> str:
         where = f"{self.model.dtype} on {self.model.device}"
@@ -151,221 +130,240 @@ class Generator:
         params: Params = None,
         prompt_tokens: list[list[int]] | None = None,
     ) -> list[Completion]:
-        """Continue prompts in one batch; equal prompts are read once. Raises UserError for invalid arguments.
+        """Continue prompts in one batch; equal prompts are read once.
 
-        `params`: one per prompt, or one for all (prompt i gets seed + i). `prompt_tokens`: by default encoded.
+        `params`: one per prompt, or one for all (prompt i gets seed + i). `prompt_tokens`: by
+        default, the prompts are encoded. Raises UserError for invalid arguments.
         """
-        completions = [Completion(prompt) for prompt in checks.prompt_list(prompts)]
+        completions = [Completion(prompt) for prompt in _prompt_list(prompts)]
         for _ in self.stream_batch(completions, params, prompt_tokens):
             pass
         return completions
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
-        """Continue one prompt, yielding text as it is generated; the joined pieces equal the text of generate()."""
-        return (
-            piece
-            for _, piece in self.stream_batch(
-                [Completion(checks.check_text(prompt, "the prompt"))], params
-            )
-        )
+        """Continue one prompt, yielding text as it is generated.
+
+        The joined pieces equal the text of generate().
+        """
+        completion = Completion(check_text(prompt, "the prompt"))
+        return (piece for _, piece in self.stream_batch([completion], params))
 
     def stream_batch(
         self,
         completions: list[Completion],
         params: Params = None,
         prompt_tokens: list[list[int]] | None = None,
-    ) -> Iterator[tuple[int, str]]:
-        """Fill in Completions, yielding (index, newly certain text). Parameters and errors as in generate()."""
-        params = checks.params_list(params, len(completions))
-        tokens = checks.token_lists(prompt_tokens, completions, self.encode)
-        sequences = [
-            self.new_sequence(*each) for each in zip(itertools.count(), completions, params, tokens)
-        ]
-        start = partial(self._prefill_unique, self.model, slack=self.speculate)
-        yield from decode_sliding(self, sequences, start)
+    ) -> Iterator[Piece]:
+        """Fill in Completions, yielding (index, newly certain text).
+
+        Parameters and errors as in generate().
+        """
+        params = params_per_prompt(params, len(completions))
+        if prompt_tokens is None:
+            prompt_tokens = [self.encode(completion.prompt) for completion in completions]
+        else:
+            prompt_tokens = _token_lists(prompt_tokens, len(completions))
+        sequences = []
+        for index, completion in enumerate(completions):
+            sequences.append(
+                self.new_sequence(index, completion, params[index], prompt_tokens[index])
+            )
+        yield from self.decode_all(sequences, self._read_prompts)
 
     def encode(self, prompt: str) -> list[int]:
         """Encode a prompt, with a BOS token if the model was trained with one."""
-        ids = self.tokenizer.encode(checks.check_text(prompt, "the prompt"))
+        ids = self.tokenizer.encode(check_text(prompt, "the prompt"))
         return [*self.tokenizer.bos_prefix, *ids] or [self.tokenizer.bos_id]
 
     def new_sequence(
         self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]
     ) -> Sequence:
-        """Create a sequence that starts with `tokens`. Raises UserError if the tokens or the parameters are invalid."""
-        hint = (
-            ", or use --window N to attend to the newest N tokens" if self.supports_window else ""
-        )
-        checks.check_prompt(
-            tokens, self.tokenizer, self.config, self.context_len, hint, params.logit_bias
-        )
+        """A sequence that starts with `tokens`.
+
+        Raises UserError if the tokens or the parameters are invalid.
+        """
+        hint = ""
+        if self.supports_window:
+            hint = ", or use --window N to attend to the newest N tokens"
+        limit = self.context_len
+        check_prompt(tokens, self.tokenizer, self.config, limit, hint, params.logit_bias)
         completion.prompt_tokens = len(tokens)
         # The model does not read the last token, so n positions allow n + 1 tokens.
-        n_new = min(params.max_new_tokens, self.context_len + 1 - len(tokens))
-        n_later = params.max_new_tokens - n_new if self.slide else 0
-        constraint = None
+        n_new = min(params.max_new_tokens, limit + 1 - len(tokens))
+        sequence = Sequence(index, completion, params, list(tokens), n_new, self.tokenizer)
+        if self.slide:
+            sequence.n_after_sliding = params.max_new_tokens - n_new
         if params.json_schema is not None or params.regex is not None:
-            if self.speculate:
+            if self.drafting is not None:
+                option = self.drafting.option
                 raise UserError(
-                    "json_schema and regex cannot be combined with speculate; use speculate=0"
+                    f"json_schema and regex cannot be combined with {option}; use {option}=0"
                 )
-            constraint = Constraint(
+            sequence.constraint = constraint_source().new_constraint(
                 self.tokenizer, params.json_schema, params.regex, params.logit_bias
             )
-        return Sequence(
-            index,
-            completion,
-            params,
-            list(tokens),
-            n_new,
-            self.tokenizer,
-            n_later,
-            constraint=constraint,
-        )
+        return sequence
 
-    def new_cache(self, model: Thinker, batch_size: int, max_len: int) -> KVCache:
-        """Create an empty cache, of bounded size with a window."""
-        if self.window is not None:
-            return new_windowed_cache(
-                model, batch_size, self.window, self.sinks, self.retrieve, self.retrieve_block
-            )
-        return make_cache(
-            model,
-            batch_size,
-            max_len,
-            max(self.speculate, self.steps_per_read - 1),
-            self.cache_bits,
-        )
+    def new_cache(self, batch_size: int, max_len: int) -> KVCache:
+        """An empty cache for texts of up to `max_len` tokens. Raises UserError if it is too big."""
+        return self.caches.new(self.model, batch_size, max_len, self._slack)
 
-    @torch.no_grad()
-    def prefill(self, model: Thinker, tokens: list[list[int]], cache: KVCache) -> Tensor:
-        """Read tokens (B, T) into a cache. Returns the logits after the last tokens, (B, 1, V)."""
-        if model is self.model and isinstance(self.decode_model, NativeThinker):
-            model = self.decode_model
-        cache_bits = None if self.is_batch_invariant else self.cache_bits
-        lengths = checks.pass_lengths(
-            cache.lengths[0], len(tokens[0]), self.config.prefix, cache_bits
-        )
-        for chunk in torch.tensor(tokens, device=self.model.device).split(lengths, dim=1):
-            logits = model(chunk, cache=cache, last_logits_only=True)
-        return logits
+    @property
+    def _slack(self) -> int:
+        """Newest positions that may have to be removed from a cache after a step."""
+        if self.drafting is not None:
+            return self.drafting.max_len
+        return self.decoder.steps_per_read - 1
+
+    def prefill(self, tokens: list[list[int]], cache: KVCache) -> Tensor:
+        """Read tokens (B, T) into a cache. Returns the logits after the last ones, (B, 1, V)."""
+        return self.decoder.prefill(torch.tensor(tokens, device=self.model.device), cache)
+
+    def decode_all(
+        self,
+        sequences: list[Sequence],
+        start: Callable[[list[Sequence]], tuple[KVCache | None, Tensor]],
+    ) -> Iterator[Piece]:
+        """Decode sequences until every text has ended, sliding those that fill the context.
+
+        start(sequences) reads them; it returns their cache and the logits after each, (B, 1, V).
+        When a sequence has context_len + 1 tokens, it continues from its newest context_len // 2
+        tokens as a new text. The samples equal those of reading these tokens from scratch at every
+        step. Penalties still count the whole text.
+        """
+        while sequences:
+            yield from self.decode(sequences, *start(sequences))
+            full = []
+            for sequence in sequences:
+                self._count_evicted(sequence)
+                if sequence.completion.finish_reason != "stop" and sequence.n_after_sliding:
+                    sequence.slide(self.context_len)
+                    full.append(sequence)
+            sequences = full
+
+    def _count_evicted(self, sequence: Sequence) -> None:
+        n_read = len(sequence.tokens) - 1
+        completion = sequence.completion
+        completion.n_evicted = self.caches.n_evicted(n_read)
+        completion.stored_bytes = self.caches.stored_bytes(self.config, n_read)
 
     def decode(
         self, sequences: list[Sequence], cache: KVCache | None, logits: Tensor
-    ) -> Iterator[tuple[int, str]]:
-        """Decode from logits (B, 1, V) until all sequences have ended. Yields (sequence.index, newly certain text)."""
-        drafter = PromptLookup(self.speculate) if self.speculate else None
-        if self.draft is not None:
-            drafter = DraftModel(self.draft, self.speculate, self._prefill_unique)
+    ) -> Iterator[Piece]:
+        """Decode from logits (B, 1, V) until all sequences have ended.
+
+        Yields (sequence.index, newly certain text).
+        """
+        drafter = None if self.drafting is None else self.drafting.new_drafter()
         drafts: list[list[int]] = [[] for _ in sequences]
         while True:
             if drafter is None:
-                sampled = self.sample(
-                    sequences, cache, logits, min(one.n_remaining for one in sequences)
-                )
+                n_steps = min(sequence.n_remaining for sequence in sequences)
+                sampled = self.decoder.sample(sequences, cache, logits, n_steps)
             else:
-                sampled = sample_next(sequences, drafts, logits)
+                sampled = sample_after_drafts(sequences, drafts, logits)
             unfinished = []
             for row, sequence in enumerate(sequences):
-                completion, n_before = sequence.completion, len(sequence.tokens)
-                text, ended = sequence.extend(sampled[row])
+                n_before = len(sequence.tokens)
+                text, has_ended = sequence.extend(sampled[row])
+                completion = sequence.completion
                 completion.drafted += len(drafts[row])
-                completion.accepted += sum(
-                    map(operator.eq, drafts[row], sequence.tokens[n_before:])
-                )
+                new = sequence.tokens[n_before:]
+                completion.accepted += sum(map(operator.eq, drafts[row], new))
                 if text:
                     yield sequence.index, text
-                if not ended:
+                if not has_ended:
                     unfinished.append(row)
             if not unfinished:
                 return
             if len(unfinished) < len(sequences):
                 sequences = [sequences[row] for row in unfinished]
-                for batch in (cache, drafter):
-                    if batch is not None:
-                        batch.select(unfinished)
-            if self.monitor is not None:
-                self.monitor.observe(self.model, sequences, partial(copy_row, cache))
+                if cache is not None:
+                    cache.select(unfinished)
+                if drafter is not None:
+                    drafter.select(unfinished)
+            for observer in self.observers:
+                observer.observe(self.model, sequences, partial(copy_row, cache))
             drafts, logits = self._decode_step(sequences, cache, drafter)
-
-    def sample(
-        self, sequences: list[Sequence], cache: KVCache | None, logits: Tensor, max_steps: int,
-        rows: list[int] | None = None,
-    ) -> list[list[SampledToken]]:  # fmt: skip
-        """Sample a token per sequence from logits (B, 1, V), or up to `max_steps` if the model can run in between.
-
-        `rows`: the rows of the sequences in the cache (default: all, in order).
-        """
-        step = self.decode_model
-        unfiltered = [row for row, sequence in enumerate(sequences) if sequence.is_unfiltered]
-        if not isinstance(step, NativeThinker) or not unfiltered:
-            has_constraint = any(sequence.constraint is not None for sequence in sequences)
-            n_steps = 1 if has_constraint else min(self.steps_per_read, max_steps)
-            return sample_steps(sequences, logits, n_steps, partial(step, cache=cache))
-        if len(unfiltered) == len(sequences):
-            return step.sample(sequences, cache, logits, max_steps, rows)
-        others = [row for row in range(len(sequences)) if row not in unfiltered]
-        fast = [sequences[row] for row in unfiltered]
-        tokens = dict(zip(unfiltered, step.sample(fast, cache, logits[unfiltered], 1)))
-        tokens |= zip(
-            others, sample_steps([sequences[row] for row in others], logits[others], 1, step)
-        )
-        return [tokens[row] for row in range(len(sequences))]
-
-    def score(self, text: str, n_top: int = 0, progress: bool = False) -> Score:
-        """Compute the log-probability of every token of a text; see generation.scoring.score_text()."""
-        return score_text(self, text, n_top, progress)
-
-    def _prefill_unique(
-        self, model: Thinker, sequences: list[Sequence], slack: int
-    ) -> tuple[KVCache | None, Tensor]:
-        """Read each distinct prompt once, equal lengths together. Returns a cache and logits, (B, 1, V)."""
-        if not self.use_cache:
-            return None, self._uncached_logits(sequences)
-        max_len = max(len(sequence.tokens) + sequence.n_remaining for sequence in sequences) + slack
-        checks.check_cache_fits(self, model, len(sequences), max_len)
-        prompts = sorted(dict.fromkeys(tuple(sequence.tokens) for sequence in sequences), key=len)
-        caches, logits = [], []
-        for group in (list(group) for _, group in itertools.groupby(prompts, key=len)):
-            caches.append(self.new_cache(model, len(group), max_len))
-            logits.append(self.prefill(model, group, caches[-1]))
-        cache, *others = caches
-        for other in others:
-            cache.concat_rows(other)
-        logits = torch.cat(logits)
-        rows = [prompts.index(tuple(sequence.tokens)) for sequence in sequences]
-        if rows != list(range(len(prompts))):
-            cache.select(rows)
-            logits = logits[rows]
-        return cache, logits
 
     @torch.no_grad()
     def _decode_step(
-        self,
-        sequences: list[Sequence],
-        cache: KVCache | None,
-        drafter: PromptLookup | DraftModel | None,
+        self, sequences: list[Sequence], cache: KVCache | None, drafter: Drafter | None
     ) -> tuple[list[list[int]], Tensor]:
-        """Read the newest token and drafts of each sequence. Returns drafts and the logits after each, (B, T, V)."""
+        """Read the newest token and the drafts of each sequence.
+
+        Returns the drafts, and the logits after the token and after each draft, (B, T, V).
+        """
+        drafts: list[list[int]] = [[] for _ in sequences]
         if cache is None:
-            return [[] for _ in sequences], self._uncached_logits(sequences)
-        cache.truncate(
-            [len(sequence.tokens) - 1 for sequence in sequences]
-        )  # drops rejected drafts
-        drafts = [[] for _ in sequences] if drafter is None else drafter.propose(sequences)
-        max_len = max_draft_len(self.config, sequences)
-        drafts = [draft[:max_len] for draft in drafts]
-        longest = max(map(len, drafts))
-        rows = [
-            [one.tokens[-1], *draft, *[0] * (longest - len(draft))]
-            for one, draft in zip(sequences, drafts)
-        ]
-        is_step = longest == 0 or isinstance(self.decode_model, NativeThinker)
-        model = self.decode_model if is_step else self.model
-        return drafts, model(to_device(rows, self.model.device), cache=cache)
+            return drafts, self._uncached_logits(sequences)
+        # Drops rejected drafts, and what was sampled after the end of a text.
+        cache.truncate([len(sequence.tokens) - 1 for sequence in sequences])
+        if drafter is not None:
+            max_len = max_draft_len(self.config, sequences)
+            drafts = [draft[:max_len] for draft in drafter.propose(sequences)]
+        longest = max(len(draft) for draft in drafts)
+        rows = []
+        for sequence, draft in zip(sequences, drafts):
+            padding = [0] * (longest - len(draft))
+            rows.append([sequence.tokens[-1], *draft, *padding])
+        tokens = to_device(rows, self.model.device)  # (B, 1 + longest)
+        return drafts, self.decoder.step(tokens, cache)
+
+    def _read_prompts(self, sequences: list[Sequence]) -> tuple[KVCache | None, Tensor]:
+        """Read sequences from their beginning. Returns a cache and the logits after each."""
+        if not self.use_cache:
+            return None, self._uncached_logits(sequences)
+        return read_prompts(self.decoder, self.caches, sequences, self.max_drafts, self._slack)
 
     @torch.no_grad()
     def _uncached_logits(self, sequences: list[Sequence]) -> Tensor:
-        """Compute the logits after each sequence, (B, 1, V), in one pass over all its tokens."""
-        rows = (torch.tensor([sequence.tokens], device=self.model.device) for sequence in sequences)
-        return torch.cat([self.model(row, last_logits_only=True) for row in rows])
+        """The logits after each sequence, (B, 1, V), in one pass over all its tokens."""
+        logits = []
+        for sequence in sequences:
+            tokens = torch.tensor([sequence.tokens], device=self.model.device)  # (1, T)
+            logits.append(self.model(tokens, last_logits_only=True))
+        return torch.cat(logits)
+
+    def score(self, text: str, n_top: int = 0, progress: bool = False) -> Score:
+        """The log-probability of every token of a text; see generation.scoring.score_text()."""
+        from thinker.generation.scoring import score_text
+
+        return score_text(
+            self.model,
+            self.tokenizer,
+            self.new_cache,
+            self.context_len,
+            text,
+            n_top=n_top,
+            progress=progress,
+        )
+
+
+def _own_options() -> dict[str, Any]:
+    """The options of a Generator that are not those of features, with their types."""
+    hints = get_type_hints(Generator.__init__)
+    return {name: hints[name] for name in hints if name not in ("options", "return")}
+
+
+def _prompt_list(prompts: str | list[str]) -> list[str]:
+    """Prompts as a list; a string is one prompt. Raises UserError for other types."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise UserError(f"prompts is a {type(prompts).__name__}; pass a str or a list of str")
+    return [check_text(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
+
+
+def _token_lists(prompt_tokens: list[list[int]], n_prompts: int) -> list[list[int]]:
+    """The token ids of each prompt as lists of int. Raises UserError for anything else."""
+    try:
+        lists = [[operator.index(token) for token in tokens] for tokens in prompt_tokens]
+    except TypeError:
+        wanted = "pass a list of token ids (integers) per prompt"
+        raise UserError(f"prompt_tokens is not valid; {wanted}") from None
+    if len(lists) != n_prompts:
+        raise UserError(
+            f"prompt_tokens has {len(lists)} lists for {n_prompts} prompts; pass one per prompt"
+        )
+    return lists

@@ -1,6 +1,5 @@
-"""State and results of a sequence during generation."""
+"""State and results of a text that grows."""
 
-import math
 import random
 from dataclasses import dataclass, field, replace
 
@@ -8,10 +7,12 @@ import torch
 from torch import Tensor
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.features.structured_output.constraints import Constraint
-from thinker.generation.sampler import SamplingParams
+from thinker.generation.constraint import Constraint
+from thinker.generation.sampling_params import SamplingParams
 from thinker.generation.streaming import TextStreamer
+from thinker.model import ThinkerConfig
 from thinker.runtime.checks import check_computed
+from thinker.runtime.errors import UserError
 
 SampledToken = tuple[int, float, dict[int, float]]  # token, log-probability, top log-probabilities
 
@@ -22,51 +23,17 @@ class Completion:
 
     prompt: str
     text: str = ""  # without the prompt and without the stop string
-    token_ids: list[int] = field(
-        default_factory=list, repr=False
-    )  # all sampled tokens, including end of text
-    logprobs: list[float] = field(
-        default_factory=list, repr=False
-    )  # per token under the unmodified model, in nats
-    top_logprobs: list[dict[int, float]] = field(
-        default_factory=list, repr=False
-    )  # most likely tokens, per token
-    finish_reason: str = (
-        "length"  # "stop": end of text, a stop string, a complete constraint; "length": it was cut
-    )
-    constraint_met: bool | None = (
-        None  # whether the text got to match json_schema or regex as a whole; None: no such
-    )
+    token_ids: list[int] = field(default_factory=list, repr=False)  # as sampled, with end of text
+    logprobs: list[float] = field(default_factory=list, repr=False)  # of each under the model, nats
+    top_logprobs: list[dict[int, float]] = field(default_factory=list, repr=False)  # likeliest
+    finish_reason: str = "length"  # it was cut; "stop": it has an end, or matches its constraint
+    constraint_met: bool | None = None  # whether the text matches its json_schema or regex
     prompt_tokens: int = 0  # including the BOS token
     n_evicted: int = 0  # positions that had left the window at the end
     stored_bytes: int = 0  # memory of these positions, if they can be retrieved
-    n_slides: int = 0  # times that the text continued from its newest half (generation/sliding.py)
+    n_slides: int = 0  # times that the text continued from its newest half (Sequence.slide())
     drafted: int = 0  # speculated tokens
     accepted: int = 0  # drafted tokens that were accepted
-
-
-@dataclass(frozen=True)
-class Score:
-    """Likelihood of a text under the model, after the BOS token."""
-
-    token_ids: list[int]
-    logprobs: list[float]  # of each token given all earlier tokens, in nats
-    top_logprobs: list[dict[int, float]]  # of the most likely tokens, per position
-    n_bytes: int
-
-    def __repr__(self) -> str:
-        bits = f"{self.bits_per_byte:.4f} bits per byte"
-        return f"Score({len(self.token_ids):,} tokens, {self.n_bytes:,} bytes: {self.nats:.4f} nats, {bits})"
-
-    @property
-    def nats(self) -> float:
-        """The negative log-likelihood of the whole text."""
-        return math.fsum(-logprob for logprob in self.logprobs)
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Bits per byte of UTF-8; 0 for an empty text."""
-        return self.nats / math.log(2) / max(self.n_bytes, 1)
 
 
 @dataclass(eq=False)  # two requests may be equal in all fields
@@ -86,64 +53,80 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.streamer = TextStreamer(self.tokenizer, self.params.stop)
-        # Parameters that shape the distribution: sequences with equal keys are sampled in one batch.
-        unrelated = {
-            "seed": 0,
-            "max_new_tokens": 1,
-            "stop": (),
-            "logprobs": 0,
-            "json_schema": None,
-            "regex": None,
-        }
-        self.sampling_key = replace(self.params, **unrelated)
-        self._random, self._uniforms = random.Random(self.params.seed), []
+        # The parameters that shape the distribution: sequences with equal keys are sampled together.
+        self.sampling_key = replace(
+            self.params, seed=0, max_new_tokens=1, stop=(), logprobs=0, json_schema=None, regex=None
+        )
+        self._random = random.Random(self.params.seed)
+        self._uniforms: list[float] = []
 
     @property
     def is_unfiltered(self) -> bool:
-        """Whether sampling needs only a temperature and a constraint: no filters, penalties, top log-probabilities."""
+        """Whether sampling needs only a temperature and a constraint.
+
+        That is: no filters, no penalties, no top log-probabilities.
+        """
         return not (self.params.changes_logits or self.params.logprobs)
 
     def uniform(self, offset: int) -> float:
-        """Return the random number in [0, 1) of the token `offset` positions ahead, the same in every call."""
+        """The random number in [0, 1) of the token `offset` positions ahead, always the same."""
         index = len(self.completion.token_ids) + offset
         while len(self._uniforms) <= index:
             self._uniforms.append(self._random.random())
         return self._uniforms[index]
 
     def extend(self, sampled: list[SampledToken]) -> tuple[str, bool]:
-        """Add tokens up to the end of the text. Returns the newly certain text, and whether the text has ended."""
-        completion, streamer = self.completion, self.streamer
+        """Add tokens up to the end of the text.
+
+        Returns the newly certain text, and whether the text has ended.
+        """
+        completion = self.completion
+        sampled = self._until_eos(sampled)
+        text, n_used = self._feed([token for token, *_ in sampled])
+        sampled = sampled[:n_used]
         tokens = [token for token, *_ in sampled]
-        n_to_eos = next(
-            (n for n, token in enumerate(tokens, 1) if token in self.tokenizer.eos_ids), None
-        )
-        tokens = tokens[:n_to_eos]
-        text, n_used = "", 0
-        for part in [[token] for token in tokens] if self.params.stop else [tokens]:
-            text, n_used = text + streamer.feed(*part), n_used + len(part)
-            if streamer.stopped:
-                break
-        _, logprobs, top_logprobs = zip(*sampled[:n_used])
+        logprobs = [logprob for _, logprob, _ in sampled]
         check_computed(logprobs)
-        self.tokens += tokens[:n_used]
-        completion.token_ids += tokens[:n_used]
+        self.tokens += tokens
+        completion.token_ids += tokens
         completion.logprobs += logprobs
         if self.params.logprobs:
-            completion.top_logprobs += top_logprobs
+            completion.top_logprobs += [top for *_, top in sampled]
         self.n_remaining -= n_used
-        is_eos = n_used == n_to_eos
-        is_stop = is_eos or streamer.stopped
+        is_eos = tokens[-1] in self.tokenizer.eos_ids
+        is_stop = is_eos or self.streamer.stopped
         if self.constraint is not None:
             is_stop |= self._follow_constraint(self.constraint, tokens, is_eos)
         if is_eos or self.n_remaining + self.n_after_sliding == 0:
-            text += streamer.finish()
+            text += self.streamer.finish()
         completion.text += text
         if is_stop:
             completion.finish_reason = "stop"
         return text, is_stop or self.n_remaining == 0
 
+    def _until_eos(self, sampled: list[SampledToken]) -> list[SampledToken]:
+        """The tokens up to the first end of text, which is included."""
+        for n, (token, *_) in enumerate(sampled, 1):
+            if token in self.tokenizer.eos_ids:
+                return sampled[:n]
+        return sampled
+
+    def _feed(self, tokens: list[int]) -> tuple[str, int]:
+        """Decode tokens up to a stop string. Returns the newly certain text and how many it took."""
+        if not self.params.stop:
+            return self.streamer.feed(*tokens), len(tokens)
+        text = ""
+        for n, token in enumerate(tokens, 1):
+            text += self.streamer.feed(token)
+            if self.streamer.stopped:
+                return text, n
+        return text, len(tokens)
+
     def _follow_constraint(self, constraint: Constraint, tokens: list[int], is_eos: bool) -> bool:
-        """Tell the constraint what was sampled. Returns whether the text is complete and nothing may follow."""
+        """Tell the constraint what was sampled.
+
+        Returns whether the text is complete and nothing may follow.
+        """
         if not is_eos:
             (token,) = tokens  # the next one depends on it
             constraint.append(token)
@@ -154,10 +137,56 @@ class Sequence:
         return is_complete and not constraint.can_continue
 
     def penalty_inputs(self, drafts: list[int], vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Return which tokens are in the text with `drafts`, and how often each was generated, (V,) both."""
+        """Which tokens are in the text with `drafts`, and how often each was generated, (V,) both."""
         tokens = torch.tensor(self.forgotten + self.tokens + drafts, device="cpu")
         in_text = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
         in_text[tokens] = True
-        generated = tokens[len(tokens) - len(drafts) - len(self.completion.token_ids) :]
+        n_generated = len(drafts) + len(self.completion.token_ids)
+        generated = tokens[len(tokens) - n_generated :]
         counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
         return in_text, counts.scatter_add_(0, generated, torch.ones_like(generated))
+
+    def slide(self, context_len: int) -> None:
+        """Make the newest half of a full context a new text, which is read from position 0."""
+        n_kept = kept_when_sliding(context_len)
+        n_before = len(self.tokens) - n_kept
+        self.forgotten += self.tokens[:n_before]
+        self.tokens = self.tokens[n_before:]
+        self.n_remaining = min(self.n_after_sliding, context_len + 1 - n_kept)
+        self.n_after_sliding -= self.n_remaining
+        self.completion.n_slides += 1
+
+
+def kept_when_sliding(context_len: int) -> int:
+    """Number of tokens that are kept when a text slides."""
+    return max(1, context_len // 2)
+
+
+def check_prompt(
+    tokens: list[int],
+    tokenizer: Tokenizer,
+    config: ThinkerConfig,
+    max_len: float,
+    hint: str = "",
+    logit_bias: tuple[tuple[int, float], ...] = (),
+) -> None:
+    """Raise UserError for a prompt that the model cannot read, or a bias of an unknown token.
+
+    `hint`: how to read a longer prompt, for the message.
+    """
+    size = f"the prompt has {len(tokens)} tokens"
+    if len(tokens) < config.prefix:
+        needed = f"the model's bidirectional prefix needs at least {config.prefix}"
+        raise UserError(f"{size}; {needed}")
+    if not tokens:
+        raise UserError(f"{size}; it needs at least 1")
+    if len(tokens) > max_len:
+        remedy = f"shorten it to at most {max_len} tokens{hint}"
+        raise UserError(f"{size}, but the model's context is {max_len}; {remedy}")
+    last = tokenizer.vocab_size - 1
+    for token, _ in logit_bias:
+        if token > last:
+            raise UserError(f"logit_bias has the token id {token}; use ids from 0 to {last}")
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token <= last:
+            raise UserError(f"the prompt has the token id {token}; use ids from 0 to {last}")

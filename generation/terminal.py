@@ -1,19 +1,20 @@
-"""Terminal output of generate.py: samples and scores."""
+"""What commands that sample print, beside the text."""
+
+from __future__ import annotations
 
 import functools
 import json
 import sys
-import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from thinker.features.structured_output.constraints import describe_unmet
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation.engine import Generator
-from thinker.generation.mixed_bits import describe_bits
-from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Completion, Score
-from thinker.generation.sliding import describe_context_end
-from thinker.runtime.checks import finite_json
+from thinker.generation.sequence import Completion, kept_when_sliding
 from thinker.runtime.standard_streams import for_stream
+
+if TYPE_CHECKING:
+    from thinker.generation.scoring import Score
 
 print_text = functools.partial(print, end="", flush=True)
 
@@ -24,90 +25,57 @@ def log(*lines: str) -> None:
         print(for_stream(line, sys.stderr), file=sys.stderr, flush=True)
 
 
-def print_samples(
-    generator: Generator,
-    prompt: str,
-    tokens: list[int],
-    params: SamplingParams,
-    n_samples: int,
-    show_logprobs: bool,
-) -> None:
-    """Generate a batch of samples: stream the first, then print the others, separated by ---."""
-    completions = [Completion(prompt) for _ in range(n_samples)]
-    start, first = time.perf_counter(), ""
-    print_text(prompt)
-    for index, piece in generator.stream_batch(completions, params, [tokens] * n_samples):
-        first = first or f", first text after {time.perf_counter() - start:.2f} s"
-        if index == 0:
-            print_text(piece)
-    compile_seconds = getattr(generator.decode_model, "compile_seconds", 0.0)
-    seconds = time.perf_counter() - start - compile_seconds
-    for completion in completions[1:]:
-        print_text(f"\n\n---\n\n{prompt}{completion.text}")
-    print_text("\n")
-    for completion in completions if show_logprobs else []:
-        log(*logprob_lines(generator, completion))
+def describe_speed(
+    generator: Generator, completions: list[Completion], seconds: float, first: float | None
+) -> str:
+    """A line about a batch that took `seconds`; its first text came after `first` seconds."""
+    compile_seconds = generator.decoder.compile_seconds
     n_tokens = sum(len(completion.token_ids) for completion in completions)
-    text = f"{n_tokens} tokens, {n_tokens / seconds:.0f} tokens/s{first}"
+    line = f"{n_tokens} tokens, {n_tokens / (seconds - compile_seconds):.0f} tokens/s"
+    if first is not None:
+        line += f", first text after {first:.2f} s"
     if compile_seconds:
-        text += f", after {compile_seconds:.1f} s of compiling"
-    if generator.speculate:
+        line += f", after {compile_seconds:.1f} s of compiling"
+    if generator.drafting is not None:
+        drafted = sum(completion.drafted for completion in completions)
         accepted = sum(completion.accepted for completion in completions)
-        text += f"; {accepted} of {sum(completion.drafted for completion in completions)} drafted tokens accepted"
-    if generator.early_exit is not None:
-        text += f"; {generator.decode_model.mean_layers or 0:.2f} of {generator.config.n_layers} layers per token"
-    log(text)
-    log(
-        *describe_context_end(generator, completions, params.max_new_tokens).values(),
-        *describe_unmet(completions),
-    )
+        line += f"; {accepted} of {drafted} drafted tokens accepted"
+    if report := generator.decoder.report():
+        line += f"; {report}"
+    return line
 
 
-def logprob_lines(generator: Generator, tokens: Completion | Score) -> Iterator[str]:
-    """Format a line per token: its log-probability in nats, its text and the most likely tokens."""
+def logprob_lines(tokenizer: Tokenizer, tokens: Completion | Score) -> Iterator[str]:
+    """A line per token: its log-probability in nats, its text and the most likely tokens."""
 
     def quote(token: int) -> str:
-        return json.dumps(generator.tokenizer.decode([token]) or f"<{token}>", ensure_ascii=False)
+        text = tokenizer.decode([token]) or f"<{token}>"
+        return json.dumps(text, ensure_ascii=False)
 
-    top_logprobs = tokens.top_logprobs or [{} for _ in tokens.token_ids]
-    for token, logprob, top in zip(tokens.token_ids, tokens.logprobs, top_logprobs):
-        others = "  ".join(f"{quote(other)} {value:.3f}" for other, value in top.items())
-        yield f"{logprob:9.4f}  {quote(token):<16} {others}".rstrip()
+    for index, token in enumerate(tokens.token_ids):
+        line = f"{tokens.logprobs[index]:9.4f}  {quote(token):<16}"
+        if tokens.top_logprobs:
+            top = tokens.top_logprobs[index]
+            line += " " + "  ".join(f"{quote(other)} {top[other]:.3f}" for other in top)
+        yield line.rstrip()
 
 
-def print_score(
-    generator: Generator, score: Score, exact: Score | None, as_json: bool, show_logprobs: bool
-) -> None:
-    """Print the likelihood of a text. `exact`: the score in fp32, for comparison with fewer bits."""
-    n_tokens, bits = len(score.token_ids), score.bits_per_byte
-    context = generator.context_len
-    windows = (
-        f", in windows of {context} tokens, each overlapping the last by half"
-        if n_tokens > context
-        else ""
-    )
-    log(f"counted: all tokens, without an end-of-text token{windows}")
-    numbers = {"tokens": n_tokens, "bytes": score.n_bytes, "nats": score.nats}
-    numbers |= {"nats_per_token": score.nats / max(n_tokens, 1), "bits_per_byte": bits}
-    if exact is not None:
-        numbers["bits_per_byte_fp32"] = exact.bits_per_byte
-        numbers["cost_of_quantization"] = (
-            bits / exact.bits_per_byte - 1 if exact.bits_per_byte else 0.0
-        )
-    if as_json:
-        tokens = {
-            "token_ids": score.token_ids,
-            "logprobs": score.logprobs,
-            "top_logprobs": score.top_logprobs,
-        }
-        print(finite_json({**numbers, **tokens}))
-        return
-    for line in logprob_lines(generator, score) if show_logprobs else ():
-        print(line)
-    print(
-        "{tokens} tokens, {bytes} bytes: {nats:.4f} nats in total, {nats_per_token:.4f} nats per token, "
-        "{bits_per_byte:.4f} bits per byte".format(**numbers)
-    )
-    if exact is not None:
-        cost = f"{describe_bits(generator.bits, generator.cache_bits)}: {100 * numbers['cost_of_quantization']:+.3f}%"
-        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; with {cost}")
+def describe_context_end(
+    generator: Generator, completions: list[Completion], max_new_tokens: int
+) -> dict[str, str]:
+    """What happened at the end of the context: lines to print once, by name."""
+    context_len = generator.context_len
+    lines = {}
+    if any(completion.n_slides for completion in completions):
+        n_kept = kept_when_sliding(context_len)
+        kept = f"the text continues from its newest {n_kept} (see --no-slide)"
+        lines["slid"] = f"the context of {context_len} tokens is full: {kept}"
+    for completion in completions:
+        n_new = len(completion.token_ids)
+        is_cut = completion.finish_reason == "length" and n_new < max_new_tokens
+        if is_cut and completion.prompt_tokens + n_new > context_len:
+            hint = "; use --window N for longer texts" if generator.supports_window else ""
+            lines["ended"] = f"stopped at the end of the context ({context_len} tokens){hint}"
+    if evicted := generator.caches.describe_evicted(completions):
+        lines["evicted"] = evicted
+    return lines

@@ -137,6 +137,8 @@ class KVCache:
     and a linear layer has its state. Without full attention the cache is unbounded and its memory does not grow.
     """
 
+    pass_block: int | None = None  # a pass of several positions should end at a multiple of it
+
     def __init__(
         self, config: ThinkerConfig, batch_size: int, max_len: int, device: torch.device | str, dtype: torch.dtype,
         slack: int = 0,

@@ -95,6 +95,13 @@ class ArgumentParser(argparse.ArgumentParser):
             if getattr(arguments, name) != self.get_default(name):
                 raise UserError(f"{_flag(name)} has no effect {when}; remove it")
 
+    def group(self, title: str) -> argparse._ArgumentGroup:
+        """The group of flags with this title; a new one if there is none."""
+        for group in self._action_groups:
+            if group.title == title:
+                return group
+        return self.add_argument_group(title)
+
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")

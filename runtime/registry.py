@@ -102,17 +102,19 @@ class Feature:
     # see whether the model fits them; or None if all lines are so already.
     comparable_losses: str = ""
 
-    # Generation: the names of the options of Generator() that the feature reads.
+    # Generation: the names of the options of Generator() that the feature reads. A factory is called
+    # only if one of them is given. It gets them as keywords, after the parts that are built already,
+    # checks them, and returns None if they are off.
     generator_options: tuple[str, ...] = ()
-    decoder: str = ""
-    cache: str = ""
-    drafter: str = ""
-    observer: str = ""
-    constraint: str = ""
+    cache: str = ""  # (setup, **options) -> CacheFactory | None
+    decoder: str = ""  # (setup, caches, **options) -> Decoder | None
+    drafter: str = ""  # (setup, caches, decoder, **options) -> Drafting | None
+    observer: str = ""  # (setup, caches, decoder, **options) -> Observer | None
+    constraint: str = ""  # a ConstraintSource, for SamplingParams.json_schema and .regex
 
     # Commands: main functions by the name of the command; flags for other commands by their name.
-    commands: Mapping[str, str] = field(default_factory=dict)
-    arguments: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)  # () -> exit status
+    arguments: Mapping[str, str] = field(default_factory=dict)  # (parser) -> CommandFlags | None
 
 
 def import_offer(offer: str) -> Any:
@@ -155,6 +157,13 @@ def offers_by_name(seam: str, name: str) -> Iterator[Any]:
         offer = getattr(feature, seam).get(name)
         if offer:
             yield import_offer(offer)
+
+
+def only_offer(seam: str, wanted: str) -> Any:
+    """What a feature offers for a seam that `wanted` needs. Raises UserError if no feature does."""
+    for offer in offers(seam):
+        return offer
+    raise UserError(f"{wanted} needs a feature that is not installed; add it to {FEATURES}")
 
 
 def feature_command(name: str) -> Callable[[], int]:

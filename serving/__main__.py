@@ -1,5 +1,7 @@
 """Serve models over HTTP: python -m thinker.serving runs/quickstart."""
 
+from __future__ import annotations
+
 import argparse
 import ipaddress
 import logging
@@ -7,16 +9,23 @@ import re
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from thinker.generation.command_flags import CommandFlags, ModelSource, add_feature_flags
 from thinker.runtime.cli import ArgumentParser, parse_bits
 from thinker.runtime.errors import UserError, run_command
+from thinker.runtime.registry import offers
+
+if TYPE_CHECKING:
+    import torch
+
+    from thinker.generation.engine import Generator
 
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
+def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
+    """Parse the command line. Returns its arguments, and the features that have flags."""
     if sys.argv[0].endswith("__main__.py"):  # python -m thinker.serving
         sys.argv[0] = "thinker-serve"
     examples = (
@@ -45,8 +54,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     cors_help = "let pages of this web site call the API, such as https://example.org, or * for all; repeatable"
     group.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help=cors_help)
-    monitor_help = "report attention per layer in /metrics, and warn if it drifts from the values of the validation set"
-    parser.add_argument("--monitor", action="store_true", help=monitor_help)
     group = parser.add_argument_group("limits")
     group.add_argument(
         "--max-batch", type=int, default=16, help="texts that each model decodes at once"
@@ -86,6 +93,7 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="stop at the context limit (default: drop old tokens)",
     )
+    features = add_feature_flags(parser, "serve")
     arguments = parser.parse_args()
     least = {"max_batch": 1, "max_queue": 0, "max_prompt": 1, "max_body": 1, "port": 0}
     for name, lowest in least.items():
@@ -101,7 +109,7 @@ def parse_arguments() -> argparse.Namespace:
             raise UserError(
                 f"--cors is {origin!r}; use the scheme and host of a web site, such as https://example.org"
             )
-    return arguments
+    return arguments, features
 
 
 def named_paths(paths: list[str]) -> dict[str, Path]:
@@ -140,9 +148,45 @@ def is_local(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def load_generator(
+    name: str,
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    arguments: argparse.Namespace,
+    features: list[CommandFlags],
+) -> tuple[Generator, int]:
+    """A Generator for the model in a folder, and the number of its parameters. Raises UserError.
+
+    The model itself, of which the Generator has a copy, is not kept.
+    """
+    from thinker.generation.engine import Generator
+    from thinker.interop.load import load
+
+    model, tokenizer = load(path, device)
+    if tokenizer is None:
+        problem = "has no tokenizer, so it cannot read text"
+        raise UserError(f"{path} {problem}; use a model saved with one")
+    source = ModelSource(path, "latest", tokenizer, device, name)
+    options: dict[str, Any] = {}
+    for flags in features:
+        options |= flags.generator_options(arguments, source)
+    generator = Generator(
+        model,
+        tokenizer,
+        dtype=dtype,
+        bits=arguments.bits,
+        cache_bits=arguments.cache_bits,
+        compile=arguments.compile,
+        slide=not arguments.no_slide,
+        **options,
+    )
+    return generator, sum(weight.numel() for weight in model.parameters())
+
+
 def main() -> int:
     """Load the models and serve until a signal comes. Returns the exit status."""
-    arguments = parse_arguments()
+    arguments, features = parse_arguments()
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s"
     )
@@ -151,21 +195,23 @@ def main() -> int:
         arguments.host, arguments.port
     )  # before the models load, which takes longer
     try:
-        import llguidance  # noqa: F401  (so that requests with schemas cannot fail later)
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
+
+        for source in offers("constraint"):  # so that requests with schemas cannot fail later
+            source.import_library()
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs {error.name}; install it: pip install '.[serve]'") from None
 
-    from thinker.features.monitoring.monitor import load_monitor
+    from thinker.generation.mixed_bits import describe_bits
     from thinker.interop.find import find_model
-    from thinker.runtime.device import choose_decoding_precision, choose_device
+    from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
     from thinker.serving.allocator import share_one_arena
     from thinker.serving.app import Service, create_app
     from thinker.serving.engine_thread import EngineThread
     from thinker.serving.metrics import Metrics
-    from thinker.serving.models import ServedModel, load_model
+    from thinker.serving.models import ServedModel
     from thinker.serving.playground import playground_page
     from thinker.serving.server import DrainingServer
 
@@ -175,33 +221,26 @@ def main() -> int:
     share_one_arena()  # before there are threads
     device = choose_device(arguments.device)
     precision = choose_decoding_precision(arguments.precision, device)
-    options: dict[str, Any] = {
-        name: getattr(arguments, name) for name in ("bits", "cache_bits", "compile")
-    }
-    options["slide"] = not arguments.no_slide
-    metrics, models, monitors = Metrics(), {}, {}
+    metrics = Metrics()
+    models = {}
     for name, path in paths.items():
-        checkpoint = find_model(
-            path, arguments.checkpoint
-        )  # which stays the same if a run trains on
-        if arguments.monitor:
-            monitors[name] = load_monitor(
-                checkpoint, lambda line, name=name: log(f"warning: {name}: {line}")
-            )
-        generator, words, n_parameters = load_model(
-            checkpoint, device, precision, options | {"monitor": monitors.get(name)}
+        # The checkpoint stays the same if a run trains on.
+        checkpoint = find_model(path, arguments.checkpoint)
+        generator, n_parameters = load_generator(
+            name, checkpoint, device, DTYPES[precision], arguments, features
         )
+        words = describe_bits(arguments.bits, arguments.cache_bits, precision)
         engine = EngineThread(name, generator, arguments.max_batch, arguments.max_queue, metrics)
         model = ServedModel(name, checkpoint, engine, words, n_parameters, arguments.max_prompt)
         models[name] = model
-        slow = (
-            f"; slower without compiled kernels: {generator.kernel_problem}"
-            if generator.kernel_problem
-            else ""
-        )
+        slow = ""
+        if generator.kernel_problem:
+            slow = f"; slower without compiled kernels: {generator.kernel_problem}"
         log(f"{name}: {words} on {device.type}, context of {model.context_len} tokens{slow}")
     metrics.watch({name: model.engine.state for name, model in models.items()})
-    metrics.watch_attention(monitors)
+    for flags in features:
+        for collector in flags.collectors():
+            metrics.add(collector)
     address, port = listener.getsockname()[:2]
     hosts = LOCAL | {arguments.host.lower()} if is_local(address) else None
     service = Service(

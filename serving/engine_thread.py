@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from thinker.generation.continuous_batch import ContinuousBatch, Progress
+from thinker.generation.batching.continuous_batch import ContinuousBatch, Progress
 from thinker.generation.engine import Generator
 from thinker.generation.sequence import Sequence
 from thinker.runtime.errors import RunError

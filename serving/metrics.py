@@ -9,9 +9,8 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
-from thinker.features.monitoring.monitor import Monitor
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 State = Callable[[], Mapping[str, float]]  # the values of a model's gauges
 
@@ -45,10 +44,9 @@ class Metrics:
         """Report the gauges of these models at every scrape."""
         self.registry.register(_Gauges(states))
 
-    def watch_attention(self, monitors: Mapping[str, Monitor]) -> None:
-        """Report what the monitors of these models have measured at every scrape."""
-        if monitors:
-            self.registry.register(_AttentionGauges(monitors))
+    def add(self, collector: Collector) -> None:
+        """Report what a feature measures at every scrape."""
+        self.registry.register(collector)
 
     def text(self) -> bytes:
         """All metrics."""
@@ -73,58 +71,4 @@ class _Gauges:
             family = GaugeMetricFamily(name, documentation, labels=["model"])
             for model, state in states.items():
                 family.add_metric([model], state[key])
-            yield family
-
-
-class _AttentionGauges:
-    def __init__(self, monitors: Mapping[str, Monitor]) -> None:
-        self.monitors = monitors
-
-    def collect(self) -> Iterable[Metric]:
-        """Called by prometheus_client. Each figure is a mean over the positions that were measured last."""
-        monitors, by_model, by_layer = self.monitors, ["model"], ["model", "layer"]
-        n_measured = CounterMetricFamily(
-            "thinker_measured_positions", "Positions that were measured", labels=by_model
-        )
-        drifting = GaugeMetricFamily(
-            "thinker_drifting_figures",
-            "Figures outside the range of the validation set",
-            labels=by_model,
-        )
-        for model, monitor in monitors.items():
-            n_measured.add_metric([model], monitor.n_measured)
-            if monitor.reference is not None:
-                drifting.add_metric([model], len(monitor.drift))
-        yield from (n_measured, drifting)
-        names = {
-            "attention_entropy": (
-                "thinker_attention_entropy",
-                "Mean entropy of the attention of a position, in nats",
-            ),
-            "max_logit": (
-                "thinker_attention_max_logit",
-                "Mean of the largest attention logit of a position",
-            ),
-            "first_token_share": (
-                "thinker_attention_first_token",
-                "Mean share of attention on the first token",
-            ),
-            "cache_used": ("thinker_layer_cache_used", "Used part of the cache of a text, 0 to 1"),
-            "token_entropy": (
-                "thinker_token_entropy",
-                "Entropy of the next token under the model, in nats",
-            ),
-        }
-        figures = {
-            model: monitor.figures for model, monitor in monitors.items()
-        }  # once, as they are replaced
-        for key, (name, documentation) in names.items():
-            family = GaugeMetricFamily(
-                name, documentation, labels=by_model if key == "token_entropy" else by_layer
-            )
-            for model, values in figures.items():
-                for path, value in values.items():
-                    *layer, figure = path.split(".")
-                    if figure == key:
-                        family.add_metric([model, *layer[1:]], value)
             yield family

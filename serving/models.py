@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from thinker.data.text import chat
-from thinker.generation import Completion, Generator
-from thinker.generation.mixed_bits import describe_bits
-from thinker.generation.sequence import Sequence
-from thinker.interop import load
+from thinker.generation.engine import Generator
+from thinker.generation.sequence import Completion, Sequence
 from thinker.runtime.errors import UserError
 from thinker.serving.api_errors import ApiError
 from thinker.serving.engine_thread import EngineThread
@@ -168,19 +164,3 @@ class ServedModel:
         if n_texts > self.engine.max_texts:
             limit = f"this server decodes and queues at most {self.engine.max_texts}"
             raise ApiError(400, f"the request asks for {n_texts} texts; {limit}", "n")
-
-
-def load_model(
-    path: Path, device: torch.device, precision: str, options: dict[str, Any]
-) -> tuple[Generator, str, int]:
-    """Load a model for serving. Returns its Generator, precision in words, number of parameters. Raises UserError."""
-    from thinker.runtime.device import DTYPES
-
-    model, tokenizer = load(path, device)
-    if tokenizer is None:
-        raise UserError(
-            f"{path} has no tokenizer, so it cannot read text; use a model saved with one"
-        )
-    generator = Generator(model, tokenizer, dtype=DTYPES[precision], **options)
-    words = describe_bits(options.get("bits"), options.get("cache_bits"), precision)
-    return generator, words, sum(weight.numel() for weight in model.parameters())

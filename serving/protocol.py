@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from thinker.generation.sampler import SamplingParams
+from thinker.generation.sampling_params import SamplingParams
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.serving.api_errors import ApiError
 

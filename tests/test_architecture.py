@@ -21,16 +21,6 @@ LAYERS = [  # bottom to top; packages of one layer do not import each other
 ]
 # Files of the road that still import a feature; this set only shrinks.
 KNOW_A_FEATURE = {
-    "generation/batch_sampling.py",
-    "generation/chat/conversation.py",
-    "generation/decoders/native_decoder.py",
-    "generation/engine.py",
-    "generation/option_checks.py",
-    "generation/prompts.py",
-    "generation/sampler.py",
-    "generation/sequence.py",
-    "generation/sliding.py",
-    "generation/terminal.py",
     "training/reports/advice.py",
     "training/reports/data_report.py",
     "training/reports/plan.py",

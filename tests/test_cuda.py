@@ -111,9 +111,9 @@ def test_compiled_decoding_gives_the_same_texts_with_two_programs_and_never_wait
     compiled.model(torch.ones(3, 5, dtype=int, device="cuda"), cache=cache)
     cache.truncate([5, 2, 3])
     tokens = torch.ones(3, 1, dtype=int, device="cuda")
-    compiled.decode_model(tokens, cache)  # captures
+    compiled.decoder.step(tokens, cache)  # captures
     torch.cuda.set_sync_debug_mode("error")
-    compiled.decode_model(tokens, cache)
+    compiled.decoder.step(tokens, cache)
     torch.cuda.set_sync_debug_mode("default")
 
 

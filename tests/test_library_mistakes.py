@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_model
+from installed import if_installed
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
@@ -132,8 +133,8 @@ def all_refused(make, expected):
     ("option", "types"),
     [
         *((name, {bool}) for name in ("use_cache", "slide")),
-        *((name, {int}) for name in ("sinks", "speculate")),
-        ("window", {int, type(None)}), ("dtype", {type(None)}), ("draft", {type(None)}),
+        ("sinks", {int}), *if_installed("speculation", ("speculate", {int}), ("draft", {type(None)})),
+        ("window", {int, type(None)}), ("dtype", {type(None)})
     ],
 )  # fmt: skip
 def test_options_of_a_generator_have_their_types(option, types):
@@ -268,7 +269,14 @@ def test_names_of_activations():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bits": 8}, {"compile": False}, {"window": 16}, {"use_cache": False}, {"speculate": 2}],
+    [
+        {},
+        {"bits": 8},
+        {"compile": False},
+        {"window": 16},
+        {"use_cache": False},
+        *if_installed("speculation", {"speculate": 2}),
+    ],
     ids=str,
 )
 def test_a_generator_under_other_defaults(options):

@@ -96,9 +96,7 @@ def time_steps(generator: Generator, length: int, rows: int, repeats: int) -> li
                 3
             ):  # consecutive steps, as in decoding; the first finds the processor's caches cold
                 cache.lengths = cache.high_water = cache.high_water_before = [length] * rows
-                duration = measure_seconds(
-                    partial(generator.decode_model, tokens, cache=cache), device
-                )
+                duration = measure_seconds(partial(generator.decoder.step, tokens, cache), device)
                 if step > 0:
                     seconds[bits].append(duration)
     medians = {bits: statistics.median(durations) for bits, durations in seconds.items()}
@@ -137,9 +135,7 @@ def measure_losses(path: str, n_texts: int) -> list[dict[str, Any]]:
         for bits in BITS:
             cache = make_cache(generator.model, 1, len(row), bits=bits)
             steps = row[None].split(1, dim=1)
-            logits = torch.cat(
-                [generator.decode_model(step, cache=cache)[0] for step in steps]
-            ).float()
+            logits = torch.cat([generator.decoder.step(step, cache)[0] for step in steps]).float()
             loss = torch.nn.functional.cross_entropy(
                 logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum"
             )

@@ -10,7 +10,7 @@ import torch
 
 from thinker.benchmarks.speed.decode import BITS, SHAPES, make_random_model
 from thinker.data.tokenizers.tokenizer import BOS_TOKEN, Tokenizer
-from thinker.features.structured_output.constraints import Constraint
+from thinker.features.structured_output.constraints import GrammarConstraint
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.sequence import Sequence
 from thinker.model import KVCache
@@ -139,7 +139,7 @@ def measure(
         for name, (sequence, cache) in zip(("free", "constrained"), texts):
             start = time.perf_counter()
             with torch.no_grad():
-                logits = generator.decode_model(torch.tensor([sequence.tokens[-1:]]), cache=cache)
+                logits = generator.decoder.step(torch.tensor([sequence.tokens[-1:]]), cache)
             middle = time.perf_counter()
             _, ended = sequence.extend(generator.sample([sequence], cache, logits, 1)[0])
             seconds[name].append(time.perf_counter() - middle)
@@ -153,14 +153,14 @@ def measure(
 def start_text(generator: Generator, params: SamplingParams) -> tuple[Sequence, KVCache]:
     """A text after two tokens, and a cache of the first."""
     tokens = generator.encode("x")
-    cache = generator.new_cache(generator.model, 1, len(tokens) + params.max_new_tokens)
-    generator.prefill(generator.model, [tokens[:-1]], cache)
+    cache = generator.new_cache(1, len(tokens) + params.max_new_tokens)
+    generator.prefill([tokens[:-1]], cache)
     return generator.new_sequence(0, Completion("x"), params, tokens), cache
 
 
 def time_masks(tokenizer: Tokenizer, params: SamplingParams, tokens: list[int]) -> float:
     """Mean seconds that the constraint needs for a token: most are cheap, those at the end of a string are not."""
-    constraint, seconds = Constraint(tokenizer, params.json_schema, params.regex), []
+    constraint, seconds = GrammarConstraint(tokenizer, params.json_schema, params.regex), []
     for token in tokens:
         start = time.perf_counter()
         constraint.append(token)

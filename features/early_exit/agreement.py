@@ -7,7 +7,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from thinker.evaluation.long_context import hidden_states
-from thinker.features.early_exit.decoder import EarlyExitThinker
+from thinker.features.early_exit.decoder import EarlyExitDecoder
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
@@ -33,41 +33,42 @@ class EarlyExitCost:
 def early_exit_cost(
     model: Thinker, tokens: Tensor, targets: Tensor, threshold: float
 ) -> EarlyExitCost:
-    """Predict each target once with all layers and once with early exit, after the same tokens of the text.
+    """Predict each target once with all layers and once with early exit, after the same tokens.
 
-    tokens, targets: (N, T); targets that are IGNORE_INDEX do not count. All positions are read as decoding steps, so
-    early keys and values add up over the whole context. In generation, those of the prompt come from all layers.
-    Raises UserError as EarlyExitThinker does, and for a bidirectional prefix, which cannot be read step by step.
+    tokens, targets: (N, T); targets that are IGNORE_INDEX do not count. All positions are read as
+    decoding steps, so early keys and values add up over the whole context. In generation, those of
+    the prompt come from all layers. Raises UserError as EarlyExitDecoder does, and for a
+    bidirectional prefix, which cannot be read step by step.
     """
     if model.config.prefix:
         raise UserError(
             "early exit cannot be measured with a bidirectional prefix; use another model"
         )
-    early = EarlyExitThinker(model, threshold)
+    early = EarlyExitDecoder(model, threshold)
     sums = torch.zeros(5, dtype=torch.float64)  # layers, losses, early losses, KL, changed tokens
     starts = range(0, len(tokens), BATCH_SIZE)
-    for rows in tqdm(
-        [slice(start, start + BATCH_SIZE) for start in starts],
-        desc=f"P = {threshold:g}",
-        leave=False,
-    ):
-        inputs, wanted = (
-            tokens[rows].to(model.device),
-            targets[rows].to(model.device),
-        )  # (B, T) each
-        hidden, cache = hidden_states(model, inputs), model.new_cache(*inputs.shape)
+    for start in tqdm(starts, desc=f"P = {threshold:g}", leave=False):
+        rows = slice(start, start + BATCH_SIZE)
+        inputs = tokens[rows].to(model.device)  # (B, T)
+        wanted = targets[rows].to(model.device)  # (B, T)
+        hidden = hidden_states(model, inputs)
+        cache = model.new_cache(*inputs.shape)
         for position in range(inputs.shape[1]):
             now = slice(position, position + 1)
-            logits = torch.cat((model.lm_head(hidden[:, now]), early(inputs[:, now], cache)), dim=1)
+            full = _log_probs(model.lm_head(hidden[:, now]))  # (B, V)
+            exited = _log_probs(early.step(inputs[:, now], cache))
             target = wanted[:, position]  # (B,)
-            is_counted = target != IGNORE_INDEX
-            full, exited = logits.float().log_softmax(dim=-1).unbind(dim=1)  # (B, V) each
-            losses = (-x.gather(1, target.clamp(min=0)[:, None])[:, 0] for x in (full, exited))
-            kl = (full.exp() * (full - exited)).sum(dim=-1)
-            changed = full.argmax(dim=-1) != exited.argmax(dim=-1)
+            column = target.clamp(min=0)[:, None]
             values = torch.stack(
-                [early.layers_used.to(model.device).float(), *losses, kl, changed.float()]
+                [
+                    early.layers_used.to(model.device).float(),
+                    -full.gather(1, column)[:, 0],
+                    -exited.gather(1, column)[:, 0],
+                    (full.exp() * (full - exited)).sum(dim=-1),
+                    (full.argmax(dim=-1) != exited.argmax(dim=-1)).float(),
+                ]
             )  # (5, B)
+            is_counted = target != IGNORE_INDEX
             sums += values[:, is_counted].double().sum(dim=1).cpu()
     n_tokens = int((targets != IGNORE_INDEX).sum())
     if not n_tokens:
@@ -76,21 +77,30 @@ def early_exit_cost(
     return EarlyExitCost(threshold, n_tokens, layers, layers / len(model.blocks), *others)
 
 
+def _log_probs(logits: Tensor) -> Tensor:
+    """logits (B, 1, V) -> (B, V)."""
+    return logits[:, 0].float().log_softmax(dim=-1)
+
+
 def format_table(costs: list[EarlyExitCost]) -> str:
     """One line per threshold."""
-    header = ["P", "layers per token", "share", "loss", "change", "KL", "other likeliest token"]
-    rows = [header]
+    rows = [["P", "layers per token", "share", "loss", "change", "KL", "other likeliest token"]]
     for cost in costs:
-        rows.append([f"{cost.threshold:g}", f"{cost.mean_layers:.2f}", f"{cost.layer_share:.1%}"])
-        rows[-1] += [
-            f"{cost.early_loss:.4f}",
-            f"{cost.early_loss - cost.loss:+.4f}",
-            f"{cost.kl:.4f}",
-        ]
-        rows[-1].append(f"{cost.changed:.1%}")
+        rows.append(
+            [
+                f"{cost.threshold:g}",
+                f"{cost.mean_layers:.2f}",
+                f"{cost.layer_share:.1%}",
+                f"{cost.early_loss:.4f}",
+                f"{cost.early_loss - cost.loss:+.4f}",
+                f"{cost.kl:.4f}",
+                f"{cost.changed:.1%}",
+            ]
+        )
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
-    return (
-        f"{costs[0].n_tokens:,} tokens; loss with all layers: {costs[0].loss:.4f} nats per token\n"
-        + "\n".join(lines)
-    )
+    first = costs[0]
+    loss = f"loss with all layers: {first.loss:.4f} nats per token"
+    lines = [f"{first.n_tokens:,} tokens; {loss}"]
+    for row in rows:
+        lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
+    return "\n".join(lines)

@@ -3,35 +3,52 @@
 import torch
 from torch import Tensor
 
+from thinker.generation.caches.cache_factory import CacheFactory
+from thinker.generation.decoders.decoder import PlainDecoder
+from thinker.generation.setup import Setup
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.inspection.activation_hooks import has_open_hooks
+from thinker.runtime.checks import check_types
 from thinker.runtime.errors import UserError
 
 
-class EarlyExitThinker:
-    """model(tokens, cache=cache) for one position per row, with an exit after each layer (Elbayad et al. 2020,
-    arXiv:1910.10073; Schuster et al. 2022, arXiv:2207.07061).
+class EarlyExitDecoder(PlainDecoder):
+    """Steps of one position per row, with an exit after each layer (see Decoder).
 
-    After each layer, the model's norm and LM head turn the residual stream into a distribution (the logit lens). If its
-    most likely token has at least the probability `threshold`, it is the result, and the later layers only compute
-    their keys and values from this residual stream, so that later tokens find a complete cache. Without an exit, the
-    logits are those of the model, bit for bit. The rows of a batch exit one by one; a row does not depend on others.
+    Elbayad et al. 2020, arXiv:1910.10073; Schuster et al. 2022, arXiv:2207.07061. After each layer,
+    the model's norm and LM head turn the residual stream into a distribution (the logit lens). If
+    its most likely token has at least the probability `threshold`, it is the result, and the later
+    layers only compute their keys and values from this residual stream, so that later tokens find a
+    complete cache. Without an exit, the logits are those of the model, bit for bit. The rows of a
+    batch exit one by one; a row does not depend on others.
     """
+
+    option = "early_exit"
+    is_exact = False
 
     def __init__(self, model: Thinker, threshold: float) -> None:
         check_early_exit(model.config, threshold)
-        self.model, self.threshold = model, threshold
+        # The host needs to know after each layer whether all rows have exited, so it does not run
+        # ahead of the device.
+        super().__init__(model, can_roll_back=False)
+        self.threshold = threshold
         self.layers_used = torch.zeros(0, dtype=torch.int64)  # (B,), of the newest step
-        self.n_tokens = self.n_layers = 0  # of all steps: positions, and the layers that they used
+        # Of all steps: positions, and the layers that they used.
+        self.n_tokens = 0
+        self.n_layers = 0
 
     @property
     def mean_layers(self) -> float | None:
         """Layers used per decoded token, on average; None before the first step."""
         return self.n_layers / self.n_tokens if self.n_tokens else None
 
+    def report(self) -> str:
+        """As Decoder.report()."""
+        return f"{self.mean_layers or 0:.2f} of {len(self.model.blocks)} layers per token"
+
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """tokens (B, 1) -> logits (B, 1, V). Raises UserError as the model does, and for open hooks."""
+    def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """tokens (B, 1) -> logits (B, 1, V). Raises UserError as the model does."""
         model = self.model
         if has_open_hooks(model):
             raise UserError(
@@ -39,24 +56,22 @@ class EarlyExitThinker:
             )
         context = model.make_context(tokens, tokens, None, cache)
         x = model.embedding(tokens).to(model.dtype)  # (B, 1, C)
-        used = torch.zeros(
-            len(tokens), dtype=torch.int64, device=x.device
-        )  # (B,); 0: the row has not exited
+        # Layers that each row used, (B,); 0: it has not exited.
+        used = torch.zeros(len(tokens), dtype=torch.int64, device=x.device)
         layers = zip(model.blocks, context.masks, cache.layers, context.slots)
         for number, (block, mask, layer, slots) in enumerate(layers, 1):
             is_running = used == 0  # (B,)
             if not is_running.any():
-                layer.update(*block.attention.project(block.attention_norm(x), context.rope), slots)
+                q, k, v = block.attention.project(block.attention_norm(x), context.rope)
+                layer.update(q, k, v, slots)
                 continue
-            after = block(
-                x, context.rope, mask, layer, slots
-            )  # of rows that have exited, only keys and values count
+            # Of rows that have exited, only keys and values count.
+            after = block(x, context.rope, mask, layer, slots)
             x = torch.where(is_running[:, None, None], after, x)  # (B, 1, C)
             logits = model.lm_head(model.norm(x))  # (B, 1, V)
-            is_last = number == len(model.blocks)
-            leaves = (
-                is_running if is_last else is_running & (_max_probability(logits) >= self.threshold)
-            )
+            leaves = is_running
+            if number < len(model.blocks):
+                leaves = is_running & (_max_probability(logits) >= self.threshold)
             used = torch.where(leaves, number, used)
         self.layers_used = used.cpu()
         self.n_tokens += len(used)
@@ -70,19 +85,39 @@ def _max_probability(logits: Tensor) -> Tensor:
     return (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp()
 
 
+def make_decoder(
+    setup: Setup, caches: CacheFactory, early_exit: float | None = None
+) -> EarlyExitDecoder | None:
+    """For the option `early_exit`: skip later layers at this probability; None: never.
+
+    Raises UserError if it does not suit the model or other options.
+    """
+    check_types({"early_exit": float | None}, locals())
+    if early_exit is None:
+        return None
+    check_early_exit(setup.config, early_exit)
+    if not caches.can_roll_back:
+        raise UserError(f"early_exit cannot be combined with {caches.option}; use only one")
+    if setup.compile:
+        raise UserError("early_exit cannot be combined with compile; use only one")
+    setup.need_cache("early_exit")
+    return EarlyExitDecoder(setup.fuse(setup.model), early_exit)
+
+
 def check_early_exit(config: ThinkerConfig, threshold: float) -> None:
-    """Raise UserError if the threshold is not a probability between 0 and 1, or the model has no exits."""
+    """Raise UserError if the threshold is no probability, or the model has no exits."""
     if not 0 < threshold < 1:
         raise UserError(
             f"early_exit is {threshold}; use a probability above 0 and below 1, such as 0.9"
         )
     if config.n_layers < 2:
         raise UserError("early_exit needs at least 2 layers; this model has 1")
-    unsupported = {
-        "linear attention": any(pattern.n_features for pattern in config.patterns),
-        "model.token_shift": config.token_shift,
-        f"model.positions={config.positions}": config.positions in ("learned", "sinusoidal"),
-    }
-    for name, applies in unsupported.items():
-        if applies:
-            raise UserError(f"early_exit does not support {name}; use early_exit=None")
+    unsupported = ""
+    if any(pattern.n_features for pattern in config.patterns):
+        unsupported = "linear attention"
+    elif config.token_shift:
+        unsupported = "model.token_shift"
+    elif config.positions in ("learned", "sinusoidal"):
+        unsupported = f"model.positions={config.positions}"
+    if unsupported:
+        raise UserError(f"early_exit does not support {unsupported}; use early_exit=None")

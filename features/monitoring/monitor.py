@@ -9,21 +9,22 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from thinker.generation.caches.cache_factory import CacheFactory
+from thinker.generation.decoders.decoder import Decoder
+from thinker.generation.sequence import Sequence
+from thinker.generation.setup import Setup
 from thinker.model import KVCache, Thinker
 from thinker.model.inspection.attention_statistics import FIGURES, figure_names, measure_text
+from thinker.runtime.checks import check_types
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_json
 
-if TYPE_CHECKING:
-    from thinker.generation.sequence import Sequence
-
-FILE_NAME = (
-    "validation_figures.json"  # in a run directory (features/monitoring/validation_figures.py)
-)
+# In a run directory; features/monitoring/validation_figures.py writes it.
+FILE_NAME = "validation_figures.json"
 NEWEST = 64  # measured positions that the figures are means of
 
 Values = dict[str, float]  # by name, as in figure_names()
@@ -68,22 +69,16 @@ class Reference:
         """Read the file of a run. Raises UserError if it is damaged."""
         content = read_json(path)
         try:
-            step, figures = (
-                content["step"],
-                {k: (v["mean"], v["std"]) for k, v in content["figures"].items()},
-            )
-            lengths = {len(values) for pair in figures.values() for values in pair}
-            numbers = [number for pair in figures.values() for values in pair for number in values]
-            is_valid = type(step) is int and len(lengths) == 1 and min(lengths) > 0
-            is_valid = is_valid and all(
-                type(number) is float and math.isfinite(number) for number in numbers
-            )
+            step = content["step"]
+            figures = {}
+            for name, values in content["figures"].items():
+                figures[name] = values["mean"], values["std"]
+            is_valid = type(step) is int and _are_figures(figures)
         except (KeyError, TypeError, AttributeError):
             is_valid = False
         if not is_valid:
-            raise UserError(
-                f"{path} is damaged; delete it (the next evaluation of the run writes it again)"
-            )
+            remedy = "delete it (the next evaluation of the run writes it again)"
+            raise UserError(f"{path} is damaged; {remedy}")
         return cls(step, figures)
 
     def find_drift(self, measured: list[tuple[int, Values]]) -> list[Drift]:
@@ -98,17 +93,30 @@ class Reference:
             if not values:
                 continue
             groups = [min(position.bit_length(), len(means)) - 1 for position, _ in measured]
-            value, n = sum(values) / len(values), len(values)
-            mean, std = (
-                sum(each[group] for group in groups) / len(groups) for each in (means, stds)
-            )
+            n = len(values)
+            value = sum(values) / n
+            mean = sum(means[group] for group in groups) / len(groups)
+            std = sum(stds[group] for group in groups) / len(groups)
             tolerance = (2 + 4 / math.sqrt(n)) * std + 0.01 * abs(mean) + 0.01
-            if (excess := abs(value - mean) / tolerance) > 1:
+            excess = abs(value - mean) / tolerance
+            if excess > 1:
                 found.append(Drift(name, value, mean - tolerance, mean + tolerance, excess))
         return sorted(found, key=lambda drift: -drift.excess)
 
 
-def _print_warning(line: str) -> None:
+def _are_figures(figures: dict[str, tuple[list[float], list[float]]]) -> bool:
+    """Whether all figures have means and deviations of the same groups, which are finite."""
+    columns = [column for pair in figures.values() for column in pair]
+    lengths = {len(column) for column in columns}
+    if len(lengths) != 1 or min(lengths) == 0:
+        return False
+    return all(
+        type(number) is float and math.isfinite(number) for column in columns for number in column
+    )
+
+
+def print_warning(line: str) -> None:
+    """Print a warning to standard error."""
     print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
@@ -122,23 +130,18 @@ class Monitor:
 
     reference: Reference | None = None
     max_cost: float = 0.01  # share of the time
-    warn: Callable[[str], None] = _print_warning
+    warn: Callable[[str], None] = print_warning
     n_measured: int = field(default=0, init=False)  # positions
-    figures: Values = field(
-        default_factory=dict, init=False
-    )  # means over the newest measured positions
+    figures: Values = field(default_factory=dict, init=False)  # means over the newest positions
     drift: list[Drift] = field(
         default_factory=list, init=False
-    )  # figures outside their range, the farthest first
+    )  # figures out of range, worst first
 
     def __post_init__(self) -> None:
-        self._newest: deque[tuple[int, Values]] = deque(
-            maxlen=NEWEST
-        )  # position, and what was measured there
-        self._seconds, self._cost = (
-            0.0,
-            math.inf,
-        )  # of decoding since the last measurement; of that measurement
+        # Positions, and what was measured there.
+        self._newest: deque[tuple[int, Values]] = deque(maxlen=NEWEST)
+        self._seconds = 0.0  # of decoding since the last measurement
+        self._cost = math.inf  # seconds of that measurement
         self._last_text: Sequence | None = None  # one that the last step has continued
         self._last_step = 0.0
 
@@ -178,17 +181,19 @@ class Monitor:
             cache.truncate([n_read])  # rejected drafts
         token = torch.tensor([[sequence.tokens[-1]]], device=model.device)
         row = measure_text(model, token, sequence.tokenizer.vocab_size, cache)[:, 0].tolist()
-        values = {k: v for k, v in zip(figure_names(len(model.blocks)), row) if math.isfinite(v)}
+        names = figure_names(len(model.blocks))
+        values = {name: value for name, value in zip(names, row) if math.isfinite(value)}
         for layer, layer_cache in enumerate(cache.layers):
             if layer_cache.size:  # linear attention has a state of constant size
                 n_slots = min(layer_cache.size, model.config.max_seq_len)
                 values[f"blocks.{layer}.cache_used"] = min(1.0, (n_read + 1) / n_slots)
         self._newest.append((n_read, values))
         self.n_measured += 1
-        columns = {
-            name: [each[name] for _, each in self._newest if name in each] for name in values
-        }
-        self.figures = {name: sum(column) / len(column) for name, column in columns.items()}
+        figures = {}
+        for name in values:
+            column = [each[name] for _, each in self._newest if name in each]
+            figures[name] = sum(column) / len(column)
+        self.figures = figures  # at once, as a server reads it from another thread
         was_drifting = bool(self.drift)
         self.drift = [] if self.reference is None else self.reference.find_drift(list(self._newest))
         if self.drift and not was_drifting:
@@ -213,12 +218,10 @@ class Monitor:
     def lines(self) -> list[str]:
         """The summary as lines of text."""
         if not self.n_measured:
-            return [
-                f"monitor: the text was too short to measure a position at {self.max_cost:.1%} of the time"
-            ]
-        lines = [
-            f"monitor: {self.n_measured} positions, token entropy {self.figures['token_entropy']:.3g}"
-        ]
+            cost = f"{self.max_cost:.1%} of the time"
+            return [f"monitor: the text was too short to measure a position at {cost}"]
+        entropy = f"token entropy {self.figures['token_entropy']:.3g}"
+        lines = [f"monitor: {self.n_measured} positions, {entropy}"]
         for layer, values in enumerate(self.summary()["layers"]):
             words = [
                 f"{describe_figure(name)} {values[name]:.3g}"
@@ -235,15 +238,32 @@ def load_monitor(folder: Path, warn: Callable[[str], None] | None = None) -> Mon
     warn(line) says why there is nothing to compare with, and reports drift; by default it prints to standard error.
     Raises UserError if the stored figures are damaged.
     """
-    warn = warn or _print_warning
+    warn = warn or print_warning
     path, state = folder.resolve().parent.parent / FILE_NAME, folder / "state.json"
     if not (path.is_file() and state.is_file()):
-        warn(
-            f"drift is not reported: no figures are stored with {folder}; see train.log_attention_every"
-        )
+        problem = f"no figures are stored with {folder}"
+        warn(f"drift is not reported: {problem}; see train.log_attention_every")
         return Monitor(warn=warn)
     reference, step = Reference.read(path), read_json(state).get("step")
     if reference.step != step:
         warn(f"drift is not reported: {path} is of step {reference.step}, not of step {step}")
         return Monitor(warn=warn)
     return Monitor(reference, warn=warn)
+
+
+def make_observer(
+    setup: Setup, caches: CacheFactory, decoder: Decoder, monitor: Monitor | None = None
+) -> Monitor | None:
+    """For the option `monitor`, which measures attention at some positions; None: do not.
+
+    Raises UserError if other options hide what it measures.
+    """
+    check_types({"monitor": Monitor | None}, locals())
+    if monitor is None:
+        return None
+    setup.need_cache("monitor")
+    if not caches.is_observable:
+        reason = f"{caches.option}, whose attention it does not see"
+        raise UserError(f"monitor cannot be combined with {reason}; use only one")
+    monitor.calibrate(decoder.model)
+    return monitor

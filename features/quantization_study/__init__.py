@@ -2,4 +2,7 @@
 
 from thinker.runtime.registry import Feature
 
-FEATURE = Feature(name="quantization_study")
+FEATURE = Feature(
+    name="quantization_study",
+    commands={"sensitivity": "thinker.features.quantization_study.command:main"},
+)

@@ -2,4 +2,10 @@
 
 from thinker.runtime.registry import Feature
 
-FEATURE = Feature(name="retrieval")
+FEATURE = Feature(
+    name="retrieval",
+    generator_options=("retrieve", "retrieve_block"),
+    cache="thinker.features.retrieval.retrieval_caches:make_caches",
+    commands={"needle": "thinker.features.retrieval.command:main"},
+    arguments={"generate": "thinker.features.retrieval.flags:RetrievalFlags"},
+)

@@ -1,5 +1,6 @@
 """KV cache that keeps the blocks which left its window, and retrieves the best of them for each query."""
 
+import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,7 +9,6 @@ import torch
 from torch import Tensor
 
 from thinker.features.retrieval.block_store import BlockStore
-from thinker.generation.caches.sink_cache import SinkCache
 from thinker.model import Thinker
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.kv_cache import KVCache, RingLayer
@@ -17,8 +17,6 @@ from thinker.model.patterns.patterns import INVALID_POSITION, Pattern
 from thinker.model.positions import Rotation, apply_rotary_emb
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
-
-DEFAULT_BLOCK = 32
 
 
 @dataclass
@@ -245,6 +243,7 @@ class RetrievalCache(KVCache):
         """As KVCache.select."""
         super().select(rows)
         for layer in self.layers:
+            layer.store = copy.copy(layer.store)  # a copy of this cache has the same store
             layer.store.select(rows)
 
     def concat_rows(self, other: "RetrievalCache") -> None:
@@ -262,12 +261,3 @@ def n_stored_blocks(length: int, window: int, sinks: int, block: int) -> int:
 def context_size(window: int, sinks: int, retrieve: int, block: int) -> int:
     """Largest number of positions that a query attends to, including its own."""
     return sinks + retrieve * block + window + block - 1
-
-
-def new_windowed_cache(
-    model: Thinker, batch_size: int, window: int, sinks: int, retrieve: int, block: int
-) -> SinkCache | RetrievalCache:
-    """Create a cache with a window, and with retrieval unless `retrieve` is 0."""
-    if retrieve == 0:
-        return SinkCache(model, batch_size, window, sinks)
-    return RetrievalCache(model, batch_size, window, sinks, retrieve, block)

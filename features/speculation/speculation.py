@@ -1,123 +1,100 @@
-"""Speculative decoding: drafts of tokens to verify in one pass. They never change the text (see sample_next())."""
+"""Speculative decoding: which drafts a Generator gets.
 
-import itertools
-import operator
-import sys
-from collections.abc import Callable
+Drafts never change the text (see generation.drafting.sample_after_drafts()).
+"""
 
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from thinker.features.speculation.draft_model import DraftModel
+from thinker.features.speculation.prompt_lookup import PromptLookup
+from thinker.generation.caches.cache_factory import CacheFactory
+from thinker.generation.decoders.decoder import Decoder
+from thinker.generation.drafting import Drafter
+from thinker.generation.setup import Setup
+from thinker.model import Thinker, ThinkerConfig
+from thinker.runtime.checks import check_types
+from thinker.runtime.errors import UserError
 
-from thinker.generation.batch_sampling import sample_tokens
-from thinker.generation.sequence import Sequence
-from thinker.model import KVCache, Thinker, ThinkerConfig
-
-NGRAM_SIZES = (4, 3, 2, 1)  # lengths of the text's ending to look up, longest first
+MAX_DRAFTS = 64
 
 
-class PromptLookup:
-    """Drafts what followed the last occurrence of the text's ending ("prompt lookup decoding", Saxena 2023).
+class Speculation:
+    """Drafts by prompt lookup, or by a smaller model (see Drafting)."""
 
-    Helps with repetitive text: code, names, lists. Drafts grow while they are accepted, and shrink when they are not.
-    """
+    option = "speculate"
 
-    def __init__(self, max_len: int) -> None:
+    def __init__(self, max_len: int, model: Thinker | None, caches: CacheFactory) -> None:
+        """`model`: prepared for inference; None: prompt lookup."""
         self.max_len = max_len
-        self.indexes: dict[int, _NgramIndex] = {}
+        self.model = model
+        self.caches = caches
 
-    def propose(self, sequences: list[Sequence]) -> list[list[int]]:
-        """Draft 0 to `max_len` tokens per sequence."""
-        return [
-            self.indexes.setdefault(one.index, _NgramIndex(self.max_len)).propose(one)
-            for one in sequences
-        ]
-
-    def select(self, indices: list[int]) -> None:
-        """Do nothing: n-grams are stored by the index of the sequence."""
+    def new_drafter(self) -> Drafter:
+        """As Drafting.new_drafter()."""
+        if self.model is None:
+            return PromptLookup(self.max_len)
+        return DraftModel(self.model, self.max_len, self.caches)
 
 
-class _NgramIndex:
-    """Position after the last occurrence of each n-gram of a text."""
+def make_drafting(
+    setup: Setup,
+    caches: CacheFactory,
+    decoder: Decoder,
+    speculate: int = 0,
+    draft: Thinker | None = None,
+) -> Speculation | None:
+    """For the options `speculate`, tokens to draft per step, and `draft`, a smaller model.
 
-    def __init__(self, max_len: int) -> None:
-        self.next_position: dict[
-            tuple[int, ...], int
-        ] = {}  # n-gram: position of the token after it
-        self.n_indexed = 0  # tokens in the index
-        self.max_len = self.length = max_len  # of the next draft
-        self.draft, self.draft_start = [], 0
-
-    def propose(self, sequence: Sequence) -> list[int]:
-        tokens = sequence.tokens
-        if self.draft:
-            matches = map(operator.eq, self.draft, tokens[self.draft_start :])
-            n_accepted = sum(itertools.takewhile(bool, matches))
-            all_accepted = n_accepted == len(self.draft)
-            self.length = min(2 * self.length, self.max_len) if all_accepted else n_accepted + 1
-        for end in range(self.n_indexed + 1, len(tokens)):  # the last token has no successor yet
-            for n in NGRAM_SIZES:
-                if n <= end:
-                    self.next_position[tuple(tokens[end - n : end])] = end
-        self.n_indexed = max(0, len(tokens) - 1)
-        positions = (self.next_position.get(tuple(tokens[-n:])) for n in NGRAM_SIZES)
-        start = next((position for position in positions if position is not None), len(tokens))
-        length = max(0, min(self.length, sequence.n_remaining - 1))
-        self.draft, self.draft_start = tokens[start : start + length], len(tokens)
-        return self.draft
-
-
-class DraftModel:
-    """Drafts by sampling a smaller model with the same random numbers (Leviathan et al. 2023, arXiv:2211.17192)."""
-
-    def __init__(
-        self, model: Thinker, max_len: int, prefill: Callable[..., tuple[KVCache, Tensor]]
-    ) -> None:
-        # prefill(model, sequences, slack) returns a cache of the sequences and the logits after them.
-        self.model, self.max_len, self.prefill = model, max_len, prefill
-        self.cache: KVCache | None = None
-
-    def propose(self, sequences: list[Sequence]) -> list[list[int]]:
-        """Draft `max_len` tokens per sequence, fewer near its end."""
-        drafts: list[list[int]] = [[] for _ in sequences]
-        n_remaining = max(sequence.n_remaining for sequence in sequences)
-        length = min(self.max_len, max_draft_len(self.model.config, sequences), n_remaining - 1)
-        if length < 1:
-            return drafts
-        if self.cache is None:
-            self.cache, _ = self.prefill(self.model, sequences, self.max_len)
-        cache = self.cache
-        cache.truncate(
-            [min(n, len(sequence.tokens) - 1) for n, sequence in zip(cache.lengths, sequences)]
+    The draft has the same tokenizer; without one, drafts come from the text. Returns None for 0
+    tokens. Raises UserError if the options do not suit the model or other options.
+    """
+    check_types({"speculate": int, "draft": Thinker | None}, locals())
+    if not 0 <= speculate <= MAX_DRAFTS:
+        steps = f"use 0 (off) to {MAX_DRAFTS} drafted tokens per step"
+        raise UserError(f"speculate is {speculate}; {steps}")
+    if not speculate:
+        if draft is not None:
+            needed = "set it to the number of tokens to draft per step"
+            raise UserError(f"draft needs speculate; {needed}")
+        return None
+    setup.need_cache("speculate")
+    if not caches.can_roll_back:
+        raise UserError(f"{caches.option} cannot be combined with speculate; use only one")
+    if not decoder.is_exact:
+        raise UserError(f"{decoder.option} cannot be combined with speculate; use only one")
+    if caches.bits == 4:
+        raise UserError("speculate cannot be combined with a cache in 4 bits; use 8 bits")
+    patterns = list(setup.config.patterns)
+    if draft is not None:
+        patterns += draft.config.patterns
+    if any(pattern.n_features for pattern in patterns):
+        reason = "its state cannot be rolled back"
+        raise UserError(f"speculate does not support linear attention: {reason}; use 0")
+    if draft is None:
+        return Speculation(speculate, None, caches)
+    if isinstance(setup.bits, dict):
+        raise UserError(
+            "bits of each matrix cannot be combined with a draft, which has other matrices; "
+            "use 8 or 4"
         )
-        unread = [sequence.tokens[n:] for sequence, n in zip(sequences, cache.lengths)]
-        for _ in range(length):
-            rows = [torch.tensor(tokens, device="cpu") for tokens in unread]
-            batch = pad_sequence(rows, batch_first=True)  # (B, width)
-            logits = self.model(batch.to(self.model.device), cache=cache)  # (B, width, V)
-            cache.truncate(
-                [n - batch.shape[1] + len(tokens) for n, tokens in zip(cache.lengths, unread)]
-            )
-            last = logits[
-                range(len(sequences)), [len(tokens) - 1 for tokens in unread]
-            ].float()  # (B, V)
-            last[:, sequences[0].tokenizer.vocab_size :] = -torch.inf
-            sampled = sample_tokens(list(zip(sequences, drafts)), last)
-            for draft, token in zip(drafts, sampled):
-                draft.append(token)
-            unread = [[token] for token in sampled]
-        return [
-            draft[: max(0, sequence.n_remaining - 1)] for sequence, draft in zip(sequences, drafts)
-        ]
-
-    def select(self, indices: list[int]) -> None:
-        """Keep only the sequences at these indices of the batch."""
-        if self.cache is not None:
-            self.cache.select(indices)
+    check_draft(draft.config, setup.config)
+    return Speculation(speculate, setup.fuse(draft, decoder.has_kernels), caches)
 
 
-def max_draft_len(config: ThinkerConfig, sequences: list[Sequence]) -> int:
-    """Number of drafts that fit after the longest sequence, to which all are padded."""
-    if config.positions == "learned" or config.max_cached_len < config.max_seq_len:
-        return max(0, config.max_cached_len - max(len(sequence.tokens) for sequence in sequences))
-    return sys.maxsize
+def check_draft(draft: ThinkerConfig, config: ThinkerConfig) -> None:
+    """Raise UserError if a model with the config `draft` cannot draft for one with `config`."""
+    if draft.vocab_size != config.vocab_size:
+        sizes = f"the draft has {draft.vocab_size} token ids, the model has {config.vocab_size}"
+        raise UserError(f"{sizes}; use the same tokenizer")
+    if draft.prefix > config.prefix:
+        raise UserError(
+            f"the draft's bidirectional prefix is {draft.prefix}; use at most {config.prefix}"
+        )
+    if draft.is_unbounded:
+        return
+    length = draft.max_cached_len
+    if config.is_unbounded or length < config.max_cached_len:
+        needed = f"at least {config.max_cached_len}"
+        if config.is_unbounded:
+            needed = "an unbounded context"
+        raise UserError(
+            f"the draft model's context is {length} tokens; use a draft model with {needed}"
+        )

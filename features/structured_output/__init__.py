@@ -2,4 +2,8 @@
 
 from thinker.runtime.registry import Feature
 
-FEATURE = Feature(name="structured_output")
+FEATURE = Feature(
+    name="structured_output",
+    constraint="thinker.features.structured_output.source:SOURCE",
+    arguments={"generate": "thinker.features.structured_output.flags:StructuredOutputFlags"},
+)

@@ -14,10 +14,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 
 N_GRAMMARS = 32  # kept per tokenizer
@@ -27,32 +25,35 @@ WHITESPACE = r" |\n[ \t]{0,20}"
 _compilers: WeakKeyDictionary[Tokenizer, Callable[[str, str], Any]] = WeakKeyDictionary()
 
 
-class Constraint:
-    """What may follow in one text, as a set of allowed tokens.
-
-    Attributes:
-        allowed: (V / 32, rounded up) int32; bit i of number j is set if token 32 j + i may come next.
-        can_continue: whether any token may come next, the end of text included.
-    """
+class GrammarConstraint:
+    """What may follow in one text, as a set of allowed tokens (see Constraint)."""
 
     def __init__(
-        self, tokenizer: Tokenizer, json_schema: str | None, regex: str | None,
+        self,
+        tokenizer: Tokenizer,
+        json_schema: str | None,
+        regex: str | None,
         logit_bias: tuple[tuple[int, float], ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One of `json_schema` and `regex`, and `logit_bias`: as in SamplingParams.
 
         Raises UserError if it is invalid or not supported, or if no text can match it.
         """
-        kind, source = ("regex", regex) if json_schema is None else ("json_schema", json_schema)
+        kind, source = "json_schema", json_schema
+        if json_schema is None:
+            kind, source = "regex", regex
         if tokenizer not in _compilers:
             compiler = lru_cache(N_GRAMMARS)(partial(_compile, _vocabulary(tokenizer)))
             _compilers[tokenizer] = compiler
         self._matcher = _compilers[tokenizer](kind, source).deep_copy()
         self._allowed = np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)
-        self.allowed = torch.from_numpy(self._allowed)
-        self._address, self._n_bytes = self._allowed.ctypes.data, self._allowed.nbytes
+        self.allowed = torch.from_numpy(self._allowed)  # shares its memory
+        self._address = self._allowed.ctypes.data
+        self._n_bytes = self._allowed.nbytes
+        self._permitted: np.ndarray | None = None
         banned = [token for token, bias in logit_bias if bias == -np.inf]
-        self._permitted = None if not banned else ~pack_tokens(banned, tokenizer.vocab_size)
+        if banned:
+            self._permitted = ~pack_tokens(banned, tokenizer.vocab_size)
         self._update()
         if not self.can_continue:
             raise UserError(
@@ -73,58 +74,34 @@ class Constraint:
         self.can_continue = not self._matcher.is_stopped()
         if self.can_continue:
             self._matcher.unsafe_compute_mask_ptr(self._address, self._n_bytes)
-            self.can_continue = (
-                not self._matcher.is_error()
-            )  # no token fits, or a limit of llguidance was reached
+            # An error: no token fits, or a limit of llguidance was reached.
+            self.can_continue = not self._matcher.is_error()
         if self.can_continue and self._permitted is not None:
             self._allowed &= self._permitted
             self.can_continue = bool(self._allowed.any())
 
 
 def pack_tokens(tokens: list[int], vocab_size: int) -> np.ndarray:
-    """Return a set of tokens in the form of Constraint.allowed."""
+    """A set of tokens in the form of Constraint.allowed."""
     is_member = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
     is_member[tokens] = True
     return np.packbits(is_member, bitorder="little").view(np.int32)
 
 
-def allowed_tokens(constraints: list[Constraint | None]) -> Tensor | None:
-    """Return what may follow in each text, (N, V / 32) int32: everything without a constraint. None if none has one."""
-    first = next((one.allowed for one in constraints if one is not None), None)
-    if first is None:
-        return None
-    everything = torch.full_like(first, -1)
-    return torch.stack([everything if one is None else one.allowed for one in constraints])
-
-
-def banned_tokens(allowed: Tensor, vocab_size: int, device: torch.device) -> Tensor:
-    """Return the tokens that are not in `allowed` (N, V / 32), as (N, V) boolean on the device."""
-    octets = to_device(allowed, device).view(torch.uint8)  # (N, V / 8)
-    bits = 1 << torch.arange(8, dtype=torch.uint8, device=device)
-    return ((octets[:, :, None] & bits) == 0).flatten(1)[:, :vocab_size]
-
-
-def describe_unmet(completions: list[Any]) -> list[str]:
-    """Describe, in a line or none, how many Completions were cut before they matched their JSON schema or regex."""
-    n_unmet = sum(completion.constraint_met is False for completion in completions)
-    cut = f"{n_unmet} of {len(completions)} texts were" if len(completions) > 1 else "the text was"
-    hint = "use a higher --max-new-tokens, or a schema or regex with shorter texts"
-    return [f"{cut} cut before the JSON schema or regex was complete; {hint}"] if n_unmet else []
-
-
 def _vocabulary(tokenizer: Tokenizer) -> Any:
-    """Return llguidance's view of a tokenizer. Special tokens and gaps have no bytes, so only EOS is ever allowed."""
+    """llguidance's view of a tokenizer.
+
+    Special tokens and gaps have no bytes, so of them only EOS is ever allowed.
+    """
     try:
         import llguidance
     except ModuleNotFoundError:
-        raise UserError(
-            "json_schema and regex need llguidance; install it: pip install '.[serve]'"
-        ) from None
+        remedy = "install it: pip install '.[serve]'"
+        raise UserError(f"json_schema and regex need llguidance; {remedy}") from None
     eos_ids = [token for token in tokenizer.eos_ids if not tokenizer.token_bytes(token)]
     if not eos_ids:
-        raise UserError(
-            "the tokenizer's EOS token is ordinary text; json_schema and regex need one without text"
-        )
+        needed = "json_schema and regex need one without text"
+        raise UserError(f"the tokenizer's EOS token is ordinary text; {needed}")
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
     for token in tokenizer.eos_ids:
         tokens[token] = b""
@@ -136,20 +113,20 @@ def _vocabulary(tokenizer: Tokenizer) -> Any:
 
 
 def _compile(vocabulary: Any, kind: str, source: str) -> Any:
-    """Return a matcher at the beginning of a text. Raises UserError if the source is invalid or not supported."""
+    """A matcher at the beginning of a text. Raises UserError if the source is not supported."""
     from llguidance import LLMatcher, regex_to_lark
 
     if kind == "regex":
         body = f"/{regex_to_lark(source, '')}/"
     else:
-        body = "%json " + json.dumps(
-            {"x-guidance": {"whitespace_pattern": WHITESPACE}} | json.loads(source)
-        )
+        options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+        body = "%json " + json.dumps(options | json.loads(source))
     # Without no_forcing, llguidance asks the tokenizer to encode what must come next, and allows only that.
-    matcher = LLMatcher(
-        vocabulary, f'%llguidance {{"no_forcing": true}}\nstart: {body}', log_level=0
-    )
-    problems = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
+    grammar = f'%llguidance {{"no_forcing": true}}\nstart: {body}'
+    matcher = LLMatcher(vocabulary, grammar, log_level=0)
+    problems = matcher.get_grammar_warnings()
+    if matcher.is_error():
+        problems = [matcher.get_error()]
     if problems:
         raise UserError(f"{kind} cannot be used: {_reason(problems[0])}")
     return matcher
@@ -160,7 +137,6 @@ def _reason(message: str) -> str:
     of_regex = re.search(r"^error: (.+)$", message, re.MULTILINE)
     if of_regex:
         return of_regex[1]
-    line = (
-        message.strip().splitlines()[0].partition(". Enable 'coerce_one_of'")[0]
-    )  # an option that is not ours
+    line = message.strip().splitlines()[0]
+    line = line.partition(". Enable 'coerce_one_of'")[0]  # an option that is not ours
     return re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", line)[:300]

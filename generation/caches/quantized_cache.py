@@ -7,11 +7,12 @@ sevenths of the change of the loss (docs/development/experiments.md). With 8 bit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from thinker.generation.caches.full_cache import FullCaches
+from thinker.generation.setup import Setup
 from thinker.model import Thinker
 from thinker.model.config import ThinkerConfig
 from thinker.model.kv_cache import KVCache, LayerCache, LinearLayer
@@ -133,6 +134,8 @@ class QuantizedCache(KVCache):
     ) -> None:  # fmt: skip
         self.bits = bits
         super().__init__(config, batch_size, max_len, device, dtype, slack)
+        if bits == 4:  # so that each query reads the same keys unrounded as alone
+            self.pass_block = BLOCK
 
     def _new_layer(self, pattern: Pattern, B: int, K: int) -> LayerCache | LinearLayer:
         layer = super()._new_layer(pattern, B, K)
@@ -181,30 +184,34 @@ def make_cache(
     return QuantizedCache(model.config, batch_size, max_len, model.device, model.dtype, slack, bits)
 
 
-def check_cache_bits(generator: Any, compiles_on_gpu: bool) -> None:
-    """Raise UserError if generator.cache_bits does not suit the model or the other options."""
-    bits, config = generator.cache_bits, generator.config
-    if bits is None:
-        return
-    if bits not in FORMS:
-        raise UserError(
-            f"cache_bits is {describe(bits)}; use 8 or 4, or None for the dtype of the model"
-        )
-    if not generator.use_cache:
-        raise UserError("cache_bits needs the KV cache; use use_cache=True")
-    if generator.window is not None or compiles_on_gpu:
-        other = (
-            "a window, whose cache is small" if generator.window is not None else "compile on a GPU"
-        )
-        raise UserError(f"cache_bits cannot be combined with {other}")
-    layers = QuantizedCache(config, 1, config.max_seq_len, "meta", torch.bfloat16, bits=bits).layers
-    if not any(isinstance(layer, QuantizedLayer) for layer in layers):
-        raise UserError(
-            "cache_bits has no effect: no layer of this model keeps the keys of the whole text"
-        )
-    if bits == 4 and config.head_dim % 16:
-        raise UserError(
-            f"a cache in 4 bits needs a head_dim that is a multiple of 16, not {config.head_dim}; use 8 bits"
-        )
-    if bits == 4 and generator.speculate:
-        raise UserError("speculate cannot be combined with a cache in 4 bits; use 8 bits")
+class QuantizedCaches(FullCaches):
+    """Makes QuantizedCaches (see CacheFactory)."""
+
+    option = "cache_bits"
+
+    def __init__(self, setup: Setup, bits: int) -> None:
+        """Raises UserError if `bits` does not suit the model or the other options."""
+        if bits not in FORMS:
+            wanted = "use 8 or 4, or None for the dtype of the model"
+            raise UserError(f"cache_bits is {describe(bits)}; {wanted}")
+        setup.need_cache("cache_bits")
+        config = setup.config
+        cache = QuantizedCache(config, 1, config.max_seq_len, "meta", torch.bfloat16, bits=bits)
+        if not any(isinstance(layer, QuantizedLayer) for layer in cache.layers):
+            raise UserError(
+                "cache_bits has no effect: no layer of this model keeps the keys of the whole text"
+            )
+        if bits == 4 and config.head_dim % 16:
+            raise UserError(
+                "a cache in 4 bits needs a head_dim that is a multiple of 16, "
+                f"not {config.head_dim}; use 8 bits"
+            )
+        self.bits = bits
+
+    def new(self, model: Thinker, batch_size: int, max_len: int, slack: int = 0) -> KVCache:
+        """As CacheFactory.new()."""
+        return make_cache(model, batch_size, max_len, slack, self.bits)
+
+    def bytes_per_text(self, model: Thinker, max_len: int) -> int:
+        """As FullCaches.bytes_per_text(), in few bits."""
+        return cache_bytes(model, 1, max_len, bits=self.bits)

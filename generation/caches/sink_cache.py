@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinker.generation.caches.full_cache import FullCaches
+from thinker.generation.sequence import Completion
+from thinker.generation.setup import Setup
 from thinker.model import Thinker
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.kv_cache import KVCache, RingLayer
@@ -118,3 +121,51 @@ class SinkCache(KVCache):
             )  # (T, S)
             slots.is_sink = keys < self.sinks
         return ForwardContext(positions, end, [mask] * len(self.layers), [slots] * len(self.layers))
+
+
+class WindowCaches(FullCaches):
+    """Makes SinkCaches (see CacheFactory)."""
+
+    option = "window"
+    can_roll_back = False
+    is_unbounded = True
+
+    def __init__(self, setup: Setup, window: int, sinks: int) -> None:
+        """Raises UserError if the window does not suit the model or the other options."""
+        if sinks < 0:
+            raise UserError(f"sinks is {sinks}; use at least 0, and only with a window")
+        max_seq_len = setup.config.max_seq_len
+        if not 1 <= window <= max_seq_len - sinks:
+            limit = f"the trained context ({max_seq_len} tokens)"
+            raise UserError(
+                f"window is {window}, sinks is {sinks}; "
+                f"use window >= 1, and a sum of at most {limit}"
+            )
+        setup.need_cache("window")
+        if setup.cache_bits is not None:
+            raise UserError("cache_bits cannot be combined with a window, whose cache is small")
+        setup.need_plain_attention("window")
+        self.window = window
+        self.sinks = sinks
+
+    def new(self, model: Thinker, batch_size: int, max_len: int, slack: int = 0) -> KVCache:
+        """As CacheFactory.new(). A text may be longer than `max_len`."""
+        return SinkCache(model, batch_size, self.window, self.sinks)
+
+    def bytes_per_text(self, model: Thinker, max_len: int) -> int:
+        """As FullCaches.bytes_per_text(), of the window alone."""
+        return super().bytes_per_text(model, min(max_len, self.window + self.sinks))
+
+    def n_evicted(self, n_read: int) -> int:
+        """As CacheFactory.n_evicted()."""
+        return max(0, n_read - self.sinks - self.window)
+
+    def describe_evicted(self, completions: list[Completion]) -> str:
+        """As CacheFactory.describe_evicted()."""
+        most = max(completion.n_evicted for completion in completions)
+        if most == 0:
+            return ""
+        first, last = self.sinks + 1, self.sinks + most
+        n_positions = last + self.window + 1
+        kept = f"the window keeps the first {self.sinks} and the newest {self.window}"
+        return f"evicted tokens {first} to {last} of {n_positions}; {kept}"

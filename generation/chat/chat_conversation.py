@@ -7,7 +7,7 @@ from thinker.data.text import chat
 from thinker.data.text.messages import Message
 from thinker.generation.chat.conversation import Conversation
 from thinker.generation.engine import Generator
-from thinker.generation.sampler import SamplingParams
+from thinker.generation.sampling_params import SamplingParams
 from thinker.generation.sequence import Completion
 from thinker.runtime.errors import UserError
 
@@ -17,7 +17,8 @@ ANSWER_SHARE = 1 / 4  # largest part of the context to reserve for an answer
 class ChatConversation(Conversation):
     """User messages and model answers, after an optional system message.
 
-    If the Generator slides, the oldest turns are dropped when the chat and an answer do not fit into the context.
+    If the Generator slides, the oldest turns are dropped when the chat and an answer do not fit into
+    the context.
     """
 
     greeting = "Type a message; /help lists the commands."
@@ -40,14 +41,17 @@ class ChatConversation(Conversation):
         return "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
 
     def reply(self, text: str, params: SamplingParams) -> Iterator[str]:
-        """Send a message and yield the answer. Raises UserError, with nothing changed, if it is empty or too long."""
+        """Send a message and yield the answer.
+
+        Raises UserError, with nothing changed, if it is empty or too long.
+        """
         if not text.strip():
             raise UserError("the message is empty; type some text")
-        generator, n_unseen = self.generator, 0
+        generator = self.generator
+        n_unseen = 0
         if generator.slide:
-            max_len = generator.context_len - min(
-                params.max_new_tokens, ANSWER_SHARE * generator.context_len
-            )
+            context_len = generator.context_len
+            max_len = context_len - min(params.max_new_tokens, ANSWER_SHARE * context_len)
             turns = range(len(self.turn_starts))
             n_unseen = bisect_left(turns, True, key=lambda n: len(self.encode(text, n)) <= max_len)
         sequence = generator.new_sequence(0, Completion(text), params, self.encode(text, n_unseen))
@@ -84,5 +88,6 @@ class ChatConversation(Conversation):
         if self._n_unseen and "unseen" not in self._said:
             self._said.add("unseen")
             length = self.generator.context_len
-            yield f"the context of {length} tokens is full: the oldest turns of the chat are dropped (see --no-slide)"
+            dropped = "the oldest turns of the chat are dropped (see --no-slide)"
+            yield f"the context of {length} tokens is full: {dropped}"
         yield from super().news()

@@ -1,28 +1,30 @@
 """A text that the user and the model write in turns, with a KV cache that is kept between turns."""
 
-import operator
+import math
 from collections.abc import Iterator
-from itertools import takewhile
 
 from torch import Tensor
 
-from thinker.features.structured_output.constraints import describe_unmet
+from thinker.generation.constraint import describe_unmet
 from thinker.generation.engine import Generator
-from thinker.generation.prompts import check_text
-from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Sequence
-from thinker.generation.sliding import continue_text, decode_sliding, describe_context_end
+from thinker.generation.sampling_params import SamplingParams, check_text
+from thinker.generation.sequence import Completion, Sequence, kept_when_sliding
+from thinker.generation.terminal import describe_context_end
 from thinker.model import KVCache
 
 
 class Conversation:
     """The text so far as token ids, and its cache, which is rebuilt if it has evicted positions.
 
-    If the Generator slides, a text longer than the context slides as in one call, regardless of turns.
+    If the Generator slides, a text longer than the context slides as in one call, regardless of
+    turns.
     """
 
     greeting = "Type the beginning of a text; /help lists the commands."
-    description = "Each line that you type, even an empty one, is appended to the text, and the model continues it."
+    description = (
+        "Each line that you type, even an empty one, is appended to the text, "
+        "and the model continues it."
+    )
     continues_text = True  # user and model write the same text
 
     def __init__(self, generator: Generator) -> None:
@@ -43,10 +45,15 @@ class Conversation:
         return self.generator.tokenizer.decode(self.tokens)
 
     def reply(self, text: str, params: SamplingParams) -> Iterator[str]:
-        """Append `text` and yield the continuation. Raises UserError, with nothing changed, if it does not fit."""
+        """Append `text` and yield the continuation.
+
+        Raises UserError, with nothing changed, if it does not fit.
+        """
         tokenizer = self.generator.tokenizer
-        tokens = self.tokens + tokenizer.encode(check_text(text, "the text")) or [tokenizer.bos_id]
-        sequence = continue_text(self.generator, tokens, len(self.tokens), params)
+        tokens = self.tokens + tokenizer.encode(check_text(text, "the text"))
+        if not tokens:
+            tokens = [tokenizer.bos_id]
+        sequence = self._continue(tokens, params)
         self.turn_starts.append(len(self.tokens))
         try:
             yield from self._decode(sequence)
@@ -54,6 +61,22 @@ class Conversation:
             self.tokens = sequence.forgotten + sequence.tokens
             if sequence.completion.token_ids and self.tokens[-1] in tokenizer.eos_ids:
                 self.tokens.pop()  # the user continues the same text
+
+    def _continue(self, tokens: list[int], params: SamplingParams) -> Sequence:
+        """A sequence that continues a text, of which `tokens` beyond self.tokens are new.
+
+        Raises UserError if it does not fit.
+        """
+        context_len = self.generator.context_len
+        n_forgotten = 0
+        if self.generator.slide and len(tokens) > context_len:
+            per_slide = context_len + 1 - kept_when_sliding(context_len)
+            n_slides = math.ceil((len(tokens) - context_len) / per_slide)
+            n_forgotten = min(n_slides * per_slide, len(self.tokens))
+        completion = Completion("", n_slides=int(n_forgotten > 0))
+        sequence = self.generator.new_sequence(0, completion, params, tokens[n_forgotten:])
+        sequence.forgotten = tokens[:n_forgotten]
+        return sequence
 
     def undo(self) -> bool:
         """Remove the last turn of user and model. Returns False if there is none."""
@@ -63,33 +86,51 @@ class Conversation:
         return True
 
     def news(self) -> Iterator[str]:
-        """Yield a line per event at the end of the context in the last turn, each once per text, and if it was cut."""
-        lines = describe_context_end(
-            self.generator, [self._last.completion], self._last.params.max_new_tokens
-        )
+        """Yield a line per event at the end of the context in the last turn, and if it was cut.
+
+        Each event is told once per text.
+        """
+        completion = self._last.completion
+        max_new_tokens = self._last.params.max_new_tokens
+        lines = describe_context_end(self.generator, [completion], max_new_tokens)
         yield from (line for name, line in lines.items() if name not in self._said)
         self._said |= lines.keys()
-        yield from describe_unmet([self._last.completion])
+        yield from describe_unmet([completion.constraint_met])
 
     def _decode(self, sequence: Sequence) -> Iterator[str]:
         self._last = sequence
-        return (piece for _, piece in decode_sliding(self.generator, [sequence], self._prefill))
+        return (piece for _, piece in self.generator.decode_all([sequence], self._prefill))
 
     def _prefill(self, sequences: list[Sequence]) -> tuple[KVCache, Tensor]:
-        """Read the tokens of the one sequence that are not in the cache. Returns cache and logits (1, 1, V)."""
-        generator, cache, tokens = self.generator, self._cache, sequences[0].tokens
-        n_cached = sum(
-            takewhile(bool, map(operator.eq, self._read[:-1], tokens[:-1]))
-        )  # at least one must be read
+        """Read the tokens of the one sequence that are not in the cache.
+
+        Returns the cache and logits (1, 1, V).
+        """
+        generator = self.generator
+        cache = self._cache
+        (sequence,) = sequences
+        tokens = sequence.tokens
+        n_cached = _n_equal(self._read[:-1], tokens[:-1])  # the last token has to be read
         if n_cached < generator.config.prefix:
             n_cached = 0  # a bidirectional prefix must be read in one pass
         self._read = []  # invalid until the passes are done
         if cache is None or not cache.can_truncate([n_cached]):
-            max_len = (
-                generator.config.max_seq_len + generator.speculate + 1
-            )  # a ring buffer is smaller than that
-            cache, n_cached = generator.new_cache(generator.model, 1, max_len), 0
+            # A cache without a ring buffer needs no more than that.
+            max_len = generator.config.max_seq_len + generator.max_drafts + 1
+            cache = generator.new_cache(1, max_len)
+            n_cached = 0
         cache.truncate([n_cached])
-        logits = generator.prefill(generator.model, [tokens[n_cached:]], cache)
-        self._cache, self._read = cache, tokens  # both grow with every sampled token
+        logits = generator.prefill([tokens[n_cached:]], cache)
+        self._cache = cache
+        self._read = tokens  # both grow with every sampled token
         return cache, logits
+
+
+def _n_equal(a: list[int], b: list[int]) -> int:
+    """Number of equal tokens at the start of two texts."""
+    n = 0
+    for x, y in zip(a, b):
+        if x != y:
+            break
+        n += 1
+    return n

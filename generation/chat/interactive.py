@@ -7,7 +7,7 @@ import signal
 import sys
 
 from thinker.generation.chat.conversation import Conversation
-from thinker.generation.sampler import SamplingParams
+from thinker.generation.sampling_params import SamplingParams
 from thinker.generation.terminal import log, print_text
 from thinker.runtime.errors import UserError, did_you_mean
 
@@ -32,15 +32,15 @@ def run_interactive(conversation: Conversation, prompt: str, params: SamplingPar
     if prompt:
         print_text(prompt if conversation.continues_text else "")
         _print_reply(conversation, prompt, params, interrupt)
-    while (line := _read_line(is_terminal, interrupt)) is not None:
+    while True:
+        line = _read_line(is_terminal, interrupt)
+        if line is None:
+            return
+        is_text = not line.startswith("/") or line.startswith("//")
         try:
-            if not line.startswith("/") or line.startswith("//"):
-                _print_reply(
-                    conversation,
-                    line[line.startswith("//") :].replace("\\n", "\n"),
-                    params,
-                    interrupt,
-                )
+            if is_text:
+                text = line.removeprefix("/").replace("\\n", "\n")
+                _print_reply(conversation, text, params, interrupt)
             elif line.split()[0] == "/quit":
                 return
             else:
@@ -53,9 +53,8 @@ class _InterruptHandler:
     """Makes Ctrl-C end the model's turn or the line being typed, but not the session."""
 
     def __init__(self) -> None:
-        self.is_reading = (
-            False  # the handler raises only while reading: elsewhere it could interrupt any line
-        )
+        # The handler raises only while reading: elsewhere it could interrupt any line.
+        self.is_reading = False
         self.pressed = False
         signal.signal(signal.SIGINT, self._handle)
 
@@ -78,10 +77,8 @@ def _read_line(is_terminal: bool, interrupt: _InterruptHandler) -> str | None:
             if is_terminal:
                 log("")
             return None
-        except (
-            KeyboardInterrupt,
-            SystemError,
-        ):  # input() raises SystemError if it is interrupted twice
+        # input() raises SystemError if it is interrupted twice.
+        except (KeyboardInterrupt, SystemError):
             log("\n(press Ctrl-D or type /quit to quit)")
 
 
@@ -119,30 +116,23 @@ def _run_command(
         params = _set_param(params, field, rest[1])
         log(f"{rest[0]} = {getattr(params, field)}")
     elif words == ["/set"]:
-        log(
-            *(
-                f"{field} = {value}"
-                for field, value in dataclasses.asdict(params).items()
-                if field != "logprobs"
-            )
-        )
+        for field, value in dataclasses.asdict(params).items():
+            if field != "logprobs":
+                log(f"{field} = {value}")
     else:
-        raise UserError(
-            f"unknown command {' '.join(words)}; /help lists commands{did_you_mean(name, COMMANDS)}"
-        )
+        hint = did_you_mean(name, COMMANDS)
+        raise UserError(f"unknown command {' '.join(words)}; /help lists commands{hint}")
     return params
 
 
 def _set_param(params: SamplingParams, name: str, value: str) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(params)]
     if name == "logprobs":
-        raise UserError(
-            "logprobs cannot be set in a session; run generate.py --logprobs N without --interactive"
-        )
+        instead = "run generate.py --logprobs N without --interactive"
+        raise UserError(f"logprobs cannot be set in a session; {instead}")
     if name not in names:
-        raise UserError(
-            f"unknown setting {name}{did_you_mean(name, names)}; /set lists all settings"
-        )
+        hint = did_you_mean(name, names)
+        raise UserError(f"unknown setting {name}{hint}; /set lists all settings")
     if value.lower() == "none":
         return dataclasses.replace(params, **{name: getattr(SamplingParams, name)})
     if name in ("json_schema", "regex"):

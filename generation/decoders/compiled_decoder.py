@@ -10,6 +10,9 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
+from thinker.generation.caches.cache_factory import CacheFactory
+from thinker.generation.decoders.decoder import PlainDecoder
+from thinker.generation.setup import Setup
 from thinker.model import KVCache, Thinker
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.inspection.activation_hooks import has_open_hooks
@@ -21,39 +24,59 @@ from thinker.runtime.errors import UserError
 CAPACITY_MULTIPLE = 128  # positions
 
 
-class CompiledThinker:
-    """model(tokens, cache=cache) for one position per row, through torch.compile. For `is_plain` models only.
+class CompiledDecoder(PlainDecoder):
+    """Runs steps of one position per row through torch.compile (see Decoder).
 
-    Rows are rounded up to a power of two and the cache's max_len to a multiple of 128. Each such bucket is captured as
-    a CUDA graph; only the newest one is kept, to bound memory. A CPU uses NativeThinker instead.
+    Rows are rounded up to a power of two and the cache's max_len to a multiple of 128. Each such
+    bucket is captured as a CUDA graph; only the newest one is kept, to bound memory. A CPU uses
+    NativeDecoder instead.
     """
 
+    option = "compile"
+
     def __init__(self, model: Thinker) -> None:
-        self.model = model
+        super().__init__(model)
         # The pattern matcher would restore SDPA, which copies the keys.
         options = {"pattern_matcher": False, "size_asserts": False}
-        # None: only dimensions that a bucket marks are dynamic. With True, heads and widths would be dynamic, too.
+        # None: only dimensions that a bucket marks are dynamic. With True, heads and widths would
+        # be dynamic, too.
         self._compiled = torch.compile(
             _with_own_code(_step), dynamic=None, fullgraph=True, options=options
         )
         self._bucket: _Bucket | None = None
         self.compile_seconds = 0.0  # spent on compiling and on capturing CUDA graphs
 
-    def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """tokens (B, 1) -> logits (B, 1, V)."""
+    @staticmethod
+    def check(setup: Setup, caches: CacheFactory) -> None:
+        """Raise UserError if the model or the other options are not supported."""
+        setup.need_cache("compile")
+        if caches.option == "cache_bits":
+            raise UserError("cache_bits cannot be combined with compile on a GPU")
+        if caches.option:
+            raise UserError(f"{caches.option} cannot be combined with compile; use only one")
+        setup.need_plain_attention("compile")
+
+    @staticmethod
+    def supports(kind: type[KVCache]) -> bool:
+        """As Decoder.supports()."""
+        return kind is KVCache
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """As Decoder.step(). Drafts are read by the model itself."""
+        if tokens.shape[1] > 1:
+            return super().step(tokens, cache)
         if has_open_hooks(self.model):
             raise UserError(
                 "activations of a compiled model cannot be recorded or patched; use compile=False"
             )
         positions = cache.reserve(*tokens.shape)
-        shape = (
-            1 << (len(tokens) - 1).bit_length(),
-            -(-cache.max_len // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE,
-        )
-        if self._bucket is None or self._bucket.shape != shape:
+        n_rows = 1 << (len(tokens) - 1).bit_length()
+        capacity = -(-cache.max_len // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+        if self._bucket is None or self._bucket.shape != (n_rows, capacity):
             self._bucket = None  # frees its memory first
             start = time.perf_counter()
-            self._bucket = _Bucket(self.model, self._compiled, *shape)
+            self._bucket = _Bucket(self.model, self._compiled, n_rows, capacity)
             self.compile_seconds += time.perf_counter() - start
         self._bucket.adopt(cache)
         return self._bucket.run(tokens, positions)
@@ -63,7 +86,8 @@ def _step(
     model: Thinker, tokens: Tensor, positions: Tensor, rope_table: Rotation, cache: KVCache
 ) -> Tensor:
     """tokens, positions (B, 1), rope_table (S, D) each, a cache of S positions -> logits (B, 1, V)."""
-    S, n_layers = cache.layers[0].keys.shape[2], len(cache.layers)
+    S = cache.layers[0].keys.shape[2]
+    n_layers = len(cache.layers)
     allowed = torch.arange(S, device=positions.device) <= positions  # (B, S)
     masks = [AttentionMask(allowed[:, None, None])] * n_layers  # (B, 1, 1, S)
     cos, sin = (table[positions].unsqueeze(1) for table in rope_table)  # (B, 1, 1, D)
@@ -72,12 +96,18 @@ def _step(
 
 
 def _with_own_code(function: FunctionType) -> FunctionType:
-    """Copy a function to compile: dynamo allows 8 programs per code object, which all models would share."""
+    """Copy a function to compile.
+
+    Dynamo allows 8 programs per code object, which all models would share.
+    """
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 class _Bucket:
-    """Tensors of a step for `n_rows` rows (some may be padding) and `capacity` positions; on a GPU, a CUDA graph."""
+    """Tensors of a step for `n_rows` rows (some may be padding) and `capacity` positions.
+
+    On a GPU, also a CUDA graph.
+    """
 
     def __init__(
         self, model: Thinker, step: Callable[..., Tensor], n_rows: int, capacity: int
@@ -85,20 +115,16 @@ class _Bucket:
         assert model.config.is_plain
         self.shape = n_rows, capacity
         self.buffers = model.new_cache(n_rows, capacity)
-        self.tokens, self.positions = (
-            torch.zeros(n_rows, 1, dtype=int, device=model.device) for _ in range(2)
-        )
-        rope_table = model.rope(
-            torch.arange(capacity, device=model.device), capacity, model.dtype
-        )  # (S, D) each
+        self.tokens = torch.zeros(n_rows, 1, dtype=int, device=model.device)
+        self.positions = torch.zeros(n_rows, 1, dtype=int, device=model.device)
+        every_position = torch.arange(capacity, device=model.device)
+        rope_table = model.rope(every_position, capacity, model.dtype)  # (S, D) each
         for tensor in (self.tokens, self.positions, *rope_table):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         for layer in self.buffers.layers:
             for tensor in (layer.keys, layer.values):
                 torch._dynamo.maybe_mark_dynamic(tensor, [0, 2])
-        self._owner: Callable[[], KVCache | None] = lambda: (
-            None
-        )  # weak reference to the adopted cache
+        self._owner: Callable[[], KVCache | None] = lambda: None  # weak, to the adopted cache
         self._keys: list[Tensor | None] = [None] * len(self.buffers.layers)  # of its layers
         # Not a lambda, which would refer to self and keep the memory until the next garbage collection.
         self._step = partial(step, model, self.tokens, self.positions, rope_table, self.buffers)
@@ -118,25 +144,28 @@ class _Bucket:
             self._logits = self._step()
 
     def adopt(self, cache: KVCache) -> None:
-        """Move a cache into the buffers, layer by layer in case of an interruption; release the previous cache."""
+        """Move a cache into the buffers, layer by layer in case of an interruption.
+
+        The cache that was there before gets tensors of its own.
+        """
         if all(self._holds(cache)):
             return
-        if (owner := self._owner()) is not None:
+        owner = self._owner()
+        if owner is not None:
             for index, is_held in enumerate(self._holds(owner)):
                 if is_held:
                     layer = owner.layers[index]
-                    owner.layers[index] = replace(
-                        layer, keys=layer.keys.clone(), values=layer.values.clone()
-                    )
+                    keys, values = layer.keys.clone(), layer.values.clone()
+                    owner.layers[index] = replace(layer, keys=keys, values=values)
         self._owner = weakref.ref(cache)
-        B, length = len(cache.lengths), max(cache.lengths)
+        B = len(cache.lengths)
+        length = max(cache.lengths)
         for index, (buffer, layer) in enumerate(zip(self.buffers.layers, cache.layers)):
             for stored, contents in ((buffer.keys, layer.keys), (buffer.values, layer.values)):
                 stored.zero_()  # a nan of an earlier text would pass the mask, since 0 · nan is nan
                 stored[:B, :, :length] = contents[:, :, :length]
-            keys, values = (
-                stored[:B, :, : cache.max_len] for stored in (buffer.keys, buffer.values)
-            )
+            keys = buffer.keys[:B, :, : cache.max_len]
+            values = buffer.values[:B, :, : cache.max_len]
             self._keys[index] = keys
             cache.layers[index] = replace(layer, keys=keys, values=values)
 
@@ -146,7 +175,8 @@ class _Bucket:
 
     def run(self, tokens: Tensor, positions: list[int]) -> Tensor:
         """Tokens (B, 1) and their positions -> logits (B, 1, V)."""
-        B, n_rows = len(tokens), self.shape[0]
+        B = len(tokens)
+        n_rows = self.shape[0]
         self.tokens[:B].copy_(tokens)
         padded = [[position] for position in positions] + [[0]] * (n_rows - B)
         self.positions.copy_(to_device(padded, self.positions.device))

@@ -325,7 +325,7 @@ def _matrix_name(path: str) -> str:
 
 
 def known_modules(model: Thinker) -> Iterator[bool]:
-    """For each part of a fused model whether NativeThinker knows it."""
+    """For each part of a fused model whether NativeDecoder knows it."""
     yield type(model) is Thinker and not is_patched(model)
     yield type(model.norm) is InferenceNorm
     for block in model.blocks:

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import select
 import signal
 import subprocess
@@ -12,8 +11,9 @@ import time
 
 import pytest
 from conftest import ROOT, run_script
+from generate_flags import check_refused
+from installed import if_installed
 
-import generate
 from thinker.interop import load
 from thinker.interop.find import find_checkpoint
 from thinker.runtime.errors import UserError
@@ -56,51 +56,6 @@ def test_json_has_one_object_per_sample(tiny_run):
     assert alone["token_ids"] == rows[2]["token_ids"]
 
 
-def test_early_exit_says_how_many_layers_it_used(tiny_run):
-    common = [
-        GENERATE,
-        tiny_run,
-        "--prompt",
-        "Line",
-        "--max-new-tokens",
-        "9",
-        "--seed",
-        "4",
-        "--device",
-        "cpu",
-    ]
-    plain = run_script(*common, "--no-compile")
-    for threshold, layers in (("0.999999999", "2.00"), ("0.000001", "1.00")):
-        done = run_script(*common, "--early-exit", threshold)
-        assert done.returncode == 0, done.stderr
-        assert f"; {layers} of 2 layers per token" in done.stderr
-        assert (done.stdout == plain.stdout) == (layers == "2.00")
-        (row,) = map(
-            json.loads, run_script(*common, "--early-exit", threshold, "--json").stdout.splitlines()
-        )
-        assert row["mean_layers"] == float(layers)
-        assert done.stdout == f"Line{row['text']}\n"
-    assert json.loads(run_script(*common, "--json").stdout)["mean_layers"] is None
-
-
-def test_the_cost_of_early_exit(tiny_run):
-    script = ROOT / "scripts" / "early_exit.py"
-    done = run_script(script, tiny_run, "--texts", "3", "--early-exit", "0.000001,0.999999999", "--device", "cpu",
-                      "--json", "--text", ROOT / "README.md")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    first, last = json.loads(done.stdout)["early_exit"]
-    assert (first["mean_layers"], last["mean_layers"]) == (1, 2)
-    assert (
-        last["early_loss"]
-        == pytest.approx(last["loss"], abs=1e-5)
-        == pytest.approx(first["loss"], abs=1e-5)
-    )
-    assert first["kl"] > 1e-4 > abs(last["kl"])
-    done = run_script(script, tiny_run, "--early-exit", "0.5,2")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --early-exit 0.5,2 is not a list of probabilities")
-
-
 def test_several_samples_with_a_stop_string(tiny_run):
     command = [
         GENERATE,
@@ -120,42 +75,6 @@ def test_several_samples_with_a_stop_string(tiny_run):
     assert first.startswith("Line")
     assert second.startswith("Line")
     assert "t" not in completed.stdout
-
-
-def test_json_schema_and_regex(tiny_run, tmp_path):
-    schema = {
-        "type": "object",
-        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
-        "required": ["n"],
-    }
-    (tmp_path / "schema.json").write_text(json.dumps(schema | {"additionalProperties": False}))
-    common = [GENERATE, tiny_run, "--seed", "1", "--max-new-tokens", "60"]
-    completed = run_script(*common, "--json-schema", tmp_path / "schema.json", "--num-samples", "2")
-    assert completed.returncode == 0, completed.stderr
-    for text in completed.stdout.split("\n\n---\n\n"):
-        assert 0 <= json.loads(text)["n"] <= 99
-    assert "cut" not in completed.stderr
-    cut = "cut before the JSON schema or regex was complete; use a higher --max-new-tokens"
-    completed = run_script(*common, "--regex", "(ab){90}", "--num-samples", "2", "--json")
-    for row in map(json.loads, completed.stdout.splitlines()):
-        assert (row["text"][:4], row["finish_reason"], row["constraint_met"]) == (
-            "abab",
-            "length",
-            False,
-        )
-    assert f"2 of 2 texts were {cut}" in completed.stderr
-    completed = run_script(*common, "--regex", "(ab){90}")
-    assert f"the text was {cut}" in completed.stderr
-    turns = "Line\nLine\n/set regex c+d\n\n/set regex none\n/set json-schema true\n\n"
-    completed = run_script(*common, "--regex", "a[bc]{3}", "--interactive", input=turns)
-    assert completed.returncode == 0, completed.stderr
-    *matched, made_json = completed.stdout.split("\n", 3)
-    assert [
-        bool(re.fullmatch(pattern, line))
-        for pattern, line in zip(["a[bc]{3}", "a[bc]{3}", "c+d"], matched)
-    ] == [True] * 3
-    assert made_json.startswith("{")
-    assert 'json-schema = {"type":"object"}' in completed.stderr
 
 
 def test_greedy_equals_temperature_zero(tiny_run):
@@ -225,25 +144,10 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
         (["--window", "0"], "window is 0"),
         (["--window", "31", "--sinks", "2"], "the trained context (32 tokens)"),
         (["--sinks", "2"], "only with a window"),
-        (["--speculate", "65"], "speculate is 65"),
-        (["--speculate", "2", "--window", "8"], "window cannot be combined with speculate"),
-        (["--no-cache", "--speculate", "2"], "speculate needs the KV cache"),
         (["--score", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--score", "x", "--top-k", "5"], "--top-k has no effect with --score"),
-        (["--score", "x", "--early-exit", "0.5"], "--early-exit has no effect with --score"),
-        (["--early-exit", "0.5", "--no-cache"], "early_exit needs the KV cache"),
         (["--score", "x", "--greedy"], "--greedy has no effect with --score"),
         (["--score", "x", "--prompt", "y"], "--prompt has no effect with --score"),
-        (["--score", "x", "--regex", "a"], "--regex has no effect with --score"),
-        (["--score", "x", "--json-schema", "s"], "--json-schema has no effect with --score"),
-        (["--regex", "a", "--json-schema", "s"], "not allowed with argument --regex"),
-        (["--json-schema", "nowhere.json"], "cannot read nowhere.json"),
-        (["--json-schema", os.devnull], "json_schema is '', which is not valid JSON"),
-        (["--regex", "["], "regex cannot be used: unclosed character class"),
-        (
-            ["--regex", "a", "--speculate", "2"],
-            "json_schema and regex cannot be combined with speculate",
-        ),
         (["--interactive", "--score", "x"], "not allowed with argument --interactive"),
         (["--greedy", "--temperature", "1"], "not allowed with argument --greedy"),
         (["--interactive", "--prompt-file", "-"], "both read standard input"),
@@ -266,14 +170,7 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
 )
 def test_invalid_arguments_raise(tiny_run, monkeypatch, capsys, arguments, message):
     """In this process, for speed; the tests below start the command."""
-    decoded = [
-        argument if isinstance(argument, str) else os.fsdecode(argument) for argument in arguments
-    ]
-    monkeypatch.setattr(sys, "argv", ["generate.py", str(tiny_run), *decoded])
-    with pytest.raises(UserError, match=re.escape(message)):
-        generate.main()
-    output = capsys.readouterr()
-    assert (output.out, output.err) == ("", "")
+    check_refused(tiny_run, monkeypatch, capsys, arguments, message)
 
 
 @pytest.mark.parametrize(
@@ -326,10 +223,6 @@ def test_fast_decoding_options_give_the_same_text(tiny_run):
         "2",
     ]
     plain = run_script(*common)
-    drafted = run_script(*common, "--speculate", "4")
-    assert drafted.stdout == plain.stdout
-    assert "drafted tokens accepted" in drafted.stderr
-    assert run_script(*common, "--speculate", "3", "--draft", tiny_run).stdout == plain.stdout
     assert "seed 2, fp32 on cpu" in plain.stderr
     int8 = run_script(*common, "--int8")
     assert (int8.returncode, int8.stderr.splitlines()[0]) == (
@@ -360,30 +253,6 @@ def test_window_goes_beyond_the_context_and_reports_evictions(tiny_run):
     )
     if len(completed.stdout) > 100:
         assert "evicted tokens 3 to" in completed.stderr
-
-
-def test_retrieval_reports_what_is_stored(tiny_run):
-    common = [
-        GENERATE,
-        tiny_run,
-        "--window",
-        "8",
-        "--sinks",
-        "2",
-        "--retrieve",
-        "2",
-        "--retrieve-block",
-        "4",
-    ]
-    common += ["--prompt", "Line 1: the cat " * 20, "--max-new-tokens", "9", "--seed", "1"]
-    completed = run_script(*common)
-    row = json.loads(run_script(*common, "--json").stdout)
-    assert row["n_evicted"] == (row["prompt_tokens"] + len(row["token_ids"]) - 1 - 10) // 4 * 4 > 50
-    assert row["stored_bytes"] > 0
-    assert f"stored tokens 3 to {2 + row['n_evicted']} in" in completed.stderr
-    assert "each query retrieves up to 2 blocks of 4" in completed.stderr
-    refused = run_script(*common[:4], "--retrieve", "2", "--retrieve-block", "3")
-    assert "use a block that divides the window" in refused.stderr
 
 
 def test_score_and_logprobs(tiny_run, tmp_path):
@@ -468,7 +337,7 @@ def test_interactive_slides_as_one_text_does(tiny_run):
     common = [GENERATE, tiny_run, "--greedy", "--logit-bias", f"{load(tiny_run)[1].eos_id}=-inf"]
     whole = run_script(*common, "--prompt", "Line 1: the", "--max-new-tokens", "80")
     lines = "Line 1: the\n\n\n\n/show\n/undo\n/undo\n\n\n/show\n/set max-new-tokens 40\n/undo\n/undo\n\n/show\n"
-    for options in ([], ["--speculate", "3"]):
+    for options in ([], *if_installed("speculation", ["--speculate", "3"])):
         turns = run_script(
             *common, "--interactive", "--max-new-tokens", "20", *options, input=lines
         )

@@ -12,8 +12,8 @@ from story_parser import parse
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.text import tales
 from thinker.evaluation import needle
-from thinker.evaluation.windowed_needle import cached_log_probs
 from thinker.features.retrieval.retrieval_cache import RetrievalCache
+from thinker.features.retrieval.windowed_needle import cached_log_probs
 from thinker.generation.caches.sink_cache import SinkCache
 from thinker.runtime.errors import UserError
 

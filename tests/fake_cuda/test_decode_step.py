@@ -10,8 +10,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.batch_sampling import sample_steps
 from thinker.generation.decoders import compiled_decoder as compiled_decode
+from thinker.generation.sampler import sample_steps
 from thinker.generation.sequence import Completion
 from thinker.model import Thinker, ThinkerConfig
 
@@ -65,7 +65,7 @@ def texts_of_lengths(generator, lengths, max_len):
         )
         for index, length in enumerate(lengths)
     ]
-    cache = generator.new_cache(generator.model, len(lengths), max_len)
+    cache = generator.new_cache(len(lengths), max_len)
     cache.reserve(len(lengths), max(lengths) - 1)
     cache.truncate([length - 1 for length in lengths])
     return sequences, cache
@@ -146,15 +146,15 @@ SETTINGS = {
 @pytest.mark.usefixtures("_uncompiled")
 def test_steps_are_sampled_without_waiting_and_read_at_once(new_generator, setting, monkeypatch):
     generator, _ = new_generator(compile=True)
-    assert generator.steps_per_read == 16
+    assert generator.decoder.steps_per_read == 16
     params = [SamplingParams(seed=seed, **SETTINGS[setting]) for seed in range(3)]
     sequences = [
         generator.new_sequence(i, Completion(""), each, [1] * 9) for i, each in enumerate(params)
     ]
-    cache = generator.new_cache(generator.model, 3, 64)
+    cache = generator.new_cache(3, 64)
     cache.reserve(3, 9)
     logits = torch.zeros(3, 1, 264, device="cuda")
-    step = partial(generator.decode_model, cache=cache)
+    step = partial(generator.decoder.step, cache=cache)
     with DeviceTrace():
         sample_steps(sequences, logits, 2, step)  # makes the bucket
     with DeviceTrace() as trace:
@@ -162,7 +162,7 @@ def test_steps_are_sampled_without_waiting_and_read_at_once(new_generator, setti
     assert [len(tokens) for tokens in sampled] == [16] * 3
     assert trace.waits == {}
     n_reads = 4 if "logprobs" in SETTINGS[setting] else 2  # at the end, of all steps
-    assert trace.reads == {"generation/batch_sampling.py:sample_steps": n_reads}
+    assert trace.reads == {"generation/sampler.py:sample_steps": n_reads}
     assert trace.uploads == {
         UPLOAD: 16 + 2 * (setting == "penalties")
     }  # random numbers, positions, text

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import random_model
+from installed import if_installed
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
@@ -30,39 +31,13 @@ def texts(model, prompts, params=PARAMS, **options):
     "attention",
     ["(token(97) & window(8)) | window(4)", "topk(4) & window(16)", "retrieve(4, 2)", "prefix(3)"],
 )
-def test_batching_and_speculation_do_not_change_the_text(attention):
+def test_batching_does_not_change_the_text(attention):
     model, prompts = make(attention), ["abcab", "ab" * 4, "cab"]
     assert not model.config.is_unbounded
     plain = texts(model, prompts, use_cache=False)
-    assert texts(model, prompts) == texts(model, prompts, speculate=4) == plain
-
-
-def test_drafts_stay_within_learned_positions():
-    model, draft = make(positions="learned"), make(positions="learned", seed=1)
-    params = SamplingParams(
-        max_new_tokens=40, temperature=1.0, logit_bias={TOKENIZER.eos_id: -100.0}
-    )
-    prompts = ["ab" * n for n in range(3, 9)]
-    plain = texts(model, prompts, params)
-    assert texts(model, prompts, params, speculate=8) == plain
-    assert texts(model, prompts, params, speculate=8, draft=draft) == plain
-
-
-def test_speculation_with_unsupported_models_raises():
-    for main, draft, says in [
-        (make(), make("linear(8)"), "linear"),
-        (make("window(8)"), make(), "an unbounded context"),
-        (make("window(8)"), make("window(8)", positions="learned"), "an unbounded context"),
-        (
-            make(),
-            make(rope_scaling={"type": "dynamic", "factor": 2, "original_max_seq_len": 20}),
-            "context is 20",
-        ),
-        (make(), make("prefix(9)"), "bidirectional prefix is 9"),
-    ]:
-        with pytest.raises(UserError, match=says):
-            Generator(main, TOKENIZER, speculate=2, draft=draft)
-    Generator(make("window(8)"), TOKENIZER, speculate=2, draft=make("window(4)"))
+    assert texts(model, prompts) == plain
+    for options in if_installed("speculation", {"speculate": 4}):
+        assert texts(model, prompts, **options) == plain
 
 
 def test_dynamic_rope_ends_a_text_at_the_original_length_with_a_cache():
@@ -97,7 +72,7 @@ def test_long_texts_with_a_prefix_are_scored(prefix):
 
 
 def test_a_prefix_longer_than_the_prefill_chunk(monkeypatch):
-    monkeypatch.setattr("thinker.generation.prompts.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("thinker.generation.decoders.decoder.PREFILL_CHUNK", 8)
     model, prompts = make("prefix(20)"), ["abcdefg" * 4]
     assert texts(model, prompts) == texts(model, prompts, use_cache=False)
     with pytest.raises(UserError, match="bidirectional prefix needs at least 20"):
@@ -112,10 +87,10 @@ def test_undo_to_before_the_prefix():
     assert "".join(conversation.reply("abcdefghij", params)) == first
 
 
-@pytest.mark.parametrize("speculate", [0, 3])
-def test_a_conversation_continues_beyond_a_window_as_wide_as_the_context(speculate):
+@pytest.mark.parametrize("options", [{}, *if_installed("speculation", {"speculate": 3})])
+def test_a_conversation_continues_beyond_a_window_as_wide_as_the_context(options):
     model = make("window(48)")
-    conversation = Conversation(Generator(model, TOKENIZER, speculate=speculate))
+    conversation = Conversation(Generator(model, TOKENIZER, **options))
     said = "".join("".join(conversation.reply(text, PARAMS)) for text in ("abc", "de", "fgh"))
     assert len(conversation.tokens) > 96
     fresh = Conversation(Generator(model, TOKENIZER))

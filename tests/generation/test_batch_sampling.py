@@ -4,16 +4,16 @@ import dataclasses
 import functools
 
 import pytest
-import test_speculation
 import torch
 from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_speculation import (
+from sampling_cases import (
     EOS,
     PARAMS,
     PROMPTS,
     SAME_EXAMPLES,
+    SHAPES,
     TOKENIZER,
     assert_same,
     small_model,
@@ -23,20 +23,20 @@ from thinker.generation import Generator, SamplingParams
 from thinker.generation.chat.conversation import Conversation
 from thinker.generation.sampler import _rank
 
-SHAPES = [*test_speculation.SHAPES, {"attention": "window(6)"}, {"attention": "linear(8)"}]
+ALL_SHAPES = [*SHAPES, {"attention": "window(6)"}, {"attention": "linear(8)"}]
 
 
 @functools.cache
 def make_generator(shape, steps_per_read):
-    generator = Generator(small_model(shape, **SHAPES[shape]), TOKENIZER)
-    generator.steps_per_read = steps_per_read
+    generator = Generator(small_model(shape, **ALL_SHAPES[shape]), TOKENIZER)
+    generator.decoder.steps_per_read = steps_per_read
     return generator
 
 
 @settings(max_examples=examples(100), **SAME_EXAMPLES)
 @given(st.data())
 def test_steps_per_read_do_not_change_the_texts(data):
-    shape, prompts = data.draw(st.integers(0, len(SHAPES) - 1)), data.draw(PROMPTS)
+    shape, prompts = data.draw(st.integers(0, len(ALL_SHAPES) - 1)), data.draw(PROMPTS)
     n_steps = data.draw(st.sampled_from([2, 3, 16]))
     params = [
         dataclasses.replace(data.draw(PARAMS), logprobs=data.draw(st.integers(0, 3)))
@@ -55,7 +55,7 @@ def test_a_conversation_goes_on_after_a_text_that_ended_between_reads(attention)
     texts = []
     for steps_per_read in (1, 16):
         generator = Generator(small_model(3, attention=attention), TOKENIZER)
-        generator.steps_per_read = steps_per_read
+        generator.decoder.steps_per_read = steps_per_read
         talk, params = (
             Conversation(generator),
             SamplingParams(12, temperature=0.5, logit_bias={97: 60.0, EOS: 59.5}),

@@ -1,6 +1,7 @@
 """A chat in turns: every answer is what the whole chat gives from a fresh start, and only what is new is read."""
 
 import pytest
+from installed import if_installed
 
 from thinker.data.text import chat
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
@@ -92,7 +93,9 @@ SYSTEM = [{"role": "system", "content": "be brief"}]
 UNSEEN = "the context of 160 tokens is full: the oldest turns of the chat are dropped "
 
 
-@pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"bits": 8}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, *if_installed("speculation", {"speculate": 3}), {"bits": 8}], ids=str
+)
 @pytest.mark.parametrize("template", [TEMPLATE, FORGETFUL], ids=["plain", "forgetful"])
 @pytest.mark.parametrize("system", [None, "be brief"])
 def test_the_oldest_turns_are_not_seen_where_the_chat_does_not_fit(

@@ -9,11 +9,12 @@ import time
 import pytest
 import torch
 
+import generate
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
-from thinker.generation import Generator, SamplingParams, terminal
+from thinker.generation import Generator, SamplingParams
 from thinker.generation.chat.conversation import Conversation
 from thinker.generation.decoders import compiled_decoder as compiled_decode
-from thinker.generation.decoders.compiled_decoder import CompiledThinker, _Bucket
+from thinker.generation.decoders.compiled_decoder import CompiledDecoder, _Bucket
 from thinker.generation.decoders.inference_model import fuse_for_inference
 
 pytestmark = pytest.mark.skipif(
@@ -39,15 +40,12 @@ def test_the_reported_rate_leaves_compiling_out(random_model, capfd):
     _, compiled = plain_and_bucketed(random_model(vocab_size=264, n_layers=1), dtype=torch.bfloat16)
     params = SamplingParams(10, temperature=0, logit_bias={TOKENIZER.bos_id: -math.inf})
     start = time.perf_counter()
-    terminal.print_samples(compiled, "hello", compiled.encode("hello"), params, 1, False)
+    generate.print_samples(compiled, "hello", compiled.encode("hello"), params, 1, False)
     seconds, text = time.perf_counter() - start, capfd.readouterr().err
     found = re.search(r"10 tokens, ([\d,]+) tokens/s.*, after ([\d.]+) s of compiling", text)
-    assert 0 < compiled.decode_model.compile_seconds < seconds
-    assert float(found[2]) == pytest.approx(compiled.decode_model.compile_seconds, abs=0.1)
-    assert (
-        float(found[1].replace(",", ""))
-        >= 10 / (seconds - compiled.decode_model.compile_seconds) - 1
-    )
+    assert 0 < compiled.decoder.compile_seconds < seconds
+    assert float(found[2]) == pytest.approx(compiled.decoder.compile_seconds, abs=0.1)
+    assert float(found[1].replace(",", "")) >= 10 / (seconds - compiled.decoder.compile_seconds) - 1
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def buckets(monkeypatch):
 
 def plain_and_bucketed(model, **how):
     plain, bucketed = (Generator(model, TOKENIZER, compile=False, **how) for _ in range(2))
-    bucketed.decode_model = CompiledThinker(bucketed.model)
+    bucketed.decoder = CompiledDecoder(bucketed.model)
     return plain, bucketed
 
 
@@ -104,14 +102,14 @@ def test_buckets_give_the_texts_of_plain_decoding(random_model, buckets, bits):
 def test_rows_and_positions_that_a_cache_lacks_do_not_matter(random_model, buckets):
     """Whatever an earlier text left there, the logits are the same to the last bit."""
     model = fuse_for_inference(random_model())
-    compiled, tokens = CompiledThinker(model), torch.arange(60).view(3, 20)
+    compiled, tokens = CompiledDecoder(model), torch.arange(60).view(3, 20)
     found = []
     for _ in range(2):
         cache = model.new_cache(3, 20)
         model(tokens[:, :6], cache=cache)
         cache.truncate([6, 2, 4])
         found.append(
-            torch.cat([compiled(tokens[:, at : at + 1], cache) for at in range(6, 12)], dim=1)
+            torch.cat([compiled.step(tokens[:, at : at + 1], cache) for at in range(6, 12)], dim=1)
         )
         for layer in compiled._bucket.buffers.layers:
             layer.keys.fill_(torch.nan)
@@ -158,7 +156,7 @@ def test_texts_read_in_turns_keep_apart(random_model, buckets):
 
 def test_an_interrupted_copy_into_the_bucket_loses_nothing(random_model, buckets, monkeypatch):
     model = fuse_for_inference(random_model(n_layers=3))
-    compiled, tokens = CompiledThinker(model), torch.arange(20).view(1, 20)
+    compiled, tokens = CompiledDecoder(model), torch.arange(20).view(1, 20)
     caches = [model.new_cache(1, 20) for _ in range(2)]
     for cache in caches:
         model(tokens[:, :6], cache=cache)
@@ -168,10 +166,10 @@ def test_an_interrupted_copy_into_the_bucket_loses_nothing(random_model, buckets
             compiled_decode, "replace", lambda *given, **new: replacements.pop()(*given, **new)
         )
         with pytest.raises(IndexError):  # at the second layer
-            compiled(tokens[:, 6:7], caches[1])
+            compiled.step(tokens[:, 6:7], caches[1])
     caches[1].truncate([6])
     for at in range(6, 9):
         plain = model(tokens[:, at : at + 1], cache=caches[0])
         torch.testing.assert_close(
-            compiled(tokens[:, at : at + 1], caches[1]), plain, rtol=0, atol=1e-5
+            compiled.step(tokens[:, at : at + 1], caches[1]), plain, rtol=0, atol=1e-5
         )

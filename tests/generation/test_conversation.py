@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from installed import if_installed
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
@@ -32,7 +33,15 @@ def counted(generator):
     return passes
 
 
-@pytest.mark.parametrize("how", [{}, {"speculate": 3}, {"window": 12, "sinks": 2}, {"window": 90}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        *if_installed("speculation", {"speculate": 3}),
+        {"window": 12, "sinks": 2},
+        {"window": 90},
+    ],
+)
 def test_every_turn_equals_a_fresh_prefill_and_reads_only_new_tokens(model, how):
     generator = Generator(model, TOKENIZER, compile=False, **how)
     conversation, passes = Conversation(generator), counted(generator)
@@ -101,7 +110,8 @@ def test_recovers_from_an_interrupted_step(model, monkeypatch, native):
     generator = Generator(model, TOKENIZER, compile=None if native else False)
     conversation = Conversation(generator)
     list(conversation.reply("Some text", PARAMS))
-    step, calls = type(generator).sample, []
+    decoder = type(generator.decoder)
+    step, calls = decoder.sample, []
 
     def interrupted(self, *arguments):
         sampled = step(self, *arguments)
@@ -110,10 +120,10 @@ def test_recovers_from_an_interrupted_step(model, monkeypatch, native):
             raise KeyboardInterrupt
         return sampled
 
-    monkeypatch.setattr(type(generator), "sample", interrupted)
+    monkeypatch.setattr(decoder, "sample", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(conversation.reply(" more", PARAMS))
-    monkeypatch.setattr(type(generator), "sample", step)
+    monkeypatch.setattr(decoder, "sample", step)
     expected = fresh(generator, [*conversation.tokens, *TOKENIZER.encode(".")], PARAMS)
     list(conversation.reply(".", PARAMS))
     assert conversation.tokens == expected

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from conftest import random_model
+from installed import if_installed
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
@@ -16,8 +17,13 @@ pytestmark = [
 ]
 TOKENIZER = make_tokenizer("byte", [])
 FORMS = [("fp32", None), ("bf16", None), ("bf16", 8), ("bf16", 4)]
-MODES = [{}, {"window": 10}, {"window": 8, "retrieve": 2, "retrieve_block": 4}, {"speculate": 3}]
-MODES += [{"cache_bits": 8}, {"cache_bits": 4}, {"early_exit": 0.02}]
+MODES = [
+    {},
+    {"window": 10},
+    *if_installed("retrieval", {"window": 8, "retrieve": 2, "retrieve_block": 4}),
+    *if_installed("speculation", {"speculate": 3}),
+]
+MODES += [{"cache_bits": 8}, {"cache_bits": 4}, *if_installed("early_exit", {"early_exit": 0.02})]
 PROMPTS = [["abcabc"], ["abcabc", "x", "abca"]]  # one, and three of unequal lengths
 
 

@@ -9,6 +9,7 @@ import torch
 from conftest import examples, random_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from installed import if_installed
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
@@ -280,7 +281,7 @@ def test_prefill_chunk_size_does_not_change_the_text(model, monkeypatch, size, m
     params = SamplingParams(max_new_tokens=8, seed=4)
     prompts = [*PROMPTS, "y" * 40]
     whole = Generator(model, TOKENIZER, **memory).generate(prompts, params)
-    monkeypatch.setattr("thinker.generation.prompts.PREFILL_CHUNK", size)
+    monkeypatch.setattr("thinker.generation.decoders.decoder.PREFILL_CHUNK", size)
     generator = Generator(model, TOKENIZER, compile=False, **memory)
     pieces, shapes = generate_and_record_shapes(generator, prompts, params)
     assert max(positions for _, positions in shapes) == size
@@ -400,17 +401,15 @@ def test_what_is_no_prompt_is_refused_in_one_line(model, misuse, message):
         ({"window": 0}, "window is 0, sinks is 0"),
         ({"window": 49}, "window is 49, sinks is 0.*48"),
         ({"window": 45, "sinks": 4}, "window is 45, sinks is 4.*48"),
-        ({"speculate": -1}, "speculate is -1"),
-        ({"speculate": 65}, "speculate is 65.*64"),
-        ({"speculate": 4, "window": 8}, "window cannot be combined with speculate"),
         ({"bits": 5}, "bits is 5; use 8 or 4"),
         (
             {"dtype": "fp16", "compile": True},
             "compile is not available: kernels in C support fp32 and bf16",
         ),
         ({"use_cache": False, "window": 8}, "window needs the KV cache"),
-        ({"use_cache": False, "speculate": 2}, "speculate needs the KV cache"),
         ({"use_cache": False, "compile": True}, "compile needs the KV cache"),
+        ({"windo": 8}, "Generator has no option windo; did you mean window"),
+        ({"zzz": 8}, "Generator has no option zzz; remove it"),
     ],
 )
 def test_contradictory_options_raise(model, options, message):
@@ -498,7 +497,12 @@ def test_a_window_that_evicts_nothing_changes_nothing(model):
 
 
 @settings(max_examples=examples(50), **SAME_EXAMPLES)
-@given(batch=batches(), options=st.sampled_from([{}, {"window": 7, "sinks": 1}, {"speculate": 3}]))
+@given(
+    batch=batches(),
+    options=st.sampled_from(
+        [{}, {"window": 7, "sinks": 1}, *if_installed("speculation", {"speculate": 3})]
+    ),
+)
 def test_streamed_pieces_equal_the_decoded_tokens(model, batch, options):
     (prompt, *_), (params, *_) = batch
     generator, completion = Generator(model, TOKENIZER, **options), Completion(prompt)

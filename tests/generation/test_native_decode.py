@@ -10,7 +10,7 @@ from conftest import random_model
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.decoders.inference_model import fuse_for_inference
-from thinker.generation.decoders.native_decoder import NativeThinker
+from thinker.generation.decoders.native_decoder import NativeDecoder
 from thinker.model.inspection.activation_hooks import open_hooks
 from thinker.native import operations
 from thinker.native.compiler import has_compiler
@@ -81,8 +81,8 @@ def filled(model, lengths, n_new):
 @torch.no_grad()
 def test_logits_and_cache_equal_the_models(form, lengths, T):
     model = make(FORMS[form])
-    step = NativeThinker(model)
-    assert step.is_supported
+    decoder = NativeDecoder(model)
+    assert decoder.is_supported
     ours, known = filled(model, lengths, 3 * T)
     for turn in range(3):
         tokens = torch.randint(
@@ -90,7 +90,7 @@ def test_logits_and_cache_equal_the_models(form, lengths, T):
         )
         expected = model(tokens, cache=known)
         torch.testing.assert_close(
-            step(tokens, ours), expected, rtol=0, atol=1e-5 * expected.abs().max().item()
+            decoder.step(tokens, ours), expected, rtol=0, atol=1e-5 * expected.abs().max().item()
         )
     assert ours.lengths == known.lengths
     for one, other in zip(ours.layers, known.layers):
@@ -103,11 +103,11 @@ def test_logits_and_cache_equal_the_models(form, lengths, T):
 @torch.no_grad()
 def test_rounded_forms_are_close(form, how):
     model = make(FORMS[form], **how)
-    step, (ours, known) = NativeThinker(model), filled(model, [20, 11], 3)
+    decoder, (ours, known) = NativeDecoder(model), filled(model, [20, 11], 3)
     for turn in range(3):
         tokens = torch.randint(0, 301, (2, 1), generator=torch.Generator().manual_seed(turn))
         expected = model(tokens, cache=known).float()
-        error = (step(tokens, ours).float() - expected).norm() / expected.norm()
+        error = (decoder.step(tokens, ours).float() - expected).norm() / expected.norm()
         assert error < 0.03  # sums in another order may round an activation to the next code
 
 
@@ -129,24 +129,24 @@ def count_native(monkeypatch):
 @torch.no_grad()
 def test_a_position_has_the_same_bits_in_any_batch_and_any_pass(form, how):
     """Texts are read alone in one pass, token by token, and in chunks of random length beside each other."""
-    step = NativeThinker(make(FORMS[form], **how))
-    if not step.is_batch_invariant:
+    decoder = NativeDecoder(make(FORMS[form], **how))
+    if not decoder.is_batch_invariant:
         pytest.skip("needs AVX-512")
     generator = random.Random(form)
     texts = [[generator.randrange(301) for _ in range(n)] for n in (1, 7, 36, 60, 49)]
     alone = []
     for text in texts:
-        cache = step.model.new_cache(1, 64)
+        cache = decoder.model.new_cache(1, 64)
         alone.append(
             (
-                step(torch.tensor([text]), cache)[0],
+                decoder.step(torch.tensor([text]), cache)[0],
                 [layer.keys[0, :, : len(text)] for layer in cache.layers],
             )
         )
-    by_token = step.model.new_cache(1, 64)
-    one_by_one = [step(torch.tensor([[token]]), by_token)[0, 0] for token in texts[3]]
+    by_token = decoder.model.new_cache(1, 64)
+    one_by_one = [decoder.step(torch.tensor([[token]]), by_token)[0, 0] for token in texts[3]]
     assert torch.equal(torch.stack(one_by_one), alone[3][0])
-    pool, n_read, n_wanted = step.model.new_cache(len(texts), 64), [0] * len(texts), 0
+    pool, n_read, n_wanted = decoder.model.new_cache(len(texts), 64), [0] * len(texts), 0
     while left := [row for row, text in enumerate(texts) if n_read[row] < len(text)]:
         rows, tokens = [], []
         for row in generator.sample(left, generator.randint(1, len(left))):
@@ -154,7 +154,7 @@ def test_a_position_has_the_same_bits_in_any_batch_and_any_pass(form, how):
             rows += [row] * len(chunk)
             tokens += chunk
         wanted = sorted(generator.sample(range(len(rows)), generator.randint(0, len(rows))))
-        logits = step.read(pool, rows, tokens, wanted)
+        logits = decoder.read(pool, rows, tokens, wanted)
         positions = [n_read[row] + rows[:index].count(row) for index, row in enumerate(rows)]
         for index, found in zip(wanted, logits, strict=True):
             assert torch.equal(found, alone[rows[index]][0][positions[index]])
@@ -172,44 +172,44 @@ def test_a_position_has_the_same_bits_in_any_batch_and_any_pass(form, how):
 @torch.no_grad()
 def test_other_models_decode_in_torch(form):
     model = make(UNSUPPORTED[form])
-    step = NativeThinker(model)
-    assert not step.is_supported
+    decoder = NativeDecoder(model)
+    assert not decoder.is_supported
     cache = model.new_cache(1, 12)
     known = model(torch.arange(8)[None])[:, 7:]
     model(torch.arange(7)[None], cache=cache)
-    torch.testing.assert_close(step(torch.tensor([[7]]), cache), known, rtol=0, atol=1e-4)
+    torch.testing.assert_close(decoder.step(torch.tensor([[7]]), cache), known, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
 def test_one_call_runs_a_step_and_hooks_run_in_the_model(monkeypatch):
     model, calls = make({}), count_native(monkeypatch)
-    step, (cache, known) = NativeThinker(model), filled(model, [9], 8)
+    decoder, (cache, known) = NativeDecoder(model), filled(model, [9], 8)
     calls.clear()
-    step(torch.tensor([[5]]), cache)
+    decoder.step(torch.tensor([[5]]), cache)
     assert calls == [2 + 6 * 2]
     model(torch.tensor([[5]]), cache=known)
     with open_hooks(model, ["blocks.0.mlp"], {"blocks.1.mlp": "zero"}) as recorded:
-        patched = step(torch.tensor([[6]]), cache)
+        patched = decoder.step(torch.tensor([[6]]), cache)
         expected = model(torch.tensor([[6]]), cache=known)
     assert recorded["blocks.0.mlp"].shape == (1, 1, 60)
     torch.testing.assert_close(patched, expected)
     with pytest.raises(UserError, match="token id 301 in tokens is out of range"):
-        step(torch.tensor([[301]]), cache)
+        decoder.step(torch.tensor([[301]]), cache)
     with pytest.raises(UserError, match="1 rows, not 2"):
-        step(torch.tensor([[1], [2]]), cache)
+        decoder.step(torch.tensor([[1], [2]]), cache)
 
 
 @torch.no_grad()
 def test_caches_in_turns_and_memory_that_is_used_again():
     """A new cache may lie where an old one lay, or half of it."""
     model = make({"n_kv_heads": 2})
-    step = NativeThinker(model)
+    decoder = NativeDecoder(model)
     for turn in range(60):
         lengths = [3 + turn % 7] * (1 + turn % 3)
         ours, known = filled(model, lengths, 4 + turn % 5)
         tokens = torch.full((len(lengths), 1), turn)
         torch.testing.assert_close(
-            step(tokens, ours), model(tokens, cache=known), rtol=0, atol=1e-4
+            decoder.step(tokens, ours), model(tokens, cache=known), rtol=0, atol=1e-4
         )
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from conftest import random_model
+from installed import if_installed
 from pairwise import pairwise
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
@@ -27,7 +28,7 @@ OPTIONS = {
         {"window": 9, "sinks": 3},
         {"use_cache": False},
     ],
-    "speculate": [0, 3],
+    "speculate": [0, *if_installed("speculation", 3)],
     "n_samples": [1, 3],
     "heads": [{"n_kv_heads": 4}, {"n_kv_heads": 2}, {"n_kv_heads": 1}],  # MHA, GQA, MQA
     "sampling": [{"temperature": 0}, {"temperature": 0.8}, {"temperature": 1.2, "top_p": 0.9}],
@@ -37,7 +38,11 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.4}  # o
 CASES = pairwise(OPTIONS)
 # Every combination of the options that choose kernels.
 FORMS = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, 8), (torch.float32, 4)]
-MODES = [({}, 0), ({"window": 10}, 0), ({}, 3)]  # plain, window, speculation
+MODES = [
+    ({}, 0),
+    ({"window": 10}, 0),
+    *if_installed("speculation", ({}, 3)),
+]  # plain, window, speculation
 KERNEL_CASES = [
     {"dtype": dtype, "bits": bits, "cache_bits": None, "compile": compile, "memory": memory, "speculate": speculate,
      "n_samples": n_samples, "heads": {"n_kv_heads": n_kv_heads}, "sampling": {"temperature": 0.8}, "prompts": prompts}
@@ -104,7 +109,9 @@ def test_each_case_is_right_or_refused(case):
     how = {"dtype": case["dtype"], "bits": case["bits"], "cache_bits": case["cache_bits"]}
     if case["dtype"] != torch.float16:
         how["compile"] = case["compile"]
-    options = {**how, **case["memory"], "compile": case["compile"], "speculate": case["speculate"]}
+    options = {**how, **case["memory"], "compile": case["compile"]}
+    if case["speculate"]:
+        options["speculate"] = case["speculate"]
     if is_refused(case):
         with pytest.raises(
             UserError, match="cannot be combined with|needs the KV cache|is not available"

@@ -9,9 +9,11 @@ import torch
 from conftest import random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from installed import if_installed
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
+from thinker.generation.batching.continuous_batch import ContinuousBatch
 from thinker.generation.caches.quantized_cache import (
     BLOCK,
     MAX_PER_PASS,
@@ -23,10 +25,9 @@ from thinker.generation.caches.quantized_cache import (
     unpack_codes,
 )
 from thinker.generation.chat.conversation import Conversation
-from thinker.generation.continuous_batch import ContinuousBatch
 from thinker.generation.decoders import native_decoder as native_decode
 from thinker.generation.decoders.inference_model import fuse_for_inference
-from thinker.generation.decoders.native_decoder import NativeThinker
+from thinker.generation.decoders.native_decoder import NativeDecoder
 from thinker.native.compiler import has_compiler
 from thinker.runtime.errors import UserError
 
@@ -144,11 +145,11 @@ def test_logits_are_those_of_rounded_keys_and_values(form, bits):
 @torch.no_grad()
 def test_kernels_and_torch_read_the_same_cache_alike(form, bits, dtype):
     model = make_model(form, dtype, native=True)
-    step, numbers = NativeThinker(model), torch.Generator().manual_seed(0)
+    decoder, numbers = NativeDecoder(model), torch.Generator().manual_seed(0)
     ours = make_cache(model, 2, 128, bits=bits)
     for t in range(75):  # beyond the ring
         tokens, known = torch.randint(0, 264, (2, 1), generator=numbers), copy.deepcopy(ours)
-        found = step(tokens, ours).float()
+        found = decoder.step(tokens, ours).float()
         if t > 1 and (t + 1) % BLOCK > 2 and t < 70:
             continue  # the ends of blocks count
         expected = model(tokens, cache=known).float()
@@ -172,7 +173,7 @@ def test_kernels_and_torch_read_the_same_cache_alike(form, bits, dtype):
 def test_rows_of_unequal_lengths_are_read_alike(form, bits):
     """Each row has its own newest keys, also if a mask hides the end of longer rows."""
     model = make_model(form, native=True)
-    step, numbers = NativeThinker(model), torch.Generator().manual_seed(0)
+    decoder, numbers = NativeDecoder(model), torch.Generator().manual_seed(0)
     ours, *others = (make_cache(model, 1, 128, bits=bits) for _ in range(3))
     for cache, length in zip((ours, *others), (50, 5, 90)):
         for part in torch.randint(0, 264, (1, length), generator=numbers).split(BLOCK, dim=1):
@@ -182,7 +183,7 @@ def test_rows_of_unequal_lengths_are_read_alike(form, bits):
     for _ in range(30):
         tokens, known = torch.randint(0, 264, (3, 1), generator=numbers), copy.deepcopy(ours)
         expected = model(tokens, cache=known)
-        errors = (step(tokens, ours) - expected).norm(dim=-1) / expected.norm(dim=-1)
+        errors = (decoder.step(tokens, ours) - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert errors.max() < 2e-3
 
 
@@ -197,22 +198,23 @@ def test_rows_of_unequal_lengths_are_read_alike(form, bits):
 @needs_compiler
 @torch.no_grad()
 def test_a_position_has_the_same_bits_however_it_is_read(form, bits, dtype):
-    step = NativeThinker(make_model(form, dtype, native=True))
-    if not step.is_batch_invariant:
+    decoder = NativeDecoder(make_model(form, dtype, native=True))
+    if not decoder.is_batch_invariant:
         pytest.skip("needs AVX-512")
     numbers = random.Random(form)
     texts = [[numbers.randrange(264) for _ in range(n)] for n in (1, 16, 33, 100, 77)]
     alone = [
-        step(torch.tensor([text]), make_cache(step.model, 1, 128, bits=bits))[0] for text in texts
+        decoder.step(torch.tensor([text]), make_cache(decoder.model, 1, 128, bits=bits))[0]
+        for text in texts
     ]
-    pool, n_read = make_cache(step.model, len(texts), 128, bits=bits), [0] * len(texts)
+    pool, n_read = make_cache(decoder.model, len(texts), 128, bits=bits), [0] * len(texts)
     while left := [row for row, text in enumerate(texts) if n_read[row] < len(text)]:
         rows, tokens = [], []
         for row in numbers.sample(left, numbers.randint(1, len(left))):
             chunk = texts[row][n_read[row] :][: numbers.choice([1, 2, 5, 40, 100])]
             rows += [row] * len(chunk)
             tokens += chunk
-        for row, found in zip(rows, step.read(pool, rows, tokens, range(len(rows)))):
+        for row, found in zip(rows, decoder.read(pool, rows, tokens, range(len(rows)))):
             assert torch.equal(found, alone[row][n_read[row]])
             n_read[row] += 1
 
@@ -280,8 +282,8 @@ def test_chats_and_drafts_give_the_same_text(bits, compile):
         40, seed=1, logit_bias=dict.fromkeys(range(128, 257), -math.inf)
     )  # only ASCII
     generator = Generator(model, TOKENIZER, cache_bits=bits, compile=compile)
-    if bits == 8:
-        drafted = Generator(model, TOKENIZER, cache_bits=bits, compile=compile, speculate=8)
+    for options in if_installed("speculation", {"speculate": 8}) if bits == 8 else ():
+        drafted = Generator(model, TOKENIZER, cache_bits=bits, compile=compile, **options)
         (known,) = generator.generate(["abc" * 15], params)
         (found,) = drafted.generate(["abc" * 15], params)
         assert found.token_ids == known.token_ids
@@ -299,8 +301,8 @@ def test_tokens_that_the_kernels_sampled_at_once_count_as_read(monkeypatch):
     generator = Generator(
         random_model(vocab_size=264, d_model=64, max_seq_len=128), TOKENIZER, cache_bits=4
     )
-    cache, prompt = generator.new_cache(generator.model, 1, 128), [1] * 50
-    logits = generator.prefill(generator.model, [prompt], cache)
+    cache, prompt = generator.new_cache(1, 128), [1] * 50
+    logits = generator.prefill([prompt], cache)
     sequence = generator.new_sequence(0, Completion(""), SamplingParams(16), prompt)
     generator.sample([sequence], cache, logits, 16)
     assert cache.lengths == [65]
@@ -347,21 +349,6 @@ def test_texts_share_keys_if_the_newest_are_still_unrounded(n_rows, monkeypatch)
     assert min(lengths) < 30 == max(lengths)  # some were stopped
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_early_exit_reads_the_same_cache(bits):
-    """Without an exit, the text of all layers; with one, another text in the same cache."""
-    model = random_model(1, 0.4, 0.25, vocab_size=264, d_model=64, max_seq_len=128)
-    params = SamplingParams(60, seed=1, logit_bias={TOKENIZER.bos_id: -math.inf})
-    texts = [
-        Generator(model, TOKENIZER, cache_bits=bits, compile=False, early_exit=threshold).generate(
-            "Hello", params
-        )[0]
-        for threshold in (None, 0.999999, 0.01)
-    ]
-    assert texts[1].token_ids == texts[0].token_ids
-    assert texts[2].token_ids != texts[0].token_ids
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -372,7 +359,13 @@ def test_early_exit_reads_the_same_cache(bits):
             {"cache_bits": 4, "model": {"head_dim": 8}},
             "head_dim that is a multiple of 16, not 8; use 8 bits",
         ),
-        ({"cache_bits": 4, "speculate": 3}, "speculate cannot be combined with a cache in 4 bits"),
+        *if_installed(
+            "speculation",
+            (
+                {"cache_bits": 4, "speculate": 3},
+                "speculate cannot be combined with a cache in 4 bits",
+            ),
+        ),
         (
             {"cache_bits": 8, "model": {"attention": "window(8)"}},
             "cache_bits has no effect: no layer",

@@ -8,6 +8,7 @@ import torch
 from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from installed import if_installed
 
 from thinker.generation.sampler import SamplingParams, distribution, sample_from_probs
 from thinker.runtime.errors import UserError
@@ -497,7 +498,12 @@ WHOLE = ["max_new_tokens", "top_k", "seed", "logprobs"]
         *({name: value} for name in WHOLE for value in (2.5, 2.0, -1)),
         *({name: 0} for name in ("max_new_tokens", "top_k", "top_p", "repetition_penalty")),
         *({name: 10**400} for name in NUMBERS if name not in WHOLE),
-        *({"json_schema": value} for value in ("a", "1", False, [1], math.nan, INF, 10**400)),
+        *(
+            {"json_schema": value}
+            for value in if_installed(
+                "structured_output", "a", "1", False, [1], math.nan, INF, 10**400
+            )
+        ),
         *({"regex": value} for value in ("", True, [1], 1)),
         {"temperature": -1},
         {"top_p": 1.1},

@@ -10,6 +10,7 @@ import torch
 from conftest import examples, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from installed import if_installed
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams, Score
@@ -95,7 +96,7 @@ def test_prefill_chunk_size_does_not_change_the_score(monkeypatch, options):
     generator = Generator(small_model(24), TOKENIZER, **options)
     whole = generator.score(TEXT, n_top=3)
     for size in (1, 2, 5, 23, 24, 25):
-        monkeypatch.setattr("thinker.generation.prompts.PREFILL_CHUNK", size)
+        monkeypatch.setattr("thinker.generation.decoders.decoder.PREFILL_CHUNK", size)
         pieces = generator.score(TEXT, n_top=3)
         assert pieces.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
         assert [list(top) for top in pieces.top_logprobs] == [
@@ -104,7 +105,13 @@ def test_prefill_chunk_size_does_not_change_the_score(monkeypatch, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"speculate": 3}, {"window": 20, "sinks": 2}, {"use_cache": False}]
+    "options",
+    [
+        {},
+        *if_installed("speculation", {"speculate": 3}),
+        {"window": 20, "sinks": 2},
+        {"use_cache": False},
+    ],
 )
 def test_scores_equal_the_logprobs_of_generation(options):
     generator = Generator(small_model(), TOKENIZER, **options)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cache_contract import fed
 from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,16 +73,6 @@ def with_sinks(model, tokens, window, sinks):
         return scores.masked_fill(~torch.tensor(seen), -torch.inf).softmax(dim=-1) @ v
 
     return full_pass(model, tokens, mix)
-
-
-def fed(model, cache, tokens, chunks):
-    """The logits of all tokens, fed by chunks of these sizes in turn, over and over."""
-    pieces, at = [], 0
-    while at < tokens.shape[1]:
-        size = chunks[len(pieces) % len(chunks)]
-        pieces.append(model(tokens[:, at : at + size], cache=cache))
-        at += size
-    return torch.cat(pieces, dim=1)
 
 
 def assert_close(ours, known):

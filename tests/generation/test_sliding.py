@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import random_model
+from installed import if_installed
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
@@ -39,7 +40,9 @@ def from_scratch(model, tokens, view, params):
     return sequence.completion.token_ids, n_slides
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"speculate": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_cache": False}, *if_installed("speculation", {"speculate": 3})]
+)
 @pytest.mark.parametrize(
     "more",
     [
@@ -101,7 +104,13 @@ def test_what_does_not_slide(model):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"speculate": 3}, {"bits": 8}, {"bits": 4, "speculate": 4}]
+    "options",
+    [
+        {},
+        *if_installed("speculation", {"speculate": 3}),
+        {"bits": 8},
+        *if_installed("speculation", {"bits": 4, "speculate": 4}),
+    ],
 )
 def test_turns_slide_as_a_text_in_one_go(model, options):
     """Greedily, turns in which the user adds nothing are one long text, wherever they end."""
@@ -131,12 +140,10 @@ def view(n_tokens):
 
 
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.5}])
-@pytest.mark.parametrize("speculate", [0, 3])
-def test_every_turn_beyond_the_context_is_a_fresh_reading_of_what_is_in_view(
-    model, more, speculate
-):
+@pytest.mark.parametrize("options", [{}, *if_installed("speculation", {"speculate": 3})])
+def test_every_turn_beyond_the_context_is_a_fresh_reading_of_what_is_in_view(model, more, options):
     """Also after /undo, and after a turn that was interrupted at any token around the border."""
-    conversation = Conversation(Generator(model, TOKENIZER, slide=True, speculate=speculate))
+    conversation = Conversation(Generator(model, TOKENIZER, slide=True, **options))
     params = SamplingParams(7, seed=3, logit_bias=NO_END, **more)
 
     def check(text):

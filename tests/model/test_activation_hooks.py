@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_attention_variants import ATTENTION, close, forms
 
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.decoders.compiled_decoder import CompiledThinker
+from thinker.generation.decoders.compiled_decoder import CompiledDecoder
 from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.model import attention, attention_dispatch
 from thinker.model.inspection.activation_hooks import has_open_hooks
@@ -270,7 +270,7 @@ def test_what_cannot_be_recorded_or_patched_says_so(random_model):
         with pytest.raises(UserError, match="close the hooks first"):
             copy.deepcopy(model)
         with pytest.raises(UserError, match="use compile=False"):
-            CompiledThinker(model)(tokens[:, :1], model.new_cache(1))
+            CompiledDecoder(model).step(tokens[:, :1], model.new_cache(1))
     with model.record("logits"), pytest.raises(UserError, match="in a pass with targets"):
         model(tokens, targets=tokens)
     model(tokens, targets=tokens)

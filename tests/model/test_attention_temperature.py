@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from conftest import random_model
+from installed import if_installed
 from pairwise import pairwise
 
 from thinker import checkpoint
@@ -119,7 +120,7 @@ def test_each_kernel_equals_a_plain_softmax(kernel, qk_norm):
 @NEEDS_COMPILER
 @pytest.mark.parametrize("case", pairwise({
     "how": [{}, {"compile": False}, {"dtype": "bf16"}, {"bits": 8}, {"bits": 4}, {"bits": 4, "compile": False}],
-    "memory": [{}, {"window": 10, "sinks": 2}, {"speculate": 3}, {"use_cache": False}, {"slide": True}],
+    "memory": [{}, {"window": 10, "sinks": 2}, *if_installed("speculation", {"speculate": 3}), {"use_cache": False}, {"slide": True}],
     "shape": [{"n_kv_heads": 4}, {"n_kv_heads": 2, "qk_norm": False}, {"n_kv_heads": 1, "attention_bias": True}],
 }), ids=str)  # fmt: skip
 def test_generated_texts_equal_those_of_divided_queries(case):
@@ -148,9 +149,9 @@ def test_native_decoding_equals_the_model(form):
     generator = Generator(model, TOKENIZER, compile=True)
     tokens = torch.randint(256, (3, 12))
     cache = generator.model.new_cache(3)
-    generator.decode_model(tokens[:, :6], cache=cache)
+    generator.decoder.step(tokens[:, :6], cache)
     for position in range(6, 12):
-        logits = generator.decode_model(tokens[:, position : position + 1], cache=cache)
+        logits = generator.decoder.step(tokens[:, position : position + 1], cache)
         torch.testing.assert_close(logits[:, 0], model(tokens)[:, position], rtol=0, atol=1e-3)
 
 

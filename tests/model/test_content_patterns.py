@@ -7,6 +7,7 @@ import torch
 from conftest import examples, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from installed import if_installed
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
@@ -272,7 +273,7 @@ def test_mistakes(text, message):
         parse_pattern(text)
 
 
-@pytest.mark.parametrize("options", [{}, {"speculate": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, *if_installed("speculation", {"speculate": 3})], ids=str)
 def test_sampling_with_a_cache_equals_sampling_without(options):
     tokenizer = make_tokenizer("byte", [])
     model = random_model(

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from conftest import ROOT
+from installed import if_installed
 
 from thinker import checkpoint, interop
 from thinker.generation import Generator, SamplingParams
@@ -131,7 +132,14 @@ def test_gguf_in_f16_refuses_what_f16_cannot_hold(command, tiny_run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"use_cache": False}, {"speculate": 2}, {"window": 8}, {"bits": 8}]
+    "options",
+    [
+        {},
+        {"use_cache": False},
+        *if_installed("speculation", {"speculate": 2}),
+        {"window": 8},
+        {"bits": 8},
+    ],
 )
 def test_a_generator_ends_where_logits_are_not_finite(overflowing_run, options):
     generator = Generator(*interop.load(overflowing_run), **options)

@@ -76,8 +76,8 @@ def test_a_decoding_step(programs, bits, monkeypatch):
         model, make_tokenizer("byte", []), dtype=torch.bfloat16, compile=True, bits=bits
     )
     for rows in (1, 4):
-        cache = generator.new_cache(generator.model, rows, 128)
-        generator.decode_model(torch.zeros(rows, 1, dtype=torch.int64, device=CUDA), cache)
+        cache = generator.new_cache(rows, 128)
+        generator.decoder.step(torch.zeros(rows, 1, dtype=torch.int64, device=CUDA), cache)
     single, several = programs
     assert (single.n_products == 0) == (bits is not None)
     assert several.n_products >= 2 * 4 + 1

@@ -6,7 +6,7 @@ from tqdm import tqdm
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.prompts import check_prompt
+from thinker.generation.sequence import check_prompt
 from thinker.runtime.errors import RunError
 from thinker.training.callback import Callback, StepInfo, TrainingParts, TrainingRun
 from thinker.training.nonfinite import unwrapped_copy

@@ -9,10 +9,10 @@ from pairwise import pairwise
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.features.early_exit.agreement import early_exit_cost, format_table
-from thinker.features.early_exit.decoder import EarlyExitThinker
+from thinker.features.early_exit.decoder import EarlyExitDecoder
 from thinker.generation import Generator, SamplingParams
+from thinker.generation.batching.continuous_batch import ContinuousBatch
 from thinker.generation.chat.conversation import Conversation
-from thinker.generation.continuous_batch import ContinuousBatch
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,7 +62,7 @@ def test_without_an_exit_every_bit_is_that_of_torch(case):
         plain.generate(case["prompts"], params), exits.generate(case["prompts"], params)
     ):
         assert vars(one) == vars(other)
-    assert exits.decode_model.mean_layers == 4
+    assert exits.decoder.mean_layers == 4
 
 
 @torch.no_grad()
@@ -93,9 +93,9 @@ def by_hand(model, tokens, threshold):
 @pytest.mark.parametrize("n_kv_heads", [4, 1])
 def test_logits_and_cache_are_those_of_the_definition(n_kv_heads):
     model, tokens = confident(n_kv_heads=n_kv_heads).double(), torch.randint(256, (16,))
-    early, cache, found = EarlyExitThinker(model, 0.5), model.new_cache(1, 16), []
+    early, cache, found = EarlyExitDecoder(model, 0.5), model.new_cache(1, 16), []
     for token in tokens:
-        logits = early(token[None, None], cache)
+        logits = early.step(token[None, None], cache)
         found.append((logits[0, 0], int(early.layers_used)))
     known = by_hand(model, tokens.tolist(), 0.5)
     assert len({used for _, used in known}) > 1
@@ -114,16 +114,16 @@ def test_logits_and_cache_are_those_of_the_definition(n_kv_heads):
 def test_rows_do_not_depend_on_their_neighbours(form):
     model = confident(**form).double()
     tokens, threshold = torch.randint(256, (5, 12)), 0.5
-    together, cache = EarlyExitThinker(model, threshold), model.new_cache(5, 12)
+    together, cache = EarlyExitDecoder(model, threshold), model.new_cache(5, 12)
     batch, layers = [], []
     for position in range(12):
-        batch.append(together(tokens[:, position : position + 1], cache))
+        batch.append(together.step(tokens[:, position : position + 1], cache))
         layers.append(together.layers_used)
     assert any(len(set(used.tolist())) > 1 for used in layers)
     for row in range(5):
-        alone, own_cache = EarlyExitThinker(model, threshold), model.new_cache(1, 12)
+        alone, own_cache = EarlyExitDecoder(model, threshold), model.new_cache(1, 12)
         for position in range(12):
-            logits = alone(tokens[row : row + 1, position : position + 1], own_cache)
+            logits = alone.step(tokens[row : row + 1, position : position + 1], own_cache)
             torch.testing.assert_close(logits[0], batch[position][row])
             assert int(alone.layers_used) == layers[position][row]
 
@@ -133,7 +133,7 @@ def test_texts_of_a_batch_equal_those_alone():
     prompts = ["abc", "the cat", "x", "abc"]
     params = [SamplingParams(20, temperature=0.8, seed=seed) for seed in range(4)]
     together = generator.generate(prompts, params)
-    mean = generator.decode_model.mean_layers
+    mean = generator.decoder.mean_layers
     assert 1 < mean < 5
     for prompt, one, found in zip(prompts, params, together):
         alone = Generator(confident(), TOKENIZER, early_exit=0.6).generate(prompt, one)[0]
@@ -148,8 +148,8 @@ def test_a_lower_threshold_uses_no_more_layers():
     for threshold in (0.01, 0.2, 0.4, 0.6, 0.8, 0.95, NEVER):
         cache = model.new_cache(1)
         model(tokens[:, :-1], cache=cache)  # the same full cache for each
-        early = EarlyExitThinker(model, threshold)
-        early(tokens[:, -1:], cache)
+        early = EarlyExitDecoder(model, threshold)
+        early.step(tokens[:, -1:], cache)
         used.append(int(early.layers_used))
     assert used == sorted(used)
     costs = [
@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused_in_one_line(form, options, words):
 
 def test_batches_that_change_recorded_activations_and_prefixes_are_refused():
     generator = Generator(make_model(), TOKENIZER, early_exit=0.5)
-    with pytest.raises(UserError, match="supports no window, speculation or early exit"):
+    with pytest.raises(UserError, match="continuous batching does not support early_exit"):
         ContinuousBatch(generator, 4)
     with (
         generator.model.record("norm"),
@@ -243,3 +243,18 @@ def test_batches_that_change_recorded_activations_and_prefixes_are_refused():
     with pytest.raises(UserError, match="no targets"):
         early_exit_cost(make_model(), texts()[0], texts()[1].fill_(-1), 0.5)
     assert Generator(make_model(), TOKENIZER).early_exit is None
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_early_exit_reads_the_same_cache(bits):
+    """Without an exit, the text of all layers; with one, another text in the same cache."""
+    model = random_model(1, 0.4, 0.25, vocab_size=264, d_model=64, max_seq_len=128)
+    params = SamplingParams(60, seed=1, logit_bias={TOKENIZER.bos_id: -math.inf})
+    texts = [
+        Generator(model, TOKENIZER, cache_bits=bits, compile=False, early_exit=threshold).generate(
+            "Hello", params
+        )[0]
+        for threshold in (None, 0.999999, 0.01)
+    ]
+    assert texts[1].token_ids == texts[0].token_ids
+    assert texts[2].token_ids != texts[0].token_ids

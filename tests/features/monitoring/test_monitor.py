@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batch_cases import KINDS, TOKENIZER
 from conftest import random_model
-from test_continuous_batch import KINDS, TOKENIZER
 
 from thinker.features.monitoring import monitor as module
 from thinker.features.monitoring.monitor import Monitor, Reference
 from thinker.generation import Completion, Generator, SamplingParams
-from thinker.generation.continuous_batch import ContinuousBatch
+from thinker.generation.batching.continuous_batch import ContinuousBatch
 from thinker.model.inspection.attention_statistics import figure_names, measure_text
 from thinker.runtime.errors import UserError
 

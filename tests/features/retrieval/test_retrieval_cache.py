@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from cache_contract import fed
 from conftest import examples
 from conftest import random_model as make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sink_cache import fed
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.features.retrieval.block_store import BlockStore, stored_bytes

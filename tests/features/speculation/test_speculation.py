@@ -2,80 +2,40 @@
 
 import functools
 import itertools
-import math
 from collections import Counter
 
 import pytest
 import torch
-from conftest import examples, random_model
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_cases import (
+    EOS,
+    NO_EOS,
+    PARAMS,
+    PROMPTS,
+    SAME_EXAMPLES,
+    SHAPES,
+    TOKENIZER,
+    assert_same,
+    few,
+    small_model,
+)
 
-from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
-from thinker.features.speculation.speculation import NGRAM_SIZES, DraftModel, PromptLookup
+from thinker.features.speculation.draft_model import DraftModel
+from thinker.features.speculation.prompt_lookup import NGRAM_SIZES, PromptLookup
 from thinker.generation import Completion, Generator, SamplingParams
-from thinker.generation.batch_sampling import sample_tokens
-from thinker.generation.sampler import distribution
+from thinker.generation.caches.full_cache import FullCaches
+from thinker.generation.sampler import distribution, sample_tokens
 from thinker.generation.sequence import Sequence
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TOKENIZER = make_tokenizer("byte", [])
-EOS = TOKENIZER.eos_id
-NO_EOS = {EOS: -math.inf}
-
-# The same examples every time: a pass over several positions differs from one over a single position in its last
-# bits, and one draw in a million stands so near to a border that it could fall on either side.
-SAME_EXAMPLES = {"derandomize": True, "deadline": None}
-
-
-def small_model(seed=0, **shape):
-    """Random weights, every one of which matters."""
-    small = {
-        "vocab_size": 264,
-        "d_model": 16,
-        "n_layers": 1,
-        "n_heads": 2,
-        "d_ff": 16,
-        "max_seq_len": 48,
-    }
-    return random_model(seed, 0.3, 0.4, **{"n_kv_heads": None, **small, **shape})
 
 
 @pytest.fixture(scope="module")
 def model():
     return small_model(1, n_layers=2, n_heads=4, n_kv_heads=2)
-
-
-def few(letters, **more):
-    """A logit bias that leaves these tokens only: a text of so few soon repeats itself, and drafts are accepted."""
-    return {**dict.fromkeys(letters, 60.0), **more}
-
-
-PARAMS = st.builds(
-    SamplingParams,
-    max_new_tokens=st.integers(1, 12),
-    temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.7]),
-    top_k=st.sampled_from([None, None, 2, 5]),
-    top_p=st.sampled_from([None, None, 0.6, 0.95]),
-    repetition_penalty=st.sampled_from([1.0, 1.0, 0.8, 1.3]),
-    presence_penalty=st.sampled_from([0.0, 0.0, 0.7, -0.7]),
-    frequency_penalty=st.sampled_from([0.0, 0.0, 0.3, -0.3]),
-    logit_bias=st.sampled_from([(), few(b"ab"), few(b"abc"), few([97, 98]) | {EOS: 59.0}]),
-    seed=st.integers(0, 1000),
-    stop=st.sampled_from([(), (), ("abb",), ("cc", "baab")]),
-)
-SHAPES = [
-    {},
-    {"n_heads": 4, "n_kv_heads": 2, "n_layers": 2},
-    {
-        "n_heads": 4,
-        "n_kv_heads": 1,
-        "max_seq_len": 20,
-    },  # where the context ends before max_new_tokens
-    {"qk_norm": False, "tie_embeddings": True},
-]
-PROMPTS = st.lists(st.text("abc", max_size=16), min_size=1, max_size=3)
 
 
 @functools.cache
@@ -86,14 +46,6 @@ def make_generator(seed, shape, drafter):
         return Generator(model, TOKENIZER)
     draft = {"lookup": None, "other": small_model(seed + 1), "itself": model}[drafter]
     return Generator(model, TOKENIZER, speculate=8, draft=draft)
-
-
-def assert_same(plain, speculated):
-    for a, b in zip(plain, speculated, strict=True):
-        assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
-        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
-        assert (a.drafted, a.accepted) == (0, 0)
-        assert 0 <= b.accepted <= b.drafted
 
 
 def test_speculation_samples_the_same_tokens_as_plain_decoding():
@@ -108,7 +60,7 @@ def test_speculation_samples_the_same_tokens_as_plain_decoding():
         plain = make_generator(seed, shape, "none").generate(prompts, params)
         for name in ("lookup", *[("itself",), ("other",), ("itself",)][speculate % 3]):
             generator = make_generator(seed, shape, name)
-            generator.speculate = speculate
+            generator.drafting.max_len = speculate
             speculated = generator.generate(prompts, params)
             assert_same(plain, speculated)
             accepted = sum(c.accepted for c in speculated)
@@ -205,8 +157,8 @@ def test_a_stop_string_or_eos_may_fall_inside_a_draft(model, drafter):
             )
             for index, completion in enumerate(completions)
         ]
-        cache = generator.new_cache(generator.model, len(rows), 48 + 6)
-        logits = generator.prefill(generator.model, [row.tokens for row in rows], cache)
+        cache = generator.new_cache(len(rows), 48 + 6)
+        logits = generator.prefill([row.tokens for row in rows], cache)
         for _ in generator.decode(rows, cache, logits):
             pass
         ends.append(completions)
@@ -384,15 +336,7 @@ def test_prompt_lookup_treats_sequences_independently():
 
 
 def test_a_draft_model_proposes_its_own_samples_after_accepted_and_rejected_drafts(model):
-    def prefill(model, rows, slack):
-        # Texts of unequal length in one cache, one position at a time.
-        cache = model.new_cache(len(rows), 48 + slack)
-        for place in range(max(len(row.tokens) for row in rows)):
-            model(torch.tensor([[(row.tokens + [0] * 48)[place]] for row in rows]), cache=cache)
-        cache.truncate([len(row.tokens) for row in rows])
-        return cache, None
-
-    drafter = DraftModel(model, 3, prefill)
+    drafter = DraftModel(model, 3, FullCaches())
     rows = [
         Sequence(
             index,
@@ -431,3 +375,18 @@ def test_a_draft_model_must_have_the_same_vocabulary_and_context(model):
         Generator(model, TOKENIZER, speculate=2, draft=small_model(max_seq_len=47))
     with pytest.raises(UserError, match="draft needs speculate"):
         Generator(model, TOKENIZER, draft=small_model())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculate": -1}, "speculate is -1"),
+        ({"speculate": 65}, "speculate is 65.*64"),
+        ({"speculate": 4, "window": 8}, "window cannot be combined with speculate"),
+        ({"use_cache": False, "speculate": 2}, "speculate needs the KV cache"),
+        ({"speculat": 2}, "Generator has no option speculat; did you mean speculate"),
+    ],
+)
+def test_contradictory_options_raise(model, options, message):
+    with pytest.raises(UserError, match=message):
+        Generator(model, TOKENIZER, **options)

@@ -19,14 +19,10 @@ from pairwise import pairwise
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.features.structured_output import constraints
-from thinker.features.structured_output.constraints import (
-    Constraint,
-    allowed_tokens,
-    banned_tokens,
-    pack_tokens,
-)
+from thinker.features.structured_output.constraints import GrammarConstraint, pack_tokens
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.chat.conversation import Conversation
+from thinker.generation.constraint import allowed_tokens, banned_tokens
 from thinker.generation.sampler import distribution, sample
 from thinker.native import operations as native
 from thinker.runtime.errors import UserError
@@ -210,7 +206,7 @@ def test_exactly_the_tokens_that_can_continue_a_valid_text_are_allowed(tokenizer
     )
     rng, seen_ends = random.Random(0), 0
     for _ in range(60):
-        constraint, text = Constraint(tokenizer, None, pattern), b""
+        constraint, text = GrammarConstraint(tokenizer, None, pattern), b""
         while constraint.can_continue:
             expected = [
                 token
@@ -490,7 +486,7 @@ def test_a_gpu_that_reads_several_tokens_at_once_reads_one_with_a_constraint(mod
         SamplingParams(max_new_tokens=40),
     ]
     expected = generator.generate(["", ""], params)
-    generator.steps_per_read = 16  # as on a GPU
+    generator.decoder.steps_per_read = 16  # as on a GPU
     assert generator.generate(["", ""], params) == expected
 
 

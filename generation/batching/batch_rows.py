@@ -1,15 +1,18 @@
-"""Rows of KV caches that sequences of a continuous batch take and give back, with the prefixes that texts share."""
+"""Rows of KV caches for the sequences of a continuous batch, with the prefixes that texts share."""
 
 from __future__ import annotations
 
-import copy
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from thinker.generation.caches.quantized_cache import MAX_PER_PASS, QuantizedLayer
+from thinker.generation.caches.cache_factory import copy_row
+from thinker.generation.caches.quantized_cache import MAX_PER_PASS
+from thinker.generation.decoders.decoder import RowDecoder
+from thinker.generation.engine import Generator
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache
 
@@ -37,46 +40,43 @@ class Row:
 
 def common_prefix(a: list[int], b: list[int]) -> int:
     """Number of equal tokens at the start of two texts."""
-    low, high = (
-        0,
-        min(len(a), len(b)),
-    )  # comparing slices by bisection is faster than comparing tokens one by one
+    # Comparing slices by bisection is faster than comparing tokens one by one.
+    low = 0
+    high = min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
     return low
 
 
 class PooledRows:
-    """Rows of one cache of fixed size, for a batch-invariant NativeThinker, which reads any rows in one pass.
+    """Rows of one cache of fixed size, for a batch-invariant decoder, which reads any rows at once.
 
-    The keys of a finished text stay in its row until the row is needed; a new text copies the prefix that it shares
-    with any row.
+    The keys of a finished text stay in its row until the row is needed; a new text copies the
+    prefix that it shares with any row.
     """
 
-    def __init__(self, generator: Any, n_rows: int) -> None:
-        self.model = generator.decode_model
-        self.generator = generator
-        self.cache = generator.new_cache(generator.model, n_rows, int(generator.context_len))
+    def __init__(self, generator: Generator, n_rows: int) -> None:
+        self.decoder = cast(RowDecoder, generator.decoder)
+        self.cache = generator.new_cache(n_rows, int(generator.context_len))
         for layer in self.cache.layers:  # take the memory now, not when requests come
             for name in layer.tensors:
                 getattr(layer, name).fill_(0)
-        # The newest keys of a text that goes on differently would be missing: only all but its end is shared.
-        self.shares_prompts = not any(
-            isinstance(layer, QuantizedLayer) and layer.n_newest for layer in self.cache.layers
-        )
+        # With 4 bits, the newest keys of a text that goes on differently would be missing: only all
+        # but its end is shared.
+        self.shares_prompts = self.cache.pass_block is None
         self.clear()
 
     def clear(self) -> None:
         """Forget all rows."""
         n_rows = len(self.cache.lengths)
         self.cache.lengths = [0] * n_rows
-        self.texts: list[list[int]] = [
-            [] for _ in range(n_rows)
-        ]  # tokens whose keys each row holds
-        self.ends = [
-            0
-        ] * n_rows  # how far each row has been read, also by a text that it was copied from
+        self.texts: list[list[int]] = [[] for _ in range(n_rows)]  # tokens whose keys a row holds
+        # How far each row has been read, also by a text that it was copied from.
+        self.ends = [0] * n_rows
         self.free = list(range(n_rows))  # least recently used first
 
     def open(self, sequence: Sequence) -> Row:
@@ -92,31 +92,41 @@ class PooledRows:
         index = source if is_prefix else self.free[0]
         self.free.remove(index)
         if index != source:
-            for layer in self.cache.layers:
-                for name in layer.tensors:
-                    tensor = getattr(layer, name)
-                    size = tensor.shape[2] if name.startswith("newest") else n_shared
-                    tensor[index, :, :size] = tensor[source, :, :size]
+            self._copy(source, index, n_shared)
         self.cache.lengths[index] = n_shared
         self.ends[index] = self.ends[source] if n_shared else 0
         self.texts[index] = sequence.tokens[:n_shared]
         return Row(sequence, index, n_shared)
 
+    def _copy(self, source: int, target: int, n: int) -> None:
+        """Copy the first n positions of a row to another."""
+        for layer in self.cache.layers:
+            for name in layer.tensors:
+                tensor = getattr(layer, name)
+                size = tensor.shape[2] if name.startswith("newest") else n
+                tensor[target, :, :size] = tensor[source, :, :size]
+
     def read(self, reads: list[tuple[Row, list[int]]]) -> Tensor:
-        """Read tokens of each row. Returns the logits of the rows that have been read whole, (B, 1, V)."""
-        rows, tokens, wanted = [], [], []
+        """Read tokens of each row.
+
+        Returns the logits of the rows that have been read whole, (B, 1, V).
+        """
+        rows: list[int] = []
+        tokens: list[int] = []
+        wanted: list[int] = []
         for row, new in reads:
             rows += [row.index] * len(new)
             tokens += new
             self._append(row, new)
             if row.n_read == len(row.sequence.tokens):
                 wanted.append(len(rows) - 1)
-        return self.model.read(self.cache, rows, tokens, wanted)[:, None]
+        return self.decoder.read(self.cache, rows, tokens, wanted)[:, None]
 
     def sample(self, rows: list[Row], logits: Tensor, max_steps: int) -> list[list[SampledToken]]:
         """Sample up to `max_steps` tokens per row; the model reads all of them but the last."""
-        sequences, indices = [row.sequence for row in rows], [row.index for row in rows]
-        sampled = self.generator.sample(sequences, self.cache, logits, max_steps, indices)
+        sequences = [row.sequence for row in rows]
+        indices = [row.index for row in rows]
+        sampled = self.decoder.sample(sequences, self.cache, logits, max_steps, indices)
         for row, tokens in zip(rows, sampled):
             self._append(row, [token for token, *_ in tokens[:-1]])
         return sampled
@@ -139,19 +149,17 @@ class PooledRows:
 
 
 class JoinedRows:
-    """For other models and devices: prompts are read in caches of their own, which then join that of the batch."""
+    """For other models and devices: each prompt is read in a cache of its own, which then joins."""
 
     shares_prompts = False
 
-    def __init__(self, generator: Any, n_rows: int) -> None:
+    def __init__(self, generator: Generator, n_rows: int) -> None:
         self.generator = generator
         self.clear()
         self.max_len = generator.config.max_seq_len + 1  # unbounded caches are smaller than that
-        if generator.context_len < float("inf"):
+        if generator.context_len < math.inf:
             self.max_len = int(generator.context_len)
-            generator.new_cache(
-                generator.model, n_rows, self.max_len
-            )  # raises an error if they do not fit
+            generator.new_cache(n_rows, self.max_len)  # raises an error if they do not fit
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -161,47 +169,50 @@ class JoinedRows:
 
     def open(self, sequence: Sequence) -> Row:
         """Create a cache for the prompt of a sequence, with what it shares with a text that was kept."""
-        shared = [
-            (common_prefix(text, sequence.tokens[:-1]), index)
-            for index, (text, _) in enumerate(self.kept)
-        ]
+        least = max(1, self.generator.config.prefix)
+        shared = []
+        for index, (text, _) in enumerate(self.kept):
+            shared.append((common_prefix(text, sequence.tokens[:-1]), index))
         for n_shared, index in sorted(shared, reverse=True):
             cache = self.kept[index][1]
-            if n_shared >= max(1, self.generator.config.prefix) and cache.can_truncate([n_shared]):
+            if n_shared >= least and cache.can_truncate([n_shared]):
                 self.kept.append(self.kept.pop(index))
                 cache = copy_row(cache, 0)
                 cache.truncate([n_shared])
                 return Row(sequence, -1, n_shared, cache)
-        return Row(sequence, -1, 0, self.generator.new_cache(self.generator.model, 1, self.max_len))
+        return Row(sequence, -1, 0, self.generator.new_cache(1, self.max_len))
 
     def read(self, reads: list[tuple[Row, list[int]]]) -> Tensor:
-        """Read tokens of each row. Returns the logits of the rows that have been read whole, (B, 1, V)."""
-        model, device = self.generator.model, self.generator.model.device
-        by_row = {}
+        """Read tokens of each row.
+
+        Returns the logits of the rows that have been read whole, (B, 1, V).
+        """
+        decoder = self.generator.decoder
+        by_row: dict[Row, Tensor] = {}
         growing = list(self.joined)
         if growing:
             self.cache.lengths = [row.n_read for row in growing]
-            tokens = torch.tensor([row.next_tokens(1) for row in growing], device=device)  # (B, 1)
-            for row, logits in zip(growing, self.generator.decode_model(tokens, cache=self.cache)):
-                by_row[id(row)] = logits
+            newest = [row.next_tokens(1) for row in growing]
+            tokens = torch.tensor(newest, device=decoder.model.device)  # (B, 1)
+            for row, logits in zip(growing, decoder.step(tokens, self.cache)):
+                by_row[row] = logits
                 row.n_read += 1
         for row, new in reads:
             if row.prompt_cache is None:
                 continue
-            logits = self.generator.prefill(model, [new], row.prompt_cache)
+            logits = self.generator.prefill([new], row.prompt_cache)
             row.n_read += len(new)
             if row.n_read == len(row.sequence.tokens):
-                by_row[id(row)] = logits[0]
+                by_row[row] = logits[0]
                 self._join(row)
-        return (
-            torch.stack([by_row[id(row)] for row, _ in reads if id(row) in by_row])
-            if by_row
-            else torch.empty(0)
-        )
+        if not by_row:
+            return torch.empty(0)
+        return torch.stack([by_row[row] for row, _ in reads if row in by_row])
 
     def sample(self, rows: list[Row], logits: Tensor, max_steps: int) -> list[list[SampledToken]]:
         """Sample one token per row."""
-        return self.generator.sample([row.sequence for row in rows], self.cache, logits, 1)
+        sequences = [row.sequence for row in rows]
+        return self.generator.decoder.sample(sequences, self.cache, logits, 1)
 
     def copy(self, row: Row) -> KVCache:
         """A copy of what has been read of a sequence whose prompt was read."""
@@ -211,7 +222,8 @@ class JoinedRows:
         """Remove a sequence from the cache. `keep`: whether other texts may share its keys."""
         if row.prompt_cache is not None:
             return
-        index, text = self.joined.index(row), row.sequence.tokens[: row.n_read]
+        index = self.joined.index(row)
+        text = row.sequence.tokens[: row.n_read]
         if keep:
             self._keep(text, copy_row(self.cache, index))
         else:
@@ -229,7 +241,8 @@ class JoinedRows:
         else:
             self.cache.concat_rows(row.prompt_cache)
         self._keep(list(row.sequence.tokens), row.prompt_cache)
-        row.prompt_cache, row.index = None, len(self.joined)
+        row.prompt_cache = None
+        row.index = len(self.joined)
         self.joined.append(row)
 
     def _keep(self, text: list[int], cache: KVCache) -> None:
@@ -238,11 +251,3 @@ class JoinedRows:
 
     def _drop_prefixes(self, text: list[int]) -> None:
         self.kept = [(other, cache) for other, cache in self.kept if other != text[: len(other)]]
-
-
-def copy_row(cache: KVCache, index: int) -> KVCache:
-    """A cache with a copy of one row."""
-    clone = copy.copy(cache)
-    clone.layers = [copy.copy(layer) for layer in cache.layers]
-    clone.select([index])
-    return clone

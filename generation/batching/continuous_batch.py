@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from thinker.generation.caches.cache_rows import JoinedRows, PooledRows, Row, common_prefix
+from thinker.generation.batching.batch_rows import JoinedRows, PooledRows, Row, common_prefix
 from thinker.generation.engine import Generator
 from thinker.generation.sequence import SampledToken, Sequence
-from thinker.generation.sliding import slide
 from thinker.runtime.errors import RunError, UserError
 
 TOKENS_PER_STEP = 64  # to read in one pass: the newest of each text, and pieces of prompts
@@ -31,25 +30,35 @@ class Progress:
 class ContinuousBatch:
     """Decodes sequences that are added at any time, up to `max_rows` at once.
 
-    Prompts are read in pieces beside the texts that grow, so that a long one delays nobody for long. What a prompt
-    shares with texts that were read before is not read again. If the Generator is batch invariant, a sequence gets
-    exactly the tokens that generate() gives it alone; otherwise, a logit may differ by a rounding error. Not
-    thread-safe.
+    Prompts are read in pieces beside the texts that grow, so that a long one delays nobody for
+    long. What a prompt shares with texts that were read before is not read again. If the Generator
+    is batch invariant, a sequence gets exactly the tokens that generate() gives it alone;
+    otherwise, a logit may differ by a rounding error. Not thread-safe.
     """
 
     def __init__(self, generator: Generator, max_rows: int) -> None:
-        """Allocate the cache. Raises UserError if it does not fit into memory, or for unsupported options."""
-        has_other_steps = generator.speculate or generator.early_exit is not None
-        if generator.window is not None or has_other_steps or not generator.use_cache:
-            raise UserError(
-                "continuous batching supports no window, speculation or early exit, and needs the KV cache"
-            )
-        self.generator, self.max_rows = generator, max_rows
-        self.rows = (
-            PooledRows(generator, max_rows)
-            if generator.is_batch_invariant
-            else JoinedRows(generator, max_rows)
-        )
+        """Allocate the cache.
+
+        Raises UserError if it does not fit into memory, or for unsupported options.
+        """
+        unsupported = ""
+        if not generator.caches.can_roll_back:
+            unsupported = generator.caches.option
+        elif not generator.decoder.is_exact:
+            unsupported = generator.decoder.option
+        elif generator.drafting is not None:
+            unsupported = generator.drafting.option
+        if unsupported:
+            raise UserError(f"continuous batching does not support {unsupported}; leave it out")
+        if not generator.use_cache:
+            raise UserError("continuous batching needs the KV cache; use use_cache=True")
+        self.generator = generator
+        self.max_rows = max_rows
+        self.rows: PooledRows | JoinedRows
+        if generator.is_batch_invariant:
+            self.rows = PooledRows(generator, max_rows)
+        else:
+            self.rows = JoinedRows(generator, max_rows)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Row] = []  # oldest first
 
@@ -83,33 +92,30 @@ class ContinuousBatch:
         if not reads:
             return []
         ready = [row for row, tokens in reads if len(tokens) == row.n_unread]
-        logits = self.rows.read(
-            reads
-        )  # after the last token of each row in `ready`, (len(ready), 1, V)
+        logits = self.rows.read(reads)  # after the last token of each row in `ready`, (B, 1, V)
         if not ready:
             return []
-        sequences = [row.sequence for row in ready]
-        is_alone = not self.waiting and len(ready) == len(self.running)
-        n_steps = min(sequence.n_remaining for sequence in sequences) if is_alone else 1
+        n_steps = 1
+        if not self.waiting and len(ready) == len(self.running):  # nobody has to wait
+            n_steps = min(row.sequence.n_remaining for row in ready)
         sampled = self.rows.sample(ready, logits, n_steps)
-        steps = [
-            progress
-            for row, tokens in zip(ready, sampled)
-            for progress in self._extend(row, tokens)
-        ]
-        if self.generator.monitor is not None:
-            growing = [
-                row for row in ready if row in self.running
-            ]  # without those that ended, and those that slid
-            self.generator.monitor.observe(
-                self.generator.model,
-                [row.sequence for row in growing],
-                lambda index: self.rows.copy(growing[index]),
-            )
+        steps = [self._extend(row, tokens) for row, tokens in zip(ready, sampled)]
+        self._observe([row for row in ready if row in self.running])
         return steps
 
+    def _observe(self, growing: list[Row]) -> None:
+        """Show observers the rows that grow, without those that ended and those that slid."""
+        sequences = [row.sequence for row in growing]
+        for observer in self.generator.observers:
+            observer.observe(
+                self.generator.model, sequences, lambda index: self.rows.copy(growing[index])
+            )
+
     def _admit(self) -> None:
-        """Give free rows to waiting sequences, in order. Those that wait for a prefix to be read are passed over."""
+        """Give free rows to waiting sequences, in order.
+
+        Those that wait for a prefix to be read are passed over.
+        """
         passed_over = []
         while self.waiting and len(self.running) < self.max_rows:
             sequence = self.waiting.popleft()
@@ -124,58 +130,61 @@ class ContinuousBatch:
     def _will_be_shared(self, sequence: Sequence) -> bool:
         """Whether a prompt that is being read shares more with this one than has been read of it."""
         longest = len(sequence.tokens) - 1  # the last token has to be read for its logits
-        return self.rows.shares_prompts and any(
-            row.n_read < min(common_prefix(row.sequence.tokens, sequence.tokens), longest)
-            for row in self.running
-            if row.n_unread > 1
-        )
+        if not self.rows.shares_prompts:
+            return False
+        for row in self.running:
+            if row.n_unread > 1:
+                n_shared = common_prefix(row.sequence.tokens, sequence.tokens)
+                if row.n_read < min(n_shared, longest):
+                    return True
+        return False
 
     def _choose_reads(self) -> Iterator[tuple[Row, list[int]]]:
         """Choose what to read in this step: the newest token of each text, then pieces of prompts.
 
-        Half of what is left goes to the prompt that waits longest, the rest to the shortest, so that both advance.
+        Half of what is left goes to the prompt that waits longest, the rest to the shortest, so
+        that both advance.
         """
+        growing = [row for row in self.running if row.n_unread == 1]
         prompts = [row for row in self.running if row.n_unread > 1]
-        n_growing = len(self.running) - len(prompts)
-        budget = max(TOKENS_PER_STEP - n_growing, TOKENS_PER_STEP // 4)
-        yield from ((row, row.next_tokens(1)) for row in self.running if row.n_unread == 1)
-        n_chosen = [0] * len(prompts)
+        for row in growing:
+            yield row, row.next_tokens(1)
+        if not prompts:
+            return
+        budget = max(TOKENS_PER_STEP - len(growing), TOKENS_PER_STEP // 4)
         by_length = sorted(range(len(prompts)), key=lambda index: prompts[index].n_unread)
-        for index, limit in [
-            *((0, budget // 2) for _ in prompts[:1]),
-            *((index, budget) for index in by_length),
-        ]:
-            row, before = prompts[index], n_chosen[index]
-            n_unread = row.n_unread - before
-            # A bidirectional prefix has to be read in one pass.
-            least = (
-                max(0, min(self.generator.config.prefix - row.n_read, n_unread))
-                if before == 0
-                else 0
-            )
-            n_chosen[index] += max(least, min(n_unread, limit, budget))
-            budget -= n_chosen[index] - before
-        yield from ((row, row.next_tokens(n)) for row, n in zip(prompts, n_chosen) if n > 0)
+        shares = [(0, budget // 2), *((index, budget) for index in by_length)]
+        n_chosen = [0] * len(prompts)
+        for index, share in shares:
+            row = prompts[index]
+            n_left = row.n_unread - n_chosen[index]
+            n = max(0, min(n_left, share, budget))
+            if n_chosen[index] == 0:  # a bidirectional prefix has to be read in one pass
+                n_prefix = self.generator.config.prefix - row.n_read
+                n = max(n, min(n_prefix, n_left))
+            n_chosen[index] += n
+            budget -= n
+        for row, n in zip(prompts, n_chosen):
+            if n > 0:
+                yield row, row.next_tokens(n)
 
-    def _extend(self, row: Row, sampled: list[SampledToken]) -> Iterator[Progress]:
+    def _extend(self, row: Row, sampled: list[SampledToken]) -> Progress:
         sequence = row.sequence
         n_before = len(sequence.completion.token_ids)
         try:
             text, has_ended = sequence.extend(sampled)
         except (UserError, RunError) as error:
-            self._close(
-                row, keep=False
-            )  # NaN among its keys would reach others: even 0 times NaN is NaN
-            yield Progress(sequence, "", [], True, error)
-            return
+            # NaN among its keys would reach others: even 0 times NaN is NaN.
+            self._close(row, keep=False)
+            return Progress(sequence, "", [], True, error)
         sampled = sampled[: len(sequence.completion.token_ids) - n_before]
         if has_ended:
             self._close(row)
             if sequence.completion.finish_reason != "stop" and sequence.n_after_sliding:
-                slide(sequence, self.generator.context_len)
+                sequence.slide(self.generator.context_len)
                 self.running.append(self.rows.open(sequence))  # it keeps its place
                 has_ended = False
-        yield Progress(sequence, text, sampled, has_ended)
+        return Progress(sequence, text, sampled, has_ended)
 
     def _close(self, row: Row, keep: bool = True) -> None:
         self.running.remove(row)

@@ -1,0 +1,1 @@
+"""Continuous batching: texts that come and go."""

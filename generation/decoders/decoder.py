@@ -1,0 +1,151 @@
+"""The decoder runs the model on new tokens and samples from its logits: protocol and plain form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as AbstractSequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thinker.generation.sampler import sample_steps
+from thinker.generation.sequence import SampledToken, Sequence
+from thinker.model import KVCache, Thinker
+
+PREFILL_CHUNK = 512  # positions per pass, which bounds the memory
+STEPS_PER_READ = 16  # on a GPU: tokens per row to sample before the host waits for them
+
+
+class Decoder(Protocol):
+    """Runs a model on new positions of a cache.
+
+    Attributes:
+        model: the model, prepared for inference.
+        option: the option of Generator() that asks for this decoder, for messages.
+        is_exact: whether its logits are those of the model, up to rounding.
+        is_batch_invariant: whether a text has the same logits, to the bit, in any batch and however
+            it is split into passes. Such a decoder has read(), too (see RowDecoder).
+        has_kernels: whether the matrices of its model use kernels in C.
+        kernel_problem: why it has none, although nobody asked for that; or "".
+        steps_per_read: tokens per row that sample() may draw before the end of a text is known.
+        compile_seconds: time spent on compiling so far.
+    """
+
+    model: Thinker
+    option: str
+    is_exact: bool
+    is_batch_invariant: bool
+    has_kernels: bool
+    kernel_problem: str
+    steps_per_read: int
+    compile_seconds: float
+
+    @staticmethod
+    def supports(kind: type[KVCache]) -> bool:
+        """Whether it can read caches of this class."""
+
+    def prefill(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Read tokens (B, T) into a cache. Returns the logits after the last ones, (B, 1, V)."""
+
+    def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Read the newest token of each row, and drafts after it: (B, T) -> logits (B, T, V)."""
+
+    def sample(
+        self,
+        sequences: list[Sequence],
+        cache: KVCache | None,
+        logits: Tensor,
+        max_steps: int,
+        rows: list[int] | None = None,
+    ) -> list[list[SampledToken]]:
+        """Sample 1 to `max_steps` tokens per sequence, the first from logits (B, 1, V).
+
+        All of them but the last are read into the cache. `rows`: the rows of the sequences in the
+        cache (default: all, in order).
+        """
+
+    def report(self) -> str:
+        """What it says about its steps, for people; "" if nothing."""
+
+
+class RowDecoder(Decoder, Protocol):
+    """A decoder that reads any tokens of any rows in one pass."""
+
+    def read(
+        self, cache: KVCache, rows: list[int], tokens: list[int], wanted: AbstractSequence[int]
+    ) -> Tensor:
+        """Append each token to its row of a cache, in any order of rows.
+
+        Returns the logits after the tokens with the indices `wanted`, (len(wanted), V).
+        """
+
+
+class PlainDecoder:
+    """Calls the model itself (see Decoder)."""
+
+    option = ""
+    is_exact = True
+    is_batch_invariant = False
+    has_kernels = False
+    compile_seconds = 0.0
+
+    def __init__(
+        self, model: Thinker, kernel_problem: str = "", can_roll_back: bool = True
+    ) -> None:
+        """`can_roll_back`: whether caches can drop what was sampled after the end of a text."""
+        self.model = model
+        self.kernel_problem = kernel_problem
+        self.steps_per_read = 1
+        if can_roll_back and model.device.type == "cuda":
+            self.steps_per_read = STEPS_PER_READ
+
+    @staticmethod
+    def supports(kind: type[KVCache]) -> bool:
+        """As Decoder.supports()."""
+        return True
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """As Decoder.prefill()."""
+        lengths = pass_lengths(cache, tokens.shape[1], cache.pass_block)
+        for chunk in tokens.split(list(lengths), dim=1):
+            logits = self.model(chunk, cache=cache, last_logits_only=True)
+        return logits
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """As Decoder.step()."""
+        return self.model(tokens, cache=cache)
+
+    def sample(
+        self,
+        sequences: list[Sequence],
+        cache: KVCache | None,
+        logits: Tensor,
+        max_steps: int,
+        rows: list[int] | None = None,
+    ) -> list[list[SampledToken]]:
+        """As Decoder.sample()."""
+        n_steps = min(self.steps_per_read, max_steps)
+        if any(sequence.constraint is not None for sequence in sequences):
+            n_steps = 1  # the host decides what may come next
+        return sample_steps(sequences, logits, n_steps, lambda tokens: self.step(tokens, cache))
+
+    def report(self) -> str:
+        """As Decoder.report()."""
+        return ""
+
+
+def pass_lengths(cache: KVCache, length: int, block: int | None) -> Iterator[int]:
+    """Cut the next `length` positions of a cache into passes. The first one holds a whole prefix.
+
+    `block`: a pass ends at a multiple of it, if it is not None.
+    """
+    start = cache.lengths[0]
+    end = start + length
+    while start < end:
+        limit = PREFILL_CHUNK if block is None else block - start % block
+        n = min(max(limit, cache.prefix - start), end - start)
+        yield n
+        start += n

@@ -1,0 +1,115 @@
+"""Builds the parts of a Generator: its caches, its decoder, and what features add."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from thinker.generation.caches.cache_factory import CacheFactory
+from thinker.generation.caches.full_cache import FullCaches
+from thinker.generation.decoders.decoder import Decoder, PlainDecoder
+from thinker.generation.drafting import Drafting
+from thinker.generation.sequence import Sequence
+from thinker.generation.setup import Setup
+from thinker.model import KVCache, Thinker
+from thinker.runtime.errors import UserError, did_you_mean
+from thinker.runtime.registry import features, import_offer
+
+Options = Mapping[str, Any]  # those of features, by name
+
+
+class Observer(Protocol):
+    """Watches texts grow, without changing them."""
+
+    def observe(
+        self, model: Thinker, sequences: list[Sequence], copy_row: Callable[[int], KVCache]
+    ) -> None:
+        """Called after each step, when the newest token of each sequence has not been read.
+
+        copy_row(index): a copy of the cache of a sequence, of which this call may change all.
+        """
+
+
+def check_names(options: Options, own: list[str]) -> None:
+    """Raise UserError for an option that no feature has. `own`: the names of the Generator's."""
+    known = [name for feature in features() for name in feature.generator_options]
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, own + known)
+            raise UserError(f"Generator has no option {name}{hint or '; remove it'}")
+
+
+def build_caches(setup: Setup, options: Options) -> CacheFactory:
+    """What makes the caches. Raises UserError if options contradict each other."""
+    if setup.window is None and setup.sinks:
+        raise UserError(f"sinks is {setup.sinks}; use at least 0, and only with a window")
+    of_feature = _the_part("cache", options, setup)
+    if of_feature is not None:
+        return of_feature
+    # Imported where they are used, because most texts need neither.
+    if setup.window is not None:
+        from thinker.generation.caches.sink_cache import WindowCaches
+
+        return WindowCaches(setup, setup.window, setup.sinks)
+    if setup.cache_bits is not None:
+        from thinker.generation.caches.quantized_cache import QuantizedCaches
+
+        return QuantizedCaches(setup, setup.cache_bits)
+    return FullCaches()
+
+
+def build_decoder(setup: Setup, caches: CacheFactory, options: Options) -> Decoder:
+    """What runs the model. Raises UserError if it does not support the model or the caches."""
+    of_feature = _the_part("decoder", options, setup, caches)
+    if of_feature is not None:
+        return of_feature
+    if setup.compile:
+        setup.need_cache("compile")
+    if setup.is_on_cpu and setup.compile is not False:
+        from thinker.generation.decoders.native_decoder import NativeDecoder, kernel_problem
+
+        problem = kernel_problem(setup.dtype)
+        if not problem:
+            return NativeDecoder(setup.fuse(setup.model, native=True))
+        if setup.compile:
+            raise UserError(f"compile is not available: {problem}; use compile=False")
+        return PlainDecoder(setup.fuse(setup.model), kernel_problem=problem)
+    if setup.compile:
+        from thinker.generation.decoders.compiled_decoder import CompiledDecoder
+
+        CompiledDecoder.check(setup, caches)
+        return CompiledDecoder(setup.fuse(setup.model))
+    return PlainDecoder(
+        setup.fuse(setup.model), can_roll_back=setup.use_cache and caches.can_roll_back
+    )
+
+
+def build_drafting(
+    setup: Setup, caches: CacheFactory, decoder: Decoder, options: Options
+) -> Drafting | None:
+    """What proposes tokens, if anything does."""
+    return _the_part("drafter", options, setup, caches, decoder)
+
+
+def build_observers(
+    setup: Setup, caches: CacheFactory, decoder: Decoder, options: Options
+) -> list[Observer]:
+    """What watches texts grow."""
+    return list(_parts("observer", options, setup, caches, decoder))
+
+
+def _the_part(seam: str, options: Options, *built: Any) -> Any:
+    """The part that a feature builds, or None. Raises UserError if two features do."""
+    parts = list(_parts(seam, options, *built))
+    if len(parts) > 1:
+        raise UserError(f"options of two features ask for a {seam} each; use only one")
+    return parts[0] if parts else None
+
+
+def _parts(seam: str, options: Options, *built: Any) -> Iterator[Any]:
+    """The parts that features build. A feature of which no option is given is not imported."""
+    for feature in features():
+        own = {name: options[name] for name in feature.generator_options if name in options}
+        offer = getattr(feature, seam)
+        if own and offer:
+            part = import_offer(offer)(*built, **own)
+            if part is not None:
+                yield part
