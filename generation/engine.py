@@ -1,7 +1,5 @@
 """Generator: from prompts to texts, for batches of prompts of different lengths."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -49,7 +47,7 @@ class Generator:
         sinks: with `window`, also attend to the first `sinks` positions.
         cache_bits: 8 or 4: store keys and values in so few bits (caches/quantized_cache.py).
         slide: continue from the newest half when the context is full (Sequence.slide()).
-        options: of features, such as `speculate`; each guide in docs/ describes its own.
+        options: of features, which the reference lists below this class.
     """
 
     def __init__(
@@ -325,7 +323,7 @@ class Generator:
             logits.append(self.model(tokens, last_logits_only=True))
         return torch.cat(logits)
 
-    def score(self, text: str, n_top: int = 0, progress: bool = False) -> Score:
+    def score(self, text: str, n_top: int = 0, progress: bool = False) -> "Score":
         """The log-probability of every token of a text; see generation.scoring.score_text()."""
         from thinker.generation.scoring import score_text
 

@@ -312,7 +312,7 @@ params = SamplingParams(max_new_tokens=40 if is_fast() else 400)
 done = generator.generate("Once upon a time", params)[0]
 print(f"{len(done.token_ids)} tokens, {done.n_evicted} forgotten: ...{done.text[-45:]!r}")
 for n in (100, 10_000):
-    full, bounded = model.new_cache(1, n).nbytes, generator.new_cache(model, 1, n).nbytes
+    full, bounded = model.new_cache(1, n).nbytes, generator.new_cache(1, n).nbytes
     print(f"cache for {n:>6,} tokens: {full:>10,} bytes, with window and sinks {bounded:,}")
 long_text = " ".join(generate_story(2, i).text for i in range(1 if is_fast() else 10))
 no_sinks = Generator(model, tokenizer, compile=False, window=64)
@@ -321,7 +321,7 @@ loss, loss_without = (-sum(logprobs) / len(logprobs) for logprobs in scores)
 print(f"64 keys, 4 of them sinks: {loss:.2f} nats; without sinks: {loss_without:.2f}")
 
 # %% tags=["check"]
-assert len({generator.new_cache(model, 1, n).nbytes for n in (100, 1000, 10_000)}) == 1
+assert len({generator.new_cache(1, n).nbytes for n in (100, 1000, 10_000)}) == 1
 assert is_fast() or (done.n_evicted > 300 and abs(loss - loss_without) < 0.1)
 
 # %% [markdown]

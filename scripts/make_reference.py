@@ -15,6 +15,7 @@ from typing import Any
 
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import run_command
+from thinker.runtime.registry import features, import_offer
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {  # command: the module with its main()
@@ -235,6 +236,8 @@ def api_markdown() -> str:
     ]
     for name in PACKAGE_NAMES:
         parts += _document(name, getattr(package, name))
+        if name == "Generator":
+            parts += _feature_options()
     for module_name, names in CLASSES.items():
         module = import_module(module_name)
         parts += [f"## {module_name}\n", f"{_docstring(module)}\n"]
@@ -246,6 +249,23 @@ def api_markdown() -> str:
         for name in _public_names(module):
             parts += _document(name, getattr(module, name))
     return _join(parts)
+
+
+def _feature_options() -> Iterator[str]:
+    """The options of Generator() that features add."""
+    for feature in features():
+        for seam in ("cache", "decoder", "drafter", "observer"):
+            offer = getattr(feature, seam)
+            if not (feature.generator_options and offer):
+                continue
+            function = import_offer(offer)
+            parameters = inspect.signature(function).parameters
+            options = [parameters[name] for name in feature.generator_options]
+            yield f"### Options of Generator: {feature.name}\n"
+            signature = inspect.Signature(options)
+            shown = _type(str(signature)[1:-1]).replace("'", "")
+            yield _code(f"Generator(..., {shown})")
+            yield f"{_docstring(function)}\n"
 
 
 def _public_names(module: ModuleType) -> list[str]:
