@@ -204,18 +204,25 @@ def proven(kernels: Kernels, model: Thinker) -> Kernels:
     if not kernels.forms or isinstance(model.embedding.weight, FakeTensor):
         return kernels
     used = {type(module) for module in model.modules()} & set(kernels.forms)
-    with proof.own_random_numbers() as generator:
-        wrong = used - {nn.Dropout}
-        with contextlib.suppress(Exception):  # of an edited model, which training as written shows
-            wrong = _different_kinds(kernels.forms, model, generator)
-        rates = {module.p for module in model.modules() if type(module) is nn.Dropout}
-        if nn.Dropout in kernels.forms and not all(map(keeps_contract, rates)):
-            wrong.add(nn.Dropout)
+    rates = {module.p for module in model.modules() if type(module) is nn.Dropout}
+    key = ("training", *kernels.forms, *sorted(rates))
+    wrong = proof.kept(key, model, partial(_disproved, kernels.forms, model, rates))
     if not wrong & used:
         return kernels
     forms = {kind: form for kind, form in kernels.forms.items() if kind not in wrong}
     problem = proof.describe_difference(wrong & used, "training")
     return Kernels(forms, kernels.is_native, problem)
+
+
+def _disproved(forms: Forms, model: Thinker, rates: set[float]) -> frozenset[type]:
+    """The types of modules for which a form computes something else."""
+    with proof.own_random_numbers() as generator:
+        wrong = set(forms) - {nn.Dropout}
+        with contextlib.suppress(Exception):  # of an edited model, which training as written shows
+            wrong = _different_kinds(forms, model, generator)
+        if nn.Dropout in forms and not all(map(keeps_contract, rates)):
+            wrong.add(nn.Dropout)
+    return frozenset(wrong)
 
 
 def _different_kinds(forms: Forms, model: Thinker, generator: torch.Generator) -> set[type]:
