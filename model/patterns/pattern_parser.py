@@ -8,6 +8,7 @@ from collections.abc import Callable
 from thinker.model.patterns import content_patterns, patterns
 from thinker.model.patterns.patterns import Pattern
 from thinker.runtime.errors import UserError, did_you_mean
+from thinker.runtime.registry import Registry
 
 MAX_NUMBER = 1 << 24  # the largest number in a pattern
 MAX_TEXT_LENGTH = 1000  # characters
@@ -19,13 +20,23 @@ MAX_ARGUMENTS = {
 MAY_BE_ZERO = ("token", "random", "bigbird")  # numbers from 0; other patterns require at least 1
 HINT = "write it as in window(64) | global(4)"
 
-PATTERNS: dict[str, Callable[..., Pattern]] = {  # by name in a config
-    "full": patterns.full, "window": patterns.window, "dilated": patterns.dilated, "block": patterns.block,
-    "global": patterns.global_positions, "token": patterns.global_tokens, "strided": patterns.strided,
-    "random": patterns.random, "prefix": patterns.prefix, "topk": content_patterns.topk, "heads": patterns.per_head,
-    "longformer": patterns.longformer, "bigbird": patterns.bigbird, "linear": patterns.linear,
-    "retrieve": content_patterns.retrieve,
-}  # fmt: skip
+# By name in a config. A pattern takes integers, and returns a Pattern; a user's module registers its own.
+PATTERNS: Registry[Callable[..., Pattern]] = Registry("pattern")
+PATTERNS.register("full", patterns.full)
+PATTERNS.register("window", patterns.window)
+PATTERNS.register("dilated", patterns.dilated)
+PATTERNS.register("block", patterns.block)
+PATTERNS.register("global", patterns.global_positions)
+PATTERNS.register("token", patterns.global_tokens)
+PATTERNS.register("strided", patterns.strided)
+PATTERNS.register("random", patterns.random)
+PATTERNS.register("prefix", patterns.prefix)
+PATTERNS.register("topk", content_patterns.topk)
+PATTERNS.register("heads", patterns.per_head)
+PATTERNS.register("longformer", patterns.longformer)
+PATTERNS.register("bigbird", patterns.bigbird)
+PATTERNS.register("linear", patterns.linear)
+PATTERNS.register("retrieve", content_patterns.retrieve)
 
 
 def parse_pattern(text: str) -> Pattern:
@@ -63,16 +74,16 @@ def _make_pattern(node: ast.expr, function: ast.Name, arguments: list[ast.expr])
             raise UserError(
                 f"{name} is not a list of layers; use the letters L (model.window) and G (full), as in LLLG"
             )
-        raise UserError(
-            f"unknown pattern {name}{did_you_mean(name, PATTERNS) or '; use ' + ', '.join(PATTERNS)}"
-        )
+        names = PATTERNS.names()
+        hint = did_you_mean(name, names) or f"; use {', '.join(names)}"
+        raise UserError(f"unknown pattern {name}{hint}")
     if name == "heads":
         values = [_parse_node(argument) for argument in arguments]
     else:
         values = [
             _parse_number(argument, 0 if name in MAY_BE_ZERO else 1) for argument in arguments
         ]
-    signature = inspect.signature(PATTERNS[name])
+    signature = inspect.signature(PATTERNS.get(name))
     try:
         signature.bind(*values)
     except TypeError:
@@ -89,7 +100,7 @@ def _make_pattern(node: ast.expr, function: ast.Name, arguments: list[ast.expr])
     index, maximum = MAX_ARGUMENTS.get(name, (0, MAX_NUMBER))
     if name in MAX_ARGUMENTS and values[index] > maximum:
         raise UserError(f"{_unparse(node)} is too large: {values[index]:,} (maximum: {maximum:,})")
-    return PATTERNS[name](*values)
+    return PATTERNS.get(name)(*values)
 
 
 def _parse_number(node: ast.expr, minimum: int) -> int:

@@ -554,7 +554,7 @@ def test_every_ablation_variant_is_a_valid_config():
             assert config.thinker_config(vocab_size=100).patterns
             assert config.train.batch_size >= batch_size
     all_overrides = " ".join(override for overrides in VARIANTS.values() for override in overrides)
-    assert {name for name in PATTERNS if name != "full" and name not in all_overrides} == {
+    assert {name for name in PATTERNS.names() if name != "full" and name not in all_overrides} == {
         "random"
     }  # a part of bigbird
     wrong = run_script(BENCHMARK, "ablation", "--only", "linear(65)")
