@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from thinker.model.transformer import Block, Thinker
 SEED = 0
 WIDTH = 32  # of the residual stream and the MLP of a twin, plus the rest of the real width by this number
 PERIOD = 4099
-MAX_POSITIONS = 512  # to compare; in a longer context the first and the last half as many
+MAX_POSITIONS = 256  # to compare; in a longer context the first and the last half as many
 MAX_BLOCK = 1 << 24  # parameters of a block that is compared in its real shape
 
 Tensors = Tensor | tuple[Tensor, ...]
@@ -55,15 +56,38 @@ def kept(key: tuple[Hashable, ...], model: Thinker, prove: Callable[[], T]) -> T
     return _kept[key]
 
 
+class Noise:
+    """Normal numbers that repeat after a prime number of elements, which is faster than drawing all."""
+
+    def __init__(self) -> None:
+        self.numbers = _numbers()
+        self.start = 0
+
+    def __call__(self, shape: Sequence[int]) -> Tensor:
+        """The next numbers in a tensor, in fp32."""
+        size, start = math.prod(shape), self.start
+        self.start = (start + size) % PERIOD
+        if size <= PERIOD:
+            return self.numbers[start : start + size].view(*shape).clone()
+        period = self.numbers[start : start + PERIOD]
+        return period.repeat(-(-size // PERIOD))[:size].view(*shape)
+
+
+@cache
+def _numbers() -> Tensor:
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randn(2 * PERIOD, generator=generator, dtype=torch.float32)
+
+
 @contextlib.contextmanager
-def own_random_numbers() -> Iterator[torch.Generator]:
-    """Context that leaves torch's generator as it is, whatever a module draws. Yields a generator for weights."""
+def own_random_numbers() -> Iterator[Noise]:
+    """Context that leaves torch's generator as it is, whatever a module draws. Yields numbers for weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        yield torch.Generator().manual_seed(SEED)
+        yield Noise()
 
 
-def narrow_twin(model: Thinker, generator: torch.Generator) -> Thinker:
+def narrow_twin(model: Thinker, noise: Noise) -> Thinker:
     """A model with the layers, heads and context of another, but narrow, with random weights, in the same mode."""
     config = model.config
     last_token = max((token for pattern in config.patterns for token in pattern.tokens), default=0)
@@ -74,37 +98,30 @@ def narrow_twin(model: Thinker, generator: torch.Generator) -> Thinker:
         vocab_size=min(config.vocab_size, last_token + WIDTH + 1),
     )
     twin = Thinker(narrow).float().train(model.training)
-    randomize(twin, generator)
+    randomize(twin, noise)
     return twin
 
 
-def real_block(model: Thinker, generator: torch.Generator) -> Block | None:
+def real_block(model: Thinker, noise: Noise) -> Block | None:
     """A block in the real shape with random weights, or None if that would take long."""
     with torch.device("meta"):
         block = Block(model.config, model.config.patterns[0], 0)
     if sum(parameter.numel() for parameter in block.parameters()) > MAX_BLOCK:
         return None
     block = block.to_empty(device="cpu").float()
-    randomize(block, generator)
+    randomize(block, noise)
     return block.to(model.device).train(model.training)
 
 
 @torch.no_grad()
-def randomize(module: nn.Module, generator: torch.Generator) -> None:
+def randomize(module: nn.Module, noise: Noise) -> None:
     """Set all parameters to random numbers of the size that activations keep, none of them constant."""
     for parameter in module.parameters():
-        values = noise(tuple(parameter.shape), generator)
+        values = noise(parameter.shape)
         if parameter.dim() == 1:
             parameter.copy_(1 + 0.3 * values)
         else:
             parameter.copy_(values * parameter.shape[-1] ** -0.5)
-
-
-def noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Normal numbers that repeat after a prime number of elements, which is faster than drawing all."""
-    size = math.prod(shape)
-    values = torch.randn(min(size, PERIOD), generator=generator, dtype=torch.float32)
-    return values.repeat(-(-size // PERIOD))[:size].view(shape)
 
 
 def positions_to_compare(max_seq_len: int) -> Tensor:
@@ -142,8 +159,8 @@ def _results(
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         if parameters is None:
             return outputs
-        generator = torch.Generator().manual_seed(SEED)
-        grads = [noise(tuple(y.shape), generator).to(y) for y in outputs]
+        noise = Noise()  # the same for both functions
+        grads = [noise(y.shape).to(y) for y in outputs]
         return outputs + list(
             torch.autograd.grad(outputs, [x, *parameters], grads, allow_unused=True)
         )

@@ -26,7 +26,7 @@ from thinker.training.settings.settings import TrainSettings
 
 FP32_TOLERANCE = 1e-5
 BF16_TOLERANCE = 0.03  # of outputs and gradients; plain and fused forms round at other places
-GRADIENT_POSITIONS = 40  # at either end of the context
+GRADIENT_POSITIONS = 32  # at either end of the context
 REAL_POSITIONS = 4  # in the real shape
 DROPOUT_ELEMENTS = 1 << 16
 
@@ -216,20 +216,20 @@ def proven(kernels: Kernels, model: Thinker) -> Kernels:
 
 def _disproved(forms: Forms, model: Thinker, rates: set[float]) -> frozenset[type]:
     """The types of modules for which a form computes something else."""
-    with proof.own_random_numbers() as generator:
+    with proof.own_random_numbers() as noise:
         wrong = set(forms) - {nn.Dropout}
         with contextlib.suppress(Exception):  # of an edited model, which training as written shows
-            wrong = _different_kinds(forms, model, generator)
+            wrong = _different_kinds(forms, model, noise)
         if nn.Dropout in forms and not all(map(keeps_contract, rates)):
             wrong.add(nn.Dropout)
     return frozenset(wrong)
 
 
-def _different_kinds(forms: Forms, model: Thinker, generator: torch.Generator) -> set[type]:
+def _different_kinds(forms: Forms, model: Thinker, noise: proof.Noise) -> set[type]:
     """Compare modules with their faster form, in each layer of a twin, and in the real shape."""
     wrong: set[type] = set()
-    twin = proof.narrow_twin(model, generator).to(model.device)
-    block = proof.real_block(model, generator)
+    twin = proof.narrow_twin(model, noise).to(model.device)
+    block = proof.real_block(model, noise)
     positions = proof.positions_to_compare(model.config.max_seq_len).to(model.device)
 
     def compare(modules: nn.Module, chosen: Tensor, dtype: torch.dtype, gradients: bool) -> None:
@@ -248,7 +248,7 @@ def _different_kinds(forms: Forms, model: Thinker, generator: torch.Generator) -
                     rope = twin.rope(chosen, model.config.max_seq_len, dtype)
                 plain, fast = partial(plain, rope=rope), partial(fast, rope=rope)
                 parameters = [p for name, p in module.named_parameters() if _is_projected(name)]
-            x = proof.noise((1, len(chosen), _width(module)), generator).to(model.device, dtype)
+            x = noise((1, len(chosen), _width(module))).to(model.device, dtype)
             tolerance = FP32_TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
             if not proof.agree(plain, fast, x, parameters if gradients else None, tolerance):
                 wrong.add(kind)

@@ -55,8 +55,8 @@ def _disproved(
     model: Thinker, dtype: torch.dtype, bits: Bits, native: bool
 ) -> tuple[frozenset[type], bool]:
     """The types of modules whose faster form computes something else, and whether the native decoder does not."""
-    with proof.own_random_numbers() as generator:
-        twin = proof.narrow_twin(model, generator).to(model.device).eval()
+    with proof.own_random_numbers() as noise:
+        twin = proof.narrow_twin(model, noise).to(model.device).eval()
         wrong = _different_kinds(twin, dtype, bits, native)
         return frozenset(wrong), native and not wrong and _decodes_alike(twin)
 
@@ -65,6 +65,7 @@ def _disproved(
 def _different_kinds(twin: Thinker, dtype: torch.dtype, bits: Bits, native: bool) -> set[type]:
     """The types of modules whose faster form computes something else, in fp32 or in the form that is wanted."""
     wrong: set[type] = set()
+    noise = proof.Noise()
     forms: list[tuple[torch.dtype, int | None, float]] = [(torch.float32, None, FP32_TOLERANCE)]
     if dtype != torch.float32:
         forms.append((dtype, None, BF16_TOLERANCE))
@@ -77,7 +78,7 @@ def _different_kinds(twin: Thinker, dtype: torch.dtype, bits: Bits, native: bool
         # Rounding differs between rows, so few of them show what a form in few bits computes.
         for chosen in (positions, few) if form_bits is None else (few,):
             for kind, plain, fast, width in _pairs(twin, fused, chosen, form_dtype):
-                x = proof.noise((1, len(chosen), width), torch.Generator().manual_seed(0))
+                x = noise((1, len(chosen), width))
                 x = x.to(twin.device, form_dtype)
                 if kind not in wrong and not _agree(plain, fast, x, tolerance):
                     wrong.add(kind)
@@ -142,12 +143,12 @@ def _pass_is_alike(twin: Thinker, native: NativeThinker, lengths: list[int], n_t
 
 def _random_cache(model: Thinker, lengths: list[int]) -> KVCache:
     """A cache of rows of these lengths, with random keys and values."""
-    generator = torch.Generator().manual_seed(0)
+    noise = proof.Noise()  # the same for both decoders
     cache = model.new_cache(len(lengths), max(lengths) + READ_POSITIONS)
     for layer in cache.layers if max(lengths) else ():
         for name in layer.tensors:
             tensor = getattr(layer, name)
-            tensor.copy_(proof.noise(tuple(tensor.shape), generator))
+            tensor.copy_(noise(tensor.shape))
     cache.lengths = list(lengths)
     cache.high_water = cache.high_water_before = list(lengths)
     return cache
