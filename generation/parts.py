@@ -68,7 +68,10 @@ def build_decoder(setup: Setup, caches: CacheFactory, options: Options) -> Decod
 
         problem = kernel_problem(setup.dtype)
         if not problem:
-            return NativeDecoder(setup.fuse(setup.model, native=True))
+            model, may_decode, problem = setup.prepare(setup.model, native=True)
+            if may_decode:
+                return NativeDecoder(model)
+            return PlainDecoder(model, kernel_problem=problem)
         if setup.compile:
             raise UserError(f"compile is not available: {problem}; use compile=False")
         return PlainDecoder(setup.fuse(setup.model), kernel_problem=problem)
@@ -77,9 +80,9 @@ def build_decoder(setup: Setup, caches: CacheFactory, options: Options) -> Decod
 
         CompiledDecoder.check(setup, caches)
         return CompiledDecoder(setup.fuse(setup.model))
-    return PlainDecoder(
-        setup.fuse(setup.model), can_roll_back=setup.use_cache and caches.can_roll_back
-    )
+    model, _, problem = setup.prepare(setup.model)
+    can_roll_back = setup.use_cache and caches.can_roll_back
+    return PlainDecoder(model, kernel_problem=problem, can_roll_back=can_roll_back)
 
 
 def build_drafting(

@@ -34,11 +34,18 @@ class Setup:
         """Whether the model is on a CPU."""
         return self.model.device.type == "cpu"
 
-    def fuse(self, model: Thinker, native: bool = False) -> Thinker:
-        """A copy of a model for inference. `native`: with kernels in C."""
-        from thinker.generation.decoders.inference_model import fuse_for_inference
+    def prepare(self, model: Thinker, native: bool = False) -> tuple[Thinker, bool, str]:
+        """A copy of a model for inference, whether the native decoder may run it, and a problem.
 
-        return fuse_for_inference(model, self.dtype, self.bits, native)
+        `native`: with kernels in C, as far as they compute what the model does.
+        """
+        from thinker.generation.decoders.choose_model import choose_inference_model
+
+        return choose_inference_model(model, self.dtype, self.bits, native)
+
+    def fuse(self, model: Thinker, native: bool = False) -> Thinker:
+        """As prepare(); the copy alone."""
+        return self.prepare(model, native)[0]
 
     def need_cache(self, option: str) -> None:
         """Raise UserError if an option that needs the KV cache has none."""

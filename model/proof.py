@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from thinker.model.transformer import Block, Thinker
 
@@ -85,6 +86,11 @@ def own_random_numbers() -> Iterator[Noise]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         yield Noise()
+
+
+def is_fake(model: Thinker) -> bool:
+    """Whether the weights have no values, as in estimates of memory: then there is nothing to compare."""
+    return isinstance(model.embedding.weight, FakeTensor)
 
 
 def narrow_twin(model: Thinker, noise: Noise) -> Thinker:
