@@ -29,10 +29,9 @@ from thinker.training.resume import KeyChange
 class Comparison(NamedTuple):
     """A student's probabilities compared with a teacher's, at n positions."""
 
+    # The gradient of `kl` with respect to the logits is softmax(logits) · mass - wanted.
     kl: Tensor  # (n,) nats
-    wanted: (
-        Tensor  # (n, V): its gradient with respect to the logits is softmax(logits) · mass - wanted
-    )
+    wanted: Tensor  # (n, V)
     mass: Tensor | float  # (n, 1): the sums of `wanted`
 
 
@@ -49,13 +48,13 @@ def compare_top(log_probs: Tensor, teacher: TopLogits, target: Tensor) -> Compar
     Another token counts if it comes next in the text, `target` (n, 1). That happens as often as a good teacher expects,
     so the mean of the gradient is right. The divergence has an extra constant, the entropy of these others.
     """
-    top, top_log_probs = teacher.log_probs[:, :-1].exp(), teacher.log_probs[:, :-1]  # (n, k)
+    top_log_probs, rest_log_prob = teacher.log_probs[:, :-1], teacher.log_probs[:, -1:]
+    top = top_log_probs.exp()  # (n, k)
     is_other = (teacher.ids != target).all(dim=1, keepdim=True).float()  # (n, 1)
     kl = torch.linalg.vecdot(top, top_log_probs - log_probs.gather(1, teacher.ids))
-    kl = kl + (is_other * (teacher.log_probs[:, -1:] - log_probs.gather(1, target)))[:, 0]
-    wanted = (
-        torch.zeros_like(log_probs).scatter_(1, teacher.ids, top).scatter_add_(1, target, is_other)
-    )
+    kl = kl + (is_other * (rest_log_prob - log_probs.gather(1, target)))[:, 0]
+    wanted = torch.zeros_like(log_probs).scatter_(1, teacher.ids, top)
+    wanted.scatter_add_(1, target, is_other)
     return Comparison(kl, wanted, top.sum(-1, keepdim=True) + is_other)
 
 
@@ -75,31 +74,29 @@ class LogitLoss:
 
         target_losses: (B, T) fp32, contiguous; is filled with the cross-entropy of each target.
         """
-        self.options, self.teacher, self.start = options, teacher, 0
+        self.options = options
+        self.teacher = teacher
+        self.start = 0  # the position of the next chunk
         self.target_losses = None if target_losses is None else target_losses.view(-1)
-        self.cross_entropy = self.kl = 0.0  # sums over the targets
+        self.cross_entropy = 0.0  # sums over the targets
+        self.kl = 0.0
 
     def __call__(
         self, logits: Tensor, targets: Tensor, needs_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
         """logits (n, V), targets (n,) -> losses (n,) and the gradient in the logits' dtype."""
+        weight, T = self.options.weight, self.options.temperature
         rows = slice(self.start, self.start + len(targets))
         self.start = rows.stop
-        weight, T = self.options.weight, self.options.temperature
-        is_counted, target = targets != IGNORE_INDEX, targets.clamp(min=0)[:, None]  # (n,), (n, 1)
+        is_counted = targets != IGNORE_INDEX  # (n,)
+        target = targets.clamp(min=0)[:, None]  # (n, 1)
         log_probs = logits.float().log_softmax(-1)  # (n, V)
-        tempered = log_probs if T == 1 else (logits.float() / T).log_softmax(-1)
-        if isinstance(self.teacher, TopLogits):
-            kl, wanted, mass = compare_top(
-                tempered, TopLogits(*(x[rows] for x in self.teacher)), target
-            )
-        else:
-            x, lm_head = self.teacher
-            kl, wanted, mass = compare_all(tempered, lm_head(x[rows]) / T)
-        kl, cross_entropy = (
-            kl * is_counted,
-            -(log_probs.gather(1, target)[:, 0] * is_counted),
-        )  # (n,) each
+        tempered = log_probs
+        if T != 1:
+            tempered = (logits.float() / T).log_softmax(-1)
+        kl, wanted, mass = self._compare(tempered, target, rows)
+        kl = kl * is_counted  # (n,)
+        cross_entropy = -(log_probs.gather(1, target)[:, 0] * is_counted)  # (n,)
         if self.target_losses is not None:
             self.target_losses[rows] = cross_entropy
         self.cross_entropy = self.cross_entropy + cross_entropy.sum()
@@ -107,13 +104,23 @@ class LogitLoss:
         losses = (1 - weight) * cross_entropy + weight * T**2 * kl
         if not needs_gradient:
             return losses, None
+
         grad = log_probs.exp_()  # which may be `tempered`
         if T == 1:
             grad.mul_(1 - weight + weight * mass).sub_(wanted, alpha=weight)
         else:
             grad.mul_(1 - weight).add_(tempered.exp_().sub_(wanted), alpha=weight * T)
-        grad.scatter_add_(1, target, grad.new_full((), weight - 1.0).expand(target.shape))
+        at_target = grad.new_full((), weight - 1.0).expand(target.shape)
+        grad.scatter_add_(1, target, at_target)
         return losses, grad.mul_(is_counted[:, None]).to(logits.dtype)
+
+    def _compare(self, log_probs: Tensor, target: Tensor, rows: slice) -> Comparison:
+        """Compare these rows, (n, V) at the temperature, with the teacher's."""
+        if isinstance(self.teacher, TopLogits):
+            ids, top_log_probs = self.teacher
+            return compare_top(log_probs, TopLogits(ids[rows], top_log_probs[rows]), target)
+        x, lm_head = self.teacher
+        return compare_all(log_probs, lm_head(x[rows]) / self.options.temperature)
 
 
 class DistillationLoss(Callback):
@@ -219,12 +226,12 @@ def attention_kl(maps: list[tuple[Tensor, Tensor]], is_counted: Tensor) -> Tenso
     total = 0.0
     for student, teacher in maps:
         student = student.float()
-        teacher = teacher.float().unflatten(1, (student.shape[1], -1)).mean(dim=2) * (
-            student > 0
-        )  # (B, H, T, S)
+        by_head = teacher.float().unflatten(1, (student.shape[1], -1))  # (B, H, n, T, S)
+        teacher = by_head.mean(dim=2) * (student > 0)  # (B, H, T, S)
         teacher = teacher / teacher.sum(-1, keepdim=True).clamp_min(1e-30)
         log_ratio = teacher.clamp_min(1e-30).log() - student.clamp_min(1e-30).log()
-        total = total + ((teacher * log_ratio).sum(-1).mean(1) * is_counted).sum()  # (B, T) summed
+        by_query = (teacher * log_ratio).sum(-1).mean(1)  # (B, T)
+        total = total + (by_query * is_counted).sum()
     return total / len(maps)
 
 
@@ -233,7 +240,8 @@ def similarity_error(student: Tensor, teacher: Tensor, is_counted: Tensor) -> Te
 
     Returns the mean over the other positions, summed over the counted ones, (B, T).
     """
-    first, second = (F.normalize(x.float(), dim=-1) for x in (student, teacher))
+    first = F.normalize(student.float(), dim=-1)
+    second = F.normalize(teacher.float(), dim=-1)
     error = (first @ first.mT - second @ second.mT).square()  # (B, T, T)
     return (error.mean(-1) * is_counted).sum()
 

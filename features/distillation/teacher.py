@@ -44,9 +44,10 @@ class Teacher:
         """One line for users."""
         n = sum(parameter.numel() for parameter in self.model.parameters())
         parts = [f"{self.options.weight:.0%} of the loss of logits"]
-        for name in ("attention", "hidden"):
-            if value := getattr(self.options, name):
-                parts.append(f"{name} weighs {value:g}")
+        if self.options.attention:
+            parts.append(f"attention weighs {self.options.attention:g}")
+        if self.options.hidden:
+            parts.append(f"hidden weighs {self.options.hidden:g}")
         return f"teacher: {self.options.teacher}, {n / 1e6:.1f}M parameters; {', '.join(parts)}"
 
 
@@ -81,17 +82,23 @@ def _check_fit(name: str, teacher: ThinkerConfig, student: ThinkerConfig, config
             f"a context of {teacher.max_seq_len} tokens, and data.seq_len is {config.data.seq_len}"
         )
         raise UserError(f"{name} has {context}; lower data.seq_len")
-    if (k := config.train.distill.cached_logits) is not None and k >= teacher.vocab_size:
+    k = config.train.distill.cached_logits
+    if k is not None and k >= teacher.vocab_size:
         sizes = f"train.distill.cached_logits is {k}, but the vocabulary has {teacher.vocab_size} tokens"
         raise UserError(f"{sizes}; use at most {teacher.vocab_size - 1}")
     if teacher.prefix > student.prefix:
         raise UserError(
             f"{name} attends to its targets in a prefix of {teacher.prefix}; use a causal teacher"
         )
-    if not config.train.distill.attention:
-        return
+    if config.train.distill.attention:
+        _check_heads(name, teacher, student)
+
+
+def _check_heads(name: str, teacher: ThinkerConfig, student: ThinkerConfig) -> None:
+    """Raise UserError if the attention weights of the two models cannot be compared."""
     for kind, shape in (("the teacher", teacher), ("the student", student)):
-        if shape.attention_sinks or any(pattern.n_features for pattern in shape.patterns):
+        is_linear = any(pattern.n_features for pattern in shape.patterns)
+        if shape.attention_sinks or is_linear:
             raise UserError(
                 f"train.distill.attention cannot compare sinks or linear attention, which {kind} has"
             )

@@ -34,7 +34,10 @@ class TeacherLogits:
 
     def __init__(self, folder: Path, n_windows: int, seq_len: int, vocab_size: int, k: int) -> None:
         """For train.distill.cached_logits=k, which is less than the size of the vocabulary."""
-        self.folder, self.path, self.k, self.n_windows = folder, folder / "logits", k, n_windows
+        self.folder = folder
+        self.path = folder / "logits"
+        self.n_windows = n_windows
+        self.k = k
         id_type = np.uint16 if vocab_size <= 2**16 else np.int32
         fields = [
             ("ids", id_type, (seq_len, k)),
@@ -48,15 +51,19 @@ class TeacherLogits:
 
         Raises UserError if the disk has too little space.
         """
-        path, text = self.folder / "key.json", json.dumps([key, self.n_windows, str(self.record)])
+        path = self.folder / "key.json"
+        text = json.dumps([key, self.n_windows, str(self.record)])
         if path.exists() and path.read_text(encoding="utf-8") == text:
             return
         make_folder(self.folder, "run.dir")
         path.unlink(missing_ok=True)
-        needed, free = self.n_windows * self.record.itemsize, shutil.disk_usage(self.folder).free
+        needed = self.n_windows * self.record.itemsize
+        free = shutil.disk_usage(self.folder).free
         if needed > free:
-            sizes = f"the teacher's logits need {format_bytes(needed)} on disk, but only {format_bytes(free)} is free"
-            raise UserError(f"{sizes}; lower train.distill.cached_logits, or set it to null")
+            raise UserError(
+                f"the teacher's logits need {format_bytes(needed)} on disk, but only "
+                f"{format_bytes(free)} is free; lower train.distill.cached_logits, or set it to null"
+            )
         with self.path.open("wb") as file:
             file.truncate(needed)  # zeros: no record is stored
         atomic_write(path, text)
@@ -84,19 +91,21 @@ class TeacherLogits:
 
         x (B · T, C): the inputs of the teacher's LM head.
         """
-        records = np.empty(len(windows), self.record)
-        records["is_stored"] = True
-        ids, log_probs = (records[name].reshape(len(x), -1) for name in ("ids", "log_probs"))
+        ids = np.empty((len(x), self.k), self.record["ids"].base)
+        log_probs = np.empty((len(x), self.k + 1), np.float16)
         for start in range(0, len(x), CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
             probs = lm_head(x[part]).float().softmax(-1)  # (n, V)
             top, top_ids = probs.topk(self.k)
             rest = probs.scatter_(1, top_ids, 0.0).sum(-1, keepdim=True)
+            both = torch.cat((top, rest), dim=1).clamp_min(1e-30).log()  # (n, k + 1)
             ids[part] = top_ids.cpu().numpy()
-            log_probs[part] = torch.cat((top, rest), dim=1).clamp_min(1e-30).log().cpu().numpy()
-        records["ids"], records["log_probs"] = (
-            x.reshape(len(windows), -1, x.shape[1]) for x in (ids, log_probs)
-        )
+            log_probs[part] = both.cpu().numpy()
+
+        records = np.empty(len(windows), self.record)
+        records["ids"] = ids.reshape(len(windows), -1, self.k)
+        records["log_probs"] = log_probs.reshape(len(windows), -1, self.k + 1)
+        records["is_stored"] = True
         with self._open("r+b") as file:
             for record, window in zip(records, windows.tolist()):
                 file.seek((window + 1) * self.record.itemsize - 1)

@@ -29,19 +29,23 @@ def check_heads(config: ThinkerConfig) -> None:
 
 def check_shares(model: Thinker, options: PruneConfig) -> None:
     """Raise UserError unless pruning removes some, and not all, of the parts of every layer."""
+    by_row = options.by == "activation"
+    where = "a row" if by_row else "the smallest matrix"
     for layer, block in enumerate(model.blocks):
-        matrices = [matrix.weight for matrix in block.modules() if isinstance(matrix, Linear)]
-        n_weights = min(
-            weight.shape[1] if options.by == "activation" else weight.numel() for weight in matrices
-        )
-        where = "a row" if options.by == "activation" else "the smallest matrix"
-        for key, share, n, parts in (
+        n_weights = []
+        for module in block.modules():
+            if isinstance(module, Linear):
+                n_weights.append(module.weight.shape[1] if by_row else module.weight.numel())
+        parts = (
             ("heads", options.heads, block.attention.n_kv_heads, "KV heads"),
             ("neurons", options.neurons, block.mlp.down_proj.in_features, "neurons"),
-            ("weights", options.weights, n_weights, f"weights in {where}"),
-        ):
-            if share and not 0 < round(share * n) < n:
-                removes = "all" if round(share * n) else "none"
+            ("weights", options.weights, min(n_weights), f"weights in {where}"),
+        )
+        for key, share, n, noun in parts:
+            n_removed = round(share * n)
+            if share and not 0 < n_removed < n:
+                removes = "all" if n_removed else "none"
                 raise UserError(
-                    f"train.prune.{key}={share:g} removes {removes} of the {n} {parts} of layer {layer}; change it"
+                    f"train.prune.{key}={share:g} removes {removes} of the {n} {noun} of layer "
+                    f"{layer}; change it"
                 )

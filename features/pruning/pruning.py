@@ -17,56 +17,55 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     Equals the model with "blocks.i.attention.heads.h" set to zero. If layers keep different numbers of heads, the
     config has n_kv_heads_per_layer. Raises UserError for unknown groups, layers without heads, ALiBi, patterns by head.
     """
-    old, remaining = model.config, []
-    for layer, block in enumerate(model.blocks):
-        remaining.append(
-            [head for head in range(block.attention.n_kv_heads) if (layer, head) not in groups]
-        )
-        if not remaining[-1]:
-            raise UserError(
-                f"layer {layer} would have no heads left; keep at least one in every layer"
-            )
-    existing = {
-        (i, head)
-        for i, block in enumerate(model.blocks)
-        for head in range(block.attention.n_kv_heads)
-    }
-    if unknown := set(groups) - existing:
-        raise UserError(
-            "layer {} has no KV head {}; use existing heads, counted from 0".format(*min(unknown))
-        )
-    sizes, shared = [len(kv_heads) for kv_heads in remaining], old.n_heads // old.n_kv_heads
+    old = model.config
+    remaining = _remaining_groups(model, groups)
+    sizes = [len(kv_heads) for kv_heads in remaining]
+    shared = old.n_heads // old.n_kv_heads
     values = old.to_dict() | {"n_kv_heads_per_layer": sizes}
     ThinkerConfig.from_dict(values)  # rejects settings that cannot differ by layer
     if len(set(sizes)) == 1:
-        values |= {
-            "n_heads": sizes[0] * shared,
-            "n_kv_heads": sizes[0],
-            "n_kv_heads_per_layer": None,
-        }
-    D, weights = old.head_dim, model.state_dict()
-    sizes = {
+        values["n_heads"] = sizes[0] * shared
+        values["n_kv_heads"] = sizes[0]
+        values["n_kv_heads_per_layer"] = None
+
+    D = old.head_dim
+    size_of = {  # rows or columns of a KV group; norms are shared by all heads
         "q_proj": shared * D,
         "k_proj": D,
         "v_proj": D,
         "sinks": shared,
         "o_proj": shared * D,
-    }  # of a KV head
+    }
+    weights = model.state_dict()
     for name, weight in weights.items():
-        parts = name.split(".")
-        if (
-            parts[0] == "blocks" and parts[2] == "attention" and parts[3] in sizes
-        ):  # not a norm, which all heads share
-            dim, kept = (
-                int(parts[3] == "o_proj"),
-                torch.tensor(remaining[int(parts[1])], device=weight.device),
-            )
-            weights[name] = (
-                weight.unflatten(dim, (-1, sizes[parts[3]]))
-                .index_select(dim, kept)
-                .flatten(dim, dim + 1)
-            )
+        parts = name.split(".")  # such as blocks.0.attention.q_proj.weight
+        if parts[0] != "blocks" or parts[2] != "attention" or parts[3] not in size_of:
+            continue
+        layer, matrix = int(parts[1]), parts[3]
+        dim = 1 if matrix == "o_proj" else 0
+        kept = torch.tensor(remaining[layer], device=weight.device)
+        by_group = weight.unflatten(dim, (-1, size_of[matrix]))
+        weights[name] = by_group.index_select(dim, kept).flatten(dim, dim + 1)
     return _copy(model, values, weights)
+
+
+def _remaining_groups(model: Thinker, groups: Collection[tuple[int, int]]) -> list[list[int]]:
+    """The KV heads that each layer keeps. Raises UserError if one has none left, or has not had one of `groups`."""
+    existing = set()
+    remaining = []
+    for layer, block in enumerate(model.blocks):
+        heads = range(block.attention.n_kv_heads)
+        existing.update((layer, head) for head in heads)
+        remaining.append([head for head in heads if (layer, head) not in groups])
+        if not remaining[-1]:
+            raise UserError(
+                f"layer {layer} would have no heads left; keep at least one in every layer"
+            )
+    unknown = set(groups) - existing
+    if unknown:
+        layer, head = min(unknown)
+        raise UserError(f"layer {layer} has no KV head {head}; use existing heads, counted from 0")
+    return remaining
 
 
 def check_count(model: Thinker, n: int) -> None:
@@ -84,8 +83,10 @@ def least_important(importance: Tensor, n: int) -> list[tuple[int, int]]:
 
     importance: (layers, KV heads), NaN where a layer has fewer.
     """
-    chosen, left = [], (~importance.isnan()).sum(dim=1).tolist()
-    for flat in importance.nan_to_num(torch.inf).flatten().argsort(stable=True).tolist():
+    chosen = []
+    left = (~importance.isnan()).sum(dim=1).tolist()
+    order = importance.nan_to_num(torch.inf).flatten().argsort(stable=True)
+    for flat in order.tolist():
         layer, group = divmod(flat, importance.shape[1])
         if len(chosen) < n and left[layer] > 1:
             chosen.append((layer, group))
@@ -115,11 +116,9 @@ def prune_layers(model: Thinker, removed: Collection[int]) -> Thinker:
     kept = [layer for layer in range(config.n_layers) if layer not in removed]
     if not kept:
         raise UserError(f"the model has {config.n_layers} layers; keep at least one")
-    if (
-        len(set(config.patterns)) > 1
-        or config.n_kv_heads_per_layer is not None
-        or config.no_rope_layers is not None
-    ):
+    has_other_heads = config.n_kv_heads_per_layer is not None
+    has_other_positions = config.no_rope_layers is not None
+    if len(set(config.patterns)) > 1 or has_other_heads or has_other_positions:
         raise UserError(
             "the layers of this model differ (attention, KV heads or RoPE), so none can be removed"
         )
@@ -136,11 +135,8 @@ def prune_layers(model: Thinker, removed: Collection[int]) -> Thinker:
 
 def _copy(model: Thinker, values: dict[str, Any], weights: dict[str, Tensor]) -> Thinker:
     """A model of another shape with these weights, like `model` otherwise."""
-    new = (
-        Thinker(ThinkerConfig.from_dict(values))
-        .to(model.device, model.embedding.weight.dtype)
-        .eval()
-    )
+    new = Thinker(ThinkerConfig.from_dict(values))
+    new = new.to(model.device, model.embedding.weight.dtype).eval()
     new.activation_dtype = model.activation_dtype
     new.load_state_dict(weights)
     return new

@@ -7,6 +7,7 @@
 - "magnitude": the product of the norms of its matrices. "random": for comparison.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,17 +33,19 @@ def score_parts(
 ) -> Scores:
     """Score all parts of a model on sequences, (N, T) each."""
     if method == "random":
-        generator = torch.Generator().manual_seed(seed)
-        shapes = [
-            (block.attention.n_kv_heads, block.mlp.down_proj.in_features) for block in model.blocks
-        ]
-        groups, neurons = (
-            [torch.rand(shape[i], generator=generator) for shape in shapes] for i in (0, 1)
-        )
-        return Scores(groups, neurons, torch.rand(len(shapes), generator=generator))
+        return _at_random(model, seed)
     if method == "magnitude":
         return _by_magnitude(model)
     return _by_activity(model, tokens, targets, by_gradient=method == "gradient")
+
+
+def _at_random(model: Thinker, seed: int) -> Scores:
+    generator = torch.Generator().manual_seed(seed)
+    blocks = model.blocks
+    groups = [torch.rand(block.attention.n_kv_heads, generator=generator) for block in blocks]
+    widths = [block.mlp.down_proj.in_features for block in blocks]
+    neurons = [torch.rand(width, generator=generator) for width in widths]
+    return Scores(groups, neurons, torch.rand(len(blocks), generator=generator))
 
 
 @torch.no_grad()
@@ -51,12 +54,13 @@ def _by_magnitude(model: Thinker) -> Scores:
     for block in model.blocks:
         attention, mlp = block.attention, block.mlp
         K = attention.n_kv_heads
-        per_group = [
-            matrix.weight.view(K, -1).norm(dim=1) for matrix in (attention.k_proj, attention.v_proj)
+        norms_by_group = [
+            attention.k_proj.weight.view(K, -1).norm(dim=1),
+            attention.v_proj.weight.view(K, -1).norm(dim=1),
+            attention.q_proj.weight.reshape(K, -1).norm(dim=1),
+            attention.o_proj.weight.T.reshape(K, -1).norm(dim=1),  # from (H · D, C)
         ]
-        per_group.append(attention.q_proj.weight.reshape(K, -1).norm(dim=1))
-        per_group.append(attention.o_proj.weight.T.reshape(K, -1).norm(dim=1))  # from (H · D, C)
-        groups.append(torch.stack(per_group).prod(dim=0).cpu())
+        groups.append(torch.stack(norms_by_group).prod(dim=0).cpu())
         rows = mlp.gate_proj.weight.norm(dim=1) * mlp.up_proj.weight.norm(dim=1)
         neurons.append((rows * mlp.down_proj.weight.norm(dim=0)).cpu())
         layers.append(attention.o_proj.weight.norm() * mlp.down_proj.weight.norm())
@@ -64,46 +68,64 @@ def _by_magnitude(model: Thinker) -> Scores:
 
 
 def _by_activity(model: Thinker, tokens: Tensor, targets: Tensor, by_gradient: bool) -> Scores:
-    n_layers, rows = len(model.blocks), max(1, BATCH_TOKENS // tokens.shape[1])
-    groups = [torch.zeros(block.attention.n_kv_heads) for block in model.blocks]
-    neurons = [torch.zeros(block.mlp.down_proj.in_features) for block in model.blocks]
-    layers = torch.zeros(n_layers)
+    """Sum the scores over parts of the sequences, each with all its activations in memory."""
+    n_layers = len(model.blocks)
+    rows = max(1, BATCH_TOKENS // tokens.shape[1])
+    scores = Scores(
+        groups=[torch.zeros(block.attention.n_kv_heads) for block in model.blocks],
+        neurons=[torch.zeros(block.mlp.down_proj.in_features) for block in model.blocks],
+        layers=torch.zeros(n_layers),
+    )
     names = ("embedding", "blocks.*", "blocks.*.attention.heads", "blocks.*.mlp.hidden")
+    start = {"embedding": lambda x: x.detach().requires_grad_()} if by_gradient else {}
     for part, wanted in zip(tokens.split(rows), targets.split(rows)):
-        start = {"embedding": lambda x: x.detach().requires_grad_()} if by_gradient else {}
         with torch.set_grad_enabled(by_gradient), model.patch(start), model.record(*names) as cache:
             loss, _ = model(part, targets=wanted)
-        inputs = ["embedding", *(f"blocks.{layer}" for layer in range(n_layers - 1))]
-        gradients = dict.fromkeys(cache)
         if by_gradient:
-            gradients = dict(zip(cache, torch.autograd.grad(loss, list(cache.values()))))
-        for layer, block in enumerate(model.blocks):
-            name = f"blocks.{layer}"
-            heads, hidden = (
-                cache[f"{name}.attention.heads"].detach(),
-                cache[f"{name}.mlp.hidden"].detach(),
-            )
-            before, after = (
-                cache[inputs[layer]].detach().float(),
-                cache[name].detach().float(),
-            )  # (B, T, C)
-            if by_gradient:  # a sum over the positions of a sequence, then the absolute value
-                by_head = (heads * gradients[f"{name}.attention.heads"]).sum(dim=(2, 3))  # (B, H)
-                by_group = (
-                    by_head.unflatten(1, (len(groups[layer]), -1)).sum(dim=2).abs().sum(dim=0)
-                )
-                by_neuron = (hidden * gradients[f"{name}.mlp.hidden"]).sum(dim=1).abs().sum(dim=0)
-                layers[layer] += (
-                    ((after - before) * gradients[name]).sum(dim=(1, 2)).abs().sum().cpu()
-                )
-            else:
-                norms = block.attention.o_proj.weight.detach().norm(dim=0)  # (H · D,)
-                sizes = heads.abs().sum(dim=(0, 2)).flatten() * norms  # (H · D,)
-                by_group = sizes.view(len(groups[layer]), -1).sum(dim=1)
-                by_neuron = hidden.abs().sum(dim=(0, 1)) * block.mlp.down_proj.weight.detach().norm(
-                    dim=0
-                )
-                layers[layer] += (1 - torch.cosine_similarity(before, after, dim=-1)).sum().cpu()
-            groups[layer] += by_group.float().cpu()
-            neurons[layer] += by_neuron.float().cpu()
-    return Scores(groups, neurons, layers)
+            gradients = torch.autograd.grad(loss, list(cache.values()))
+            _add_by_gradient(scores, cache, dict(zip(cache, gradients)))
+        else:
+            _add_by_activation(scores, cache, model)
+    return scores
+
+
+def _residual(cache: Mapping[str, Tensor], layer: int) -> tuple[Tensor, Tensor]:
+    """The residual stream before and after a layer, (B, T, C) fp32 each."""
+    before = "embedding" if layer == 0 else f"blocks.{layer - 1}"
+    return cache[before].detach().float(), cache[f"blocks.{layer}"].detach().float()
+
+
+def _add_by_gradient(
+    scores: Scores, cache: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> None:
+    """Add |Σ z · ∂L/∂z|: a sum over the positions of a sequence, then the absolute value."""
+    for layer, (groups, neurons) in enumerate(zip(scores.groups, scores.neurons)):
+        name = f"blocks.{layer}"
+        heads = cache[f"{name}.attention.heads"].detach()  # (B, H, T, D)
+        by_head = (heads * gradients[f"{name}.attention.heads"]).sum(dim=(2, 3))  # (B, H)
+        by_group = by_head.unflatten(1, (len(groups), -1)).sum(dim=2).abs().sum(dim=0)
+        hidden = cache[f"{name}.mlp.hidden"].detach()  # (B, T, d_ff)
+        by_neuron = (hidden * gradients[f"{name}.mlp.hidden"]).sum(dim=1).abs().sum(dim=0)
+        before, after = _residual(cache, layer)
+        by_layer = ((after - before) * gradients[name]).sum(dim=(1, 2)).abs().sum()
+        scores.layers[layer] += by_layer.cpu()
+        groups += by_group.float().cpu()
+        neurons += by_neuron.float().cpu()
+
+
+def _add_by_activation(scores: Scores, cache: Mapping[str, Tensor], model: Thinker) -> None:
+    """Add |z| times the norm of its columns in the output matrix; for a layer, 1 - cosine."""
+    for layer, block in enumerate(model.blocks):
+        name, groups = f"blocks.{layer}", scores.groups[layer]
+        heads = cache[f"{name}.attention.heads"].detach()  # (B, H, T, D)
+        norms = block.attention.o_proj.weight.detach().norm(dim=0)  # (H · D,)
+        sizes = heads.abs().sum(dim=(0, 2)).flatten() * norms  # (H · D,)
+        by_group = sizes.view(len(groups), -1).sum(dim=1)
+        hidden = cache[f"{name}.mlp.hidden"].detach()  # (B, T, d_ff)
+        norms = block.mlp.down_proj.weight.detach().norm(dim=0)  # (d_ff,)
+        by_neuron = hidden.abs().sum(dim=(0, 1)) * norms
+        before, after = _residual(cache, layer)
+        by_layer = (1 - torch.cosine_similarity(before, after, dim=-1)).sum()
+        scores.layers[layer] += by_layer.cpu()
+        groups += by_group.float().cpu()
+        scores.neurons[layer] += by_neuron.float().cpu()

@@ -19,19 +19,23 @@ from thinker.model.layers import Linear
 
 # What each matrix of a block reads, as named by Thinker.record().
 INPUTS = {
-    "attention.q_proj": "attention_norm", "attention.k_proj": "attention_norm", "attention.v_proj": "attention_norm",
-    "attention.o_proj": "attention.heads", "mlp.gate_proj": "mlp_norm", "mlp.up_proj": "mlp_norm",
+    "attention.q_proj": "attention_norm",
+    "attention.k_proj": "attention_norm",
+    "attention.v_proj": "attention_norm",
+    "attention.o_proj": "attention.heads",
+    "mlp.gate_proj": "mlp_norm",
+    "mlp.up_proj": "mlp_norm",
     "mlp.down_proj": "mlp.hidden",
-}  # fmt: skip
+}
 
 
 def block_matrices(model: Thinker) -> dict[str, Linear]:
     """The matrices of all blocks, by name."""
-    return {
-        f"blocks.{name}": each
-        for name, each in model.blocks.named_modules()
-        if isinstance(each, Linear)
-    }
+    matrices = {}
+    for name, module in model.blocks.named_modules():
+        if isinstance(module, Linear):
+            matrices[f"blocks.{name}"] = module
+    return matrices
 
 
 def score_weights(
@@ -40,43 +44,43 @@ def score_weights(
     """Score every weight of the blocks on sequences, (N, T) each. Returns fp32 (n_out, n_in) by matrix."""
     matrices = block_matrices(model)
     sizes = {name: matrix.weight.detach().float().abs() for name, matrix in matrices.items()}
+    if method == "magnitude":
+        return sizes
     if method == "random":
         generator = torch.Generator().manual_seed(seed)
-        return {
-            name: torch.rand(size.shape, generator=generator).to(size.device)
-            for name, size in sizes.items()
-        }
+        factors = {}
+        for name, size in sizes.items():
+            factors[name] = torch.rand(size.shape, generator=generator).to(size.device)
+        return factors
     if method == "activation":
-        norms = _input_norms(model, tokens, targets)
-        return {name: size * norms[name] for name, size in sizes.items()}
-    if method == "gradient":
+        factors = _input_norms(model, tokens, targets)
+    else:
+        assert method == "gradient", method
         gradients = _gradients(model, matrices, tokens, targets)
-        return {name: size * gradients[name].abs() for name, size in sizes.items()}
-    assert method == "magnitude", method
-    return sizes
+        factors = {name: gradient.abs() for name, gradient in gradients.items()}
+    return {name: size * factors[name] for name, size in sizes.items()}
 
 
 @torch.no_grad()
 def _input_norms(model: Thinker, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """The norm over all positions of each input of a matrix, (n_in,) fp32."""
-    names = sorted({f"blocks.*.{name}" for name in INPUTS.values()})
+    recorded = sorted({f"blocks.*.{name}" for name in INPUTS.values()})
     squares: dict[str, Tensor] = {}
     rows = max(1, BATCH_TOKENS // tokens.shape[1])
     for part, wanted in zip(tokens.split(rows), targets.split(rows)):
-        with model.record(*names) as cache:
+        with model.record(*recorded) as cache:
             model(part, targets=wanted)
         for name, x in cache.items():
             x = x.float().square()
-            total = (
-                x.sum(dim=(0, 2)).flatten() if x.dim() == 4 else x.sum(dim=(0, 1))
-            )  # (H · D,) or (n_in,)
+            if x.dim() == 4:  # (B, H, T, D)
+                total = x.sum(dim=(0, 2)).flatten()  # (H · D,)
+            else:
+                total = x.sum(dim=(0, 1))  # (n_in,)
             squares[name] = squares.get(name, 0) + total
     norms = {}
     for layer in range(len(model.blocks)):
-        norms |= {
-            f"blocks.{layer}.{name}": squares[f"blocks.{layer}.{of}"].sqrt()
-            for name, of in INPUTS.items()
-        }
+        for name, source in INPUTS.items():
+            norms[f"blocks.{layer}.{name}"] = squares[f"blocks.{layer}.{source}"].sqrt()
     return norms
 
 
@@ -84,17 +88,14 @@ def _gradients(
     model: Thinker, matrices: Mapping[str, Linear], tokens: Tensor, targets: Tensor
 ) -> dict[str, Tensor]:
     """The gradient of the summed loss for each matrix."""
-    weights, rows = (
-        [matrix.weight for matrix in matrices.values()],
-        max(1, BATCH_TOKENS // tokens.shape[1]),
-    )
+    weights = [matrix.weight for matrix in matrices.values()]
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+    rows = max(1, BATCH_TOKENS // tokens.shape[1])
     for part, wanted in zip(tokens.split(rows), targets.split(rows)):
         with torch.enable_grad():
             loss, _ = model(part, targets=wanted)
-        torch._foreach_add_(
-            totals, [gradient.float() for gradient in torch.autograd.grad(loss, weights)]
-        )
+        gradients = [gradient.float() for gradient in torch.autograd.grad(loss, weights)]
+        torch._foreach_add_(totals, gradients)
     return dict(zip(matrices, totals))
 
 
@@ -107,15 +108,18 @@ def zero_weights(model: Thinker, scores: Mapping[str, Tensor], share: float, by_
     for name, matrix in block_matrices(model).items():
         weight = matrix.weight
         score = scores[name].masked_fill(weight == 0, -1)
-        score = score if by_row else score.view(1, -1)
-        lowest = score.argsort(dim=1, stable=True)[:, : round(share * score.shape[1])]
+        if not by_row:
+            score = score.view(1, -1)
+        n = round(share * score.shape[1])
+        lowest = score.argsort(dim=1, stable=True)[:, :n]
         is_lowest = torch.zeros_like(score, dtype=torch.bool).scatter_(1, lowest, True)
         weight.masked_fill_(is_lowest.view_as(weight), 0)
 
 
 def zero_share(model: Thinker) -> float:
     """The share of the weights in the blocks' matrices that are zero."""
-    weights = [matrix.weight for matrix in block_matrices(model).values()]
-    return int(sum((weight == 0).sum() for weight in weights)) / sum(
-        weight.numel() for weight in weights
-    )
+    n_zero, n = 0, 0
+    for matrix in block_matrices(model).values():
+        n_zero += (matrix.weight == 0).sum()
+        n += matrix.weight.numel()
+    return int(n_zero) / n

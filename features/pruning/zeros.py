@@ -27,13 +27,12 @@ def zero_neurons(block: Block) -> Tensor:
 def set_groups_to_zero(block: Block, groups: Tensor) -> None:
     """Set all weights of these KV groups, indices (n,), to zero, with their query heads."""
     attention = block.attention
+    K = attention.n_kv_heads
     for matrix in (attention.q_proj, attention.k_proj, attention.v_proj):
-        matrix.weight.unflatten(0, (attention.n_kv_heads, -1))[groups] = (
-            0  # (K, D or shared · D, C)
-        )
-    attention.o_proj.weight.unflatten(1, (attention.n_kv_heads, -1))[:, groups] = (
-        0  # (C, K, shared · D)
-    )
+        rows = matrix.weight.unflatten(0, (K, -1))  # (K, D or shared · D, C)
+        rows[groups] = 0
+    columns = attention.o_proj.weight.unflatten(1, (K, -1))  # (C, K, shared · D)
+    columns[:, groups] = 0
 
 
 @torch.no_grad()
@@ -54,24 +53,29 @@ def remove_zeros(model: Thinker) -> tuple[Thinker, list[str]]:
 
     Every layer keeps a KV group, and as many neurons as the layer that needs most of them.
     """
-    words, neurons, groups = [], [zero_neurons(block) for block in model.blocks], []
+    n_layers = len(model.blocks)
+    words = []
+    groups = []
     for layer, block in enumerate(model.blocks):
         unused = zero_groups(block).nonzero()[:, 0].tolist()
-        groups += [(layer, group) for group in unused[: block.attention.n_kv_heads - 1]]
+        n_removed = min(len(unused), block.attention.n_kv_heads - 1)
+        groups += [(layer, group) for group in unused[:n_removed]]
+    neurons = [zero_neurons(block) for block in model.blocks]
     d_ff = max(1, *(int((~is_zero).sum()) for is_zero in neurons))
     if groups:
         total = sum(block.attention.n_kv_heads for block in model.blocks)
-        words.append(
-            f"{len(groups)} of {total} KV heads ({_by_layer(groups, len(model.blocks))} by layer)"
-        )
+        words.append(f"{len(groups)} of {total} KV heads ({_by_layer(groups, n_layers)} by layer)")
         model = pruning.prune(model, groups)
-    if d_ff < model.config.d_ff:
-        words.append(f"{model.config.d_ff - d_ff} of {model.config.d_ff} neurons in each layer")
-        model = pruning.prune_neurons(
-            model, [is_zero.int().argsort(stable=True)[:d_ff] for is_zero in neurons]
-        )
+    old_d_ff = model.config.d_ff
+    if d_ff < old_d_ff:
+        words.append(f"{old_d_ff - d_ff} of {old_d_ff} neurons in each layer")
+        kept = [is_zero.int().argsort(stable=True)[:d_ff] for is_zero in neurons]
+        model = pruning.prune_neurons(model, kept)
     return model, words
 
 
 def _by_layer(groups: Sequence[tuple[int, int]], n_layers: int) -> str:
-    return ", ".join(str(sum(layer == i for layer, _ in groups)) for i in range(n_layers))
+    counts = [0] * n_layers
+    for layer, _ in groups:
+        counts[layer] += 1
+    return ", ".join(map(str, counts))

@@ -200,7 +200,7 @@ def test_the_contract_of_objectives(temperature):
     student, teacher = random_model(), random_model(seed=1, n_layers=1)
     options = DistillConfig(teacher="x", weight=0.3, temperature=temperature)
     objective = DistillationLoss(Teacher(teacher, options, ""))
-    objective.setup(SimpleNamespace(model=student, dist=SINGLE_PROCESS, kernels=None))
+    objective.setup(SimpleNamespace(model=student, dist=SINGLE_PROCESS, kernels=Kernels({})))
 
     def plain(logits, batch):
         with torch.no_grad():
