@@ -19,6 +19,7 @@ from thinker.checkpoint.weights import (
     checkpoint_files,
     load_model,
     load_weights,
+    model_class,
     model_tensors,
     read_lora_rank,
     save,

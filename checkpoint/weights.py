@@ -1,5 +1,6 @@
 """Save the weights of a model in a checkpoint, and load them from one."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from thinker.checkpoint.format import (
 )
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.lora import RANK_OF, add_lora, merge_lora
+from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
+
+MODEL_CLASS = "model_class"  # in config.json, of a model whose class is a user's
 
 
 def save(
@@ -32,10 +36,37 @@ def checkpoint_files(
     model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None
 ) -> Files:
     """Collect the files of a checkpoint, with the live tensors. Only resuming needs `training`."""
-    files = {CONFIG: model.config.to_dict(), MODEL: model_tensors(model), STATE: state}
+    config = model.config.to_dict()
+    kind = model_class(model)
+    if kind is not Thinker:
+        config[MODEL_CLASS] = f"{kind.__module__}:{kind.__qualname__}"
+    files = {CONFIG: config, MODEL: model_tensors(model), STATE: state}
     if training is not None:
         files[TRAINING] = training
     return files
+
+
+def model_class(model: Thinker) -> type[Thinker]:
+    """The class of a model, without the one that FSDP2 puts before it."""
+    kind = type(model)
+    return kind.__mro__[2] if hasattr(model, "unshard") else kind
+
+
+def _find_class(name: str | None, folder: Path) -> type[Thinker]:
+    """A subclass of Thinker in a module that is imported already. None: Thinker itself.
+
+    Raises UserError if it is not there: a checkpoint must not choose what is imported.
+    """
+    if name is None:
+        return Thinker
+    module, _, qualname = str(name).partition(":")
+    found = getattr(sys.modules.get(module), qualname, None)
+    if not (isinstance(found, type) and issubclass(found, Thinker)):
+        raise UserError(
+            f"the model in {folder} has the class {qualname} of {module}; import that module before, or list it in "
+            "the extensions of its config"
+        )
+    return found
 
 
 def to_cpu(files: Files, dist: DistContext = SINGLE_PROCESS, always: bool = True) -> Files:
@@ -85,13 +116,15 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> Thinker:
 
     Raises CorruptCheckpoint or UserError.
     """
-    config = ThinkerConfig.from_dict(checkpoint_format.read_json(folder / CONFIG))
+    values = checkpoint_format.read_json(folder / CONFIG)
+    kind = _find_class(values.pop(MODEL_CLASS, None), folder)
+    config = ThinkerConfig.from_dict(values)
     if config.n_layers > len(read_header(folder)):  # a wrong number could take forever to build
         raise CorruptCheckpoint(
             f"{folder / MODEL} has fewer tensors than {folder / CONFIG} has layers"
         )
     with torch.device("meta"):
-        model = Thinker(config)  # the weights are about to be replaced
+        model = kind(config)  # the weights are about to be replaced
     lora_rank = read_lora_rank(folder)
     if lora_rank is not None:
         add_lora(model, lora_rank)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from thinker.checkpoint import model_class
 from thinker.model import Thinker
 from thinker.model.lora import RANK_OF, add_lora
 from thinker.runtime.process_group import DistContext, full_tensor
@@ -89,7 +90,7 @@ def unwrapped_copy(model: Thinker) -> Thinker:
     """Copy a model for evaluation, without compilation and sharding. All ranks must call this."""
     weights = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
     with torch.device("meta"):
-        copy = Thinker(model.config)
+        copy = model_class(model)(model.config)
     if RANK_OF in weights:
         add_lora(copy, len(weights[RANK_OF]))
     copy.load_state_dict(weights, assign=True)

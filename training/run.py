@@ -7,7 +7,9 @@ import torch
 
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
+from thinker.model import Thinker
 from thinker.runtime.device import choose_device, configure_backend, enable_determinism
+from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.runtime.registry import offers
 from thinker.training import resume
@@ -41,6 +43,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
     dataset: AnyDataset | None = None,
+    model: type[Thinker] = Thinker,
 ) -> int:
     """Start or resume the run of a config. Returns the exit status: 0, or 128 + the signal that ended it.
 
@@ -50,8 +53,10 @@ def train(
         dataset: the training windows (data/batches/dataset.py), such as a list of pairs (inputs, targets), or any object
             with len() and window(index). None: those of the config, which also has the tokenizer and the text for
             validation. To resume a run, pass an equal one.
+        model: a subclass of Thinker, which is made with its ThinkerConfig alone. List its module in `extensions`, so
+            that commands can open the run.
     """
-    return build_trainer(config, dist, callbacks, objective, dataset).train()
+    return build_trainer(config, dist, callbacks, objective, dataset, model).train()
 
 
 def build_trainer(
@@ -60,10 +65,13 @@ def build_trainer(
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
     dataset: AnyDataset | None = None,
+    model: type[Thinker] = Thinker,
 ) -> Trainer:
     """Check the config before writing any file, build the trainer, and restore the newest checkpoint of the run."""
     if config.train.deterministic:
         enable_determinism()
+    if model is not Thinker and config.run.init_from is not None:
+        raise UserError("run.init_from names the model; pass no other one to train()")
     device = choose_device(config.train.device)
     dist.init_process_group(device.type, config.train.dist_timeout_s)
 
@@ -96,16 +104,15 @@ def build_trainer(
     # Build batches, model and optimizers.
     batches, evaluator = build_batches(settings, corpus, device, dist, dataset)
     memory = MemoryMeter(device)
-    model = build_model(
-        model_config, settings.run.seed, _model_device(settings, device, dist), initial_model
-    )
+    model_device = _model_device(settings, device, dist)
+    built = build_model(model_config, settings.run.seed, model_device, initial_model, model)
     all_callbacks = [
         *its_callbacks,
         *callbacks_of_weights(settings),
         *callbacks,
         *callbacks_of_output(settings, corpus.tokenizer),
     ]
-    step = TrainingStep(model, settings, objective, all_callbacks, dist=dist)
+    step = TrainingStep(built, settings, objective, all_callbacks, dist=dist)
     if folder is not None:
         resume.give_state_to_callbacks(state, all_callbacks, folder)
 

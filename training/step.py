@@ -164,9 +164,13 @@ def clip_gradients(model: Thinker, limit: float | None) -> Tensor:
 
 
 def build_model(
-    config: ThinkerConfig, seed: int, device: torch.device, initial: Thinker | None = None
+    config: ThinkerConfig,
+    seed: int,
+    device: torch.device,
+    initial: Thinker | None = None,
+    kind: type[Thinker] = Thinker,
 ) -> Thinker:
-    """A new model, or `initial`, on the device. Random weights come from the CPU and are equal on all devices."""
+    """A new model of a class, or `initial`, on the device. Random weights come from the CPU and are equal on all devices."""
     torch.manual_seed(seed)
-    model = Thinker(config) if initial is None else initial
+    model = kind(config) if initial is None else initial
     return model.to(device)

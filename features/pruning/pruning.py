@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinker.checkpoint import model_class
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 
@@ -135,7 +136,7 @@ def prune_layers(model: Thinker, removed: Collection[int]) -> Thinker:
 
 def _copy(model: Thinker, values: dict[str, Any], weights: dict[str, Tensor]) -> Thinker:
     """A model of another shape with these weights, like `model` otherwise."""
-    new = Thinker(ThinkerConfig.from_dict(values))
+    new = model_class(model)(ThinkerConfig.from_dict(values))
     new = new.to(model.device, model.embedding.weight.dtype).eval()
     new.activation_dtype = model.activation_dtype
     new.load_state_dict(weights)
