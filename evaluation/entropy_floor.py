@@ -35,3 +35,11 @@ def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | N
         targets += int(end) - shard.has_eos * n_documents
         count -= min(count, len(starts) - 1)
     return nats / targets
+
+
+def format_excess(loss: float, floor: float, digits: int) -> str:
+    """Compare a loss with the floor: "12.3% above", or "3.1 times" from a factor of 2."""
+    ratio = loss / floor
+    if ratio >= 2:
+        return f"{ratio:.{digits}f} times"
+    return f"{ratio - 1:.{digits}%} above"

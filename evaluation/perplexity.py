@@ -17,7 +17,7 @@ from thinker.data.corpus.shards import TokenShards
 from thinker.data.text.sources import Source
 from thinker.data.tokenizers.text_bytes import count_bytes, loses_text, warn_of_lost_text
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.evaluation.entropy_floor import entropy_floor
+from thinker.evaluation.entropy_floor import entropy_floor, format_excess
 from thinker.evaluation.long_context import PositionLosses, loss_by_position, ratio_with_error
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
@@ -142,14 +142,6 @@ def text_loss(
         entropy_floor=entropy_floor(windows, limit or None),
         by_position=losses,
     )
-
-
-def format_excess(loss: float, floor: float, digits: int) -> str:
-    """Compare a loss with the floor: "12.3% above", or "3.1 times" from a factor of 2."""
-    ratio = loss / floor
-    if ratio >= 2:
-        return f"{ratio:.{digits}f} times"
-    return f"{ratio - 1:.{digits}%} above"
 
 
 def format_table(losses: list[TextLoss]) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from thinker.data.batches.best_fit import pack_best_fit
 from thinker.data.corpus.shards import DamagedShard, Shard
 from thinker.runtime.files import FileArray, OpenFile, atomic_write, can_write
 
@@ -25,6 +24,8 @@ def best_fit_segments(shard: Shard, seq_len: int) -> tuple[Table, Table]:
 
     And (n_windows + 1,) int64, the first segment of each window.
     """
+    from thinker.data.batches.best_fit import pack_best_fit
+
     tables: list[np.ndarray] = []
 
     def table(index: int) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Prepare a corpus: read a source, split it, tokenize it into shards, and cache them."""
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import json
@@ -9,10 +11,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinker.data.corpus.corpus_cache import building_folder, publish, read_index
-from thinker.data.corpus.document_filter import DocumentFilter
 from thinker.data.corpus.shards import FORMAT, SHARD_TOKENS, DamagedShard, TokenShards
 from thinker.data.text.document import MissingData
 from thinker.data.text.sources import Source, open_source, stamps
@@ -21,6 +22,9 @@ from thinker.data.tokenizers.tokenizer_factory import check_spec, load_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import make_folder
 from thinker.runtime.reading import read_json
+
+if TYPE_CHECKING:
+    from thinker.data.corpus.document_filter import DocumentFilter
 
 INDEX_FORMAT = 5  # changes with corpus.json, and with the text that a tokenizer is trained on
 
@@ -38,7 +42,7 @@ class Corpus:
     val: TokenShards
     sha256: str = field(repr=False)
     folder: Path
-    parts: Mapping[str, "Corpus"] = field(default_factory=dict)  # by name; empty if it has none
+    parts: Mapping[str, Corpus] = field(default_factory=dict)  # by name; empty if it has none
 
 
 def prepare_corpus(

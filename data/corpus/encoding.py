@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from thinker.data.text import chat
 from thinker.data.text.document import Document
 from thinker.data.text.split import SplitDocument
 from thinker.data.tokenizers.tokenizer import Tokenizer
@@ -81,6 +80,8 @@ def encode_document(tokenizer: Tokenizer, document: Document, assistant_only_los
         raise UserError(
             f"{document.where}: a message has only tool_calls, which the chat template ignores"
         )
+    from thinker.data.text import chat  # texts do not need it
+
     ids, answers = chat.encode(tokenizer, document.messages)
     return ids, answers if assistant_only_loss else np.ones_like(answers)
 

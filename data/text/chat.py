@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from thinker.data.text import chat_template
-from thinker.data.text.messages import Message
+from thinker.data.text.document import Message
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 

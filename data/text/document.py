@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from thinker.data.text.messages import Message
 from thinker.runtime.errors import UserError
+
+Message = dict[str, Any]  # {"role": "user", "content": "..."}; the template defines the roles
 
 
 class MissingData(UserError):

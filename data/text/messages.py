@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from thinker.data.text.document import Message
 from thinker.runtime.errors import UserError, did_you_mean
 
 JSON = (str, int, float, bool, list, dict, type(None))
-Message = dict[str, Any]  # {"role": "user", "content": "..."}; the template defines the roles
 
 PAIR = "prompt and completion"  # two columns that together are a conversation
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}

@@ -10,6 +10,8 @@ from typing import Any
 from thinker.data.text import jsonl, parquet
 from thinker.data.text.document import BEGIN, Document, MissingData, Start
 from thinker.data.text.messages import PAIR, check_messages, find_column, join_pair
+from thinker.data.text.sources import Source, SourceOptions, bounded_source, stamps
+from thinker.data.text.text_files import find_files
 from thinker.runtime.constants import FULL_DISK
 from thinker.runtime.errors import UserError, did_you_mean
 
@@ -27,7 +29,37 @@ NETWORK_LIBRARIES = (
     "urllib3",
 )
 STATE_ROWS = 1000  # rows of a streamed dataset between the positions that it is asked for
+EXTENSIONS = {
+    "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst"),
+    "parquet": (".parquet",),
+}
 READERS = {"jsonl": jsonl.read_rows, "parquet": parquet.read_rows}
+
+
+def open_tables(name: str, options: SourceOptions) -> Source:
+    """JSON or Parquet files, with a document per row."""
+    files = find_files(name, options.path, EXTENSIONS[name])
+    content = [stamps(files), options.column or "text", options.max_documents]
+    documents = partial(read_tables, name, files, options.column)
+    return bounded_source(name, documents, content, options, options.max_documents)
+
+
+def open_hub(name: str, options: SourceOptions) -> Source:
+    """A dataset on the Hugging Face hub, or in a folder."""
+    path = options.path
+    # No files if the dataset is on the hub. `streaming` changes no text.
+    files = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]
+    part = [options.config, options.split or "train", options.column or "text"]
+    content = [path, *part, options.max_documents, stamps(files)]
+    documents = partial(
+        read_dataset,
+        path,
+        options.config,
+        options.split,
+        options.column,
+        options.streaming is not False,
+    )
+    return bounded_source(name, documents, content, options, options.max_documents)
 
 
 def read_tables(

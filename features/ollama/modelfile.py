@@ -8,7 +8,7 @@ import itertools
 from dataclasses import dataclass
 
 from thinker.data.text import chat
-from thinker.data.text.messages import Message
+from thinker.data.text.document import Message
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 

@@ -477,11 +477,11 @@ def test_a_signal_while_tokenizing_leaves_nothing_behind(tmp_path, name):
     (tmp_path / "a.txt").write_text("one text")
     code = f"""
 import signal
-from thinker.data.text import sources
+from thinker.data.text import text_files
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.runtime.errors import run_command
 signal.signal(signal.{name}, signal.SIG_DFL)  # the tests themselves may run under nohup
-sources._find_files = lambda source, path: [path + "/a.txt", path + "/b.txt"]
+text_files.find_files = lambda source, path, extensions: [path + "/a.txt", path + "/b.txt"]
 options = dict(source="text", path={str(tmp_path)!r}, tokenizer="byte", cache_dir={str(tmp_path / "cache")!r})
 run_command(lambda: prepare_corpus(**options))
 """

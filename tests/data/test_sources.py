@@ -16,7 +16,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from thinker.data.text.sources import GENERATED_DOCUMENTS, REPEAT_ALPHABET, open_source
+from thinker.data.corpus.corpus import prepare_corpus
+from thinker.data.text.document import Document
+from thinker.data.text.generated_text import GENERATED_DOCUMENTS, REPEAT_ALPHABET
+from thinker.data.text.sources import SOURCES, open_source, register_source
 from thinker.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -428,3 +431,62 @@ def test_links_of_a_folder_to_itself_multiply_nothing(tmp_path):
         (tmp_path / "data" / name).symlink_to(tmp_path / "data", target_is_directory=True)
     assert texts("text", path=str(tmp_path / "data")) == ["a.txt", "inner/b.txt"]
     assert texts("text", path=f"{tmp_path / 'data'}/") == ["a.txt", "inner/b.txt"]
+
+
+class TestRegisteredSources:
+    """Sources of a user's module."""
+
+    @pytest.fixture
+    def name(self):
+        """A name that is free again after the test."""
+        yield "poems"
+        SOURCES._values.pop("poems", None)
+
+    def test_its_texts_are_a_corpus(self, name, tmp_path):
+        calls = []
+
+        def poems(path="none"):
+            calls.append(path)
+            return [f"{path} {number}" for number in range(40)]
+
+        register_source(name, poems, version="1", options=("path",))
+        options = {"tokenizer": "byte", "val_fraction": 0.2, "cache_dir": tmp_path}
+        corpus = prepare_corpus(source=name, path="a.txt", progress=False, **options)
+        assert corpus.train.n_documents + corpus.val.n_documents == 40
+        assert set(calls) == {"a.txt"}
+        n_calls = len(calls)
+        again = prepare_corpus(source=name, path="a.txt", progress=False, **options)
+        assert (again.sha256, len(calls)) == (corpus.sha256, n_calls)  # from the cache
+
+    def test_its_key_changes_with_what_it_depends_on(self, name, tmp_path):
+        keys = set()
+        for version in ("1", "2"):
+            register_source(name, lambda **options: ["a", "b"], version, ("path", "split"))
+            for more in ({"split": None}, {"split": "test"}, {"max_documents": 1}):
+                keys.add(open_source(name, path=str(tmp_path / "file"), **more).key)
+            SOURCES._values.pop(name)
+        (tmp_path / "file").write_text("a")
+        register_source(name, lambda **options: ["a", "b"], "1", ("path", "split"))
+        keys.add(open_source(name, path=str(tmp_path / "file")).key)
+        assert len(keys) == 7
+
+    def test_it_begins_anywhere_and_keeps_documents(self, name):
+        talk = Document("[]", messages=[{"role": "user", "content": "Hi"}])
+        register_source(name, lambda: ["a", "b", talk, "d"], "1")
+        source = open_source(name, max_documents=3)
+        documents = list(source.documents())
+        assert [document.text for document in documents] == ["a", "b", "[]"]
+        assert documents[2].messages == talk.messages
+        rest = list(source.documents(documents[1].start))
+        assert [document.text for document in rest] == ["b", "[]"]
+
+    def test_mistakes(self, name):
+        register_source(name, list, "1")
+        with pytest.raises(UserError, match="there is already a data.source called poems"):
+            register_source(name, list, "2")
+        with pytest.raises(UserError, match="data.path has no effect with data.source=poems"):
+            open_source(name, path="a")
+        with pytest.raises(UserError, match="choose from tales, .*hub, poems; did you mean poems"):
+            open_source("poem")
+        with pytest.raises(UserError, match="there is already a data.source called tales"):
+            register_source("tales", list, "1")

@@ -11,7 +11,7 @@ import numpy as np
 from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.corpus.corpus import Corpus
 from thinker.data.corpus.shards import TokenShards
-from thinker.evaluation.perplexity import format_excess
+from thinker.evaluation.entropy_floor import format_excess
 from thinker.evaluation.text_baselines import NGRAM
 from thinker.features.auto_size.auto_size import MAX_EPOCHS
 from thinker.runtime.memory import format_bytes
