@@ -9,8 +9,11 @@ CHOICES = (8, 4)
 
 def matrix_names(n_layers: int) -> list[str]:
     """Names of the matrices that inference reads as one, as they have the same input, and of the LM head."""
-    parts = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
-    return [*(f"blocks.{layer}.{part}" for layer in range(n_layers) for part in parts), "lm_head"]
+    names = []
+    for layer in range(n_layers):
+        for part in ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down"):
+            names.append(f"blocks.{layer}.{part}")
+    return [*names, "lm_head"]
 
 
 def check_bits(bits: Bits, n_layers: int) -> None:

@@ -137,6 +137,7 @@ class KVCache:
     and a linear layer has its state. Without full attention the cache is unbounded and its memory does not grow.
     """
 
+    bits: int | None = None  # of keys and values; None: they have a floating-point dtype
     pass_block: int | None = None  # a pass of several positions should end at a multiple of it
 
     def __init__(

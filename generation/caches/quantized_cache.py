@@ -1,7 +1,8 @@
 """KV cache in 8 or 4 bits: each key and value of a head is a vector of codes times a scale.
 
-With 4 bits, the newest are also kept unrounded, because a query attends most to those next to it: that takes away six
-sevenths of the change of the loss (docs/development/experiments.md). With 8 bits, there is nothing to gain from that.
+With 4 bits, the newest are also kept unrounded, because a query attends most to those next to it:
+that takes away six sevenths of the change of the loss (docs/development/experiments.md). With 8
+bits, there is nothing to gain from that.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from thinker.runtime.memory import check_memory
 
 BLOCK = 16  # with 4 bits, a query reads the keys of its own block and of the block before unrounded
 RING = 4 * BLOCK  # newest positions that are kept for that
-MAX_PER_PASS = (
-    RING - 2 * BLOCK
-)  # positions of a row that a pass may add before their queries read the ring
+# Positions of a row that a pass may add before their queries read the ring: 2 blocks.
+MAX_PER_PASS = RING - 2 * BLOCK
 FORMS = {8: "int8", 4: "int4"}
 
 
 def quantize_vectors(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """x (..., D) -> codes (..., D), int8, and scale (...), bf16. The largest number becomes the lowest code."""
+    """x (..., D) -> codes (..., D), int8, and scale (...), bf16.
+
+    The largest number becomes the lowest code.
+    """
     x = x.float()
     lowest, highest = (-127, 127) if bits == 8 else (-8, 7)
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
@@ -42,12 +45,14 @@ def quantize_vectors(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes (..., D) as they are stored: (..., D) int8, or with 4 bits (..., D / 2) uint8 as in native/cached.h."""
+    """Codes (..., D) as they are stored.
+
+    (..., D) int8, or with 4 bits (..., D / 2) uint8 as in native/cached.h.
+    """
     if bits == 8:
         return codes
-    low, high = (
-        (codes + 8).to(torch.uint8).unflatten(-1, (-1, 2, 8)).unbind(-2)
-    )  # (..., D / 16, 8) each
+    pairs = (codes + 8).to(torch.uint8).unflatten(-1, (-1, 2, 8))  # (..., D / 16, 2, 8)
+    low, high = pairs.unbind(-2)  # (..., D / 16, 8) each
     return (low | high << 4).flatten(-2)
 
 
@@ -63,7 +68,8 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
 class QuantizedLayer(LayerCache):
     """One layer's keys and values as codes (B, K, max_len, D or D / 2), with scales (B, K, max_len).
 
-    The vector of position p is also in slot p % n_newest of the rings (B, K, n_newest, D), which are empty with 8 bits.
+    The vector of position p is also in slot p % n_newest of the rings (B, K, n_newest, D), which
+    are empty with 8 bits.
     """
 
     bits: int
@@ -84,13 +90,18 @@ class QuantizedLayer(LayerCache):
     def update(
         self, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As LayerCache.update(). With 4 bits, all keys and values of the pass itself are returned unrounded."""
+        """As LayerCache.update().
+
+        With 4 bits, all keys and values of the pass itself are returned unrounded.
+        """
         positions = slots.slot_mapping.expand(len(k), -1)  # (B, T)
         kv_len = k.shape[2] if slots.kv_len is None else slots.kv_len
-        stored = (
-            (self.keys, self.key_scale, self.newest_keys, k), (self.values, self.value_scale, self.newest_values, v)
-        )  # fmt: skip
-        keys, values = (self._store_and_read(*each, positions, kv_len) for each in stored)
+        keys = self._store_and_read(
+            self.keys, self.key_scale, self.newest_keys, k, positions, kv_len
+        )
+        values = self._store_and_read(
+            self.values, self.value_scale, self.newest_values, v, positions, kv_len
+        )
         return q, keys, values
 
     def _store_and_read(
@@ -102,16 +113,17 @@ class QuantizedLayer(LayerCache):
         positions: Tensor,
         kv_len: int,
     ) -> Tensor:
-        """Store vectors x (B, K, T, D) at positions (B, T). Returns those of the first `kv_len` positions."""
+        """Store vectors x (B, K, T, D) at positions (B, T).
+
+        Returns those of the first `kv_len` positions.
+        """
         rows = torch.arange(len(x), device=x.device)[:, None]  # (B, 1)
         new_codes, new_scale = quantize_vectors(x, self.bits)  # (B, K, T, D), (B, K, T)
         codes[rows, :, positions] = pack_codes(new_codes, self.bits).transpose(1, 2)  # (B, T, K, D)
         scale[rows, :, positions] = new_scale.transpose(1, 2)
-        y = (
-            unpack_codes(codes[:, :, :kv_len], self.bits).float()
-            * scale[:, :, :kv_len, None].float()
-        )
-        y = y.to(x.dtype)  # (B, K, kv_len, D)
+        y = unpack_codes(codes[:, :, :kv_len], self.bits).float()  # (B, K, kv_len, D)
+        y = y * scale[:, :, :kv_len, None].float()
+        y = y.to(x.dtype)
         if self.n_newest:
             first = positions[:, :1]  # (B, 1)
             before = first - torch.arange(1, 2 * BLOCK, device=x.device)  # (B, 31)
@@ -125,13 +137,21 @@ class QuantizedLayer(LayerCache):
 
 
 class QuantizedCache(KVCache):
-    """A KVCache that stores full layers in `bits` bits. Layers with a window or linear attention, which are small, stay
-    as they are."""
+    """A KVCache that stores full layers in `bits` bits.
+
+    Layers with a window or linear attention, which are small, stay as they are.
+    """
 
     def __init__(
-        self, config: ThinkerConfig, batch_size: int, max_len: int, device: torch.device | str, dtype: torch.dtype,
-        slack: int = 0, bits: int = 8,
-    ) -> None:  # fmt: skip
+        self,
+        config: ThinkerConfig,
+        batch_size: int,
+        max_len: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        slack: int = 0,
+        bits: int = 8,
+    ) -> None:
         self.bits = bits
         super().__init__(config, batch_size, max_len, device, dtype, slack)
         if bits == 4:  # so that each query reads the same keys unrounded as alone
@@ -139,14 +159,12 @@ class QuantizedCache(KVCache):
 
     def _new_layer(self, pattern: Pattern, B: int, K: int) -> LayerCache | LinearLayer:
         layer = super()._new_layer(pattern, B, K)
-        if (
-            pattern.fits_ring_buffer or type(layer) is not LayerCache
-        ):  # in a short cache, too, for the same results
+        # A pattern that fits a ring buffer stays in a short cache, too, for the same results.
+        if pattern.fits_ring_buffer or type(layer) is not LayerCache:
             return layer
-        width, dtype = (
-            (self.head_dim, torch.int8) if self.bits == 8 else (self.head_dim // 2, torch.uint8)
-        )
-        n_newest = 0 if self.bits == 8 else RING
+        width, dtype, n_newest = self.head_dim, torch.int8, 0
+        if self.bits == 4:
+            width, dtype, n_newest = self.head_dim // 2, torch.uint8, RING
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(B, K, *shape, device=self.device, dtype=dtype)
@@ -159,10 +177,10 @@ class QuantizedCache(KVCache):
     def _can_truncate_layer(self, layer: LayerCache | LinearLayer, lengths: list[int]) -> bool:
         if not isinstance(layer, QuantizedLayer) or not layer.n_newest:
             return super()._can_truncate_layer(layer, lengths)
-        return all(
-            new in (0, old) or max(high_water, old) - new <= MAX_PER_PASS
-            for new, old, high_water in zip(lengths, self.lengths, self.high_water)
-        )
+        for new, old, high_water in zip(lengths, self.lengths, self.high_water):
+            if new not in (0, old) and max(high_water, old) - new > MAX_PER_PASS:
+                return False
+        return True
 
 
 def cache_bytes(
@@ -170,13 +188,18 @@ def cache_bytes(
 ) -> int:
     """Memory of a cache in `bits` bits, or with None in the dtype of the model."""
     shape = model.config, batch_size, max_len, "meta", model.dtype, slack
-    return (KVCache(*shape) if bits is None else QuantizedCache(*shape, bits)).nbytes
+    if bits is None:
+        return KVCache(*shape).nbytes
+    return QuantizedCache(*shape, bits).nbytes
 
 
 def make_cache(
     model: Thinker, batch_size: int, max_len: int, slack: int = 0, bits: int | None = None
 ) -> KVCache:
-    """An empty cache in `bits` bits, or with None that of the model. Raises UserError if it exceeds the memory."""
+    """An empty cache in `bits` bits, or with None that of the model.
+
+    Raises UserError if it exceeds the memory.
+    """
     if bits is None:
         return model.new_cache(batch_size, max_len, slack)
     size = cache_bytes(model, batch_size, max_len, slack, bits)

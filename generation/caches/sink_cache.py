@@ -23,9 +23,8 @@ from thinker.runtime.errors import UserError
 class SinkSlots(CacheSlots):
     """Adds the positions from which queries attend to the sinks."""
 
-    rotation: tuple[Tensor, Tensor] | None = (
-        None  # of the sinks for a single query, or of queries for the sinks
-    )
+    # Of the sinks for a single query, or of several queries for the sinks.
+    rotation: tuple[Tensor, Tensor] | None = None
     is_sink: Tensor | None = None  # (S,), in a pass over several positions
     has_new_sinks: Tensor | None = None  # (B, 1, 1, 1), rows with unwritten sinks; None: no row
 
@@ -49,12 +48,11 @@ class SinkLayer(RingLayer):
         if slots.has_new_sinks is not None:
             self.sinks.copy_(torch.where(slots.has_new_sinks, self.keys[:, :, :n], self.sinks))
         if slots.rotation is not None and q.shape[2] == 1:
-            self.keys[:, :, :n] = apply_rotary_emb(
-                self.sinks, slots.rotation
-            )  # `keys` is a view of them
+            # The returned `keys` are a view of these.
+            self.keys[:, :, :n] = apply_rotary_emb(self.sinks, slots.rotation)
         elif slots.rotation is not None:
-            # To attend to the sinks from another position, the query is rotated once more. With both versions side by
-            # side, each half meets its own kind of keys.
+            # To attend to the sinks from another position, the query is rotated once more. With
+            # both versions side by side, each half meets its own kind of keys.
             is_sink = slots.is_sink[:, None]  # (S, 1)
             q = torch.cat((q, apply_rotary_emb(q, slots.rotation)), dim=-1)  # (B, H, T, 2D)
             keys = torch.cat((keys * ~is_sink, keys * is_sink), dim=-1)
@@ -64,12 +62,14 @@ class SinkLayer(RingLayer):
 class SinkCache(KVCache):
     """Keeps the first `sinks` positions and the newest `window`, and evicts the others.
 
-    Without sinks this is sliding-window attention. With sinks (Xiao et al. 2023, arXiv:2309.17453), a query attends to
-    them from position sinks + window − 1 at most, so that no distance exceeds the size of the cache.
+    Without sinks this is sliding-window attention. With sinks (Xiao et al. 2023, arXiv:2309.17453),
+    a query attends to them from position sinks + window − 1 at most, so that no distance exceeds
+    the size of the cache.
     """
 
     def __init__(self, model: Thinker, batch_size: int, window: int, sinks: int = 0) -> None:
-        self.sinks, self.rope = sinks, model.rope
+        self.sinks = sinks
+        self.rope = model.rope
         self.pattern = sliding_window(window) | global_positions(sinks)
         super().__init__(model.config, batch_size, sinks + window, model.device, model.dtype)
 
@@ -78,49 +78,54 @@ class SinkCache(KVCache):
         return SinkLayer(keys, values, self.slack, self.sinks, keys[:, :, : self.sinks].clone())
 
     def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> ForwardContext:
-        """As KVCache.append, but new positions always fit. Rows of unequal length append one position at a time."""
+        """As KVCache.append, but new positions always fit.
+
+        Rows of unequal length append one position at a time.
+        """
         is_even = min(self.lengths) == max(self.lengths)
         if length > 1 and not is_even:
-            raise UserError(
-                f"rows of a sink cache have unequal lengths; append 1 position at a time, not {length}"
-            )
+            problem = "rows of a sink cache have unequal lengths"
+            raise UserError(f"{problem}; append 1 position at a time, not {length}")
         starts = self.reserve(batch_size, length)
-        end, begins = max(self.lengths), to_device(starts, self.device)  # (B,)
+        end = max(self.lengths)
+        begins = to_device(starts, self.device)  # (B,)
         positions = torch.arange(length, device=self.device)
-        positions = (
-            positions + starts[0] if is_even else begins[:, None] + positions
-        )  # (T,) or (B, T)
+        if is_even:
+            positions = positions + starts[0]  # (T,)
+        else:
+            positions = begins[:, None] + positions  # (B, T)
         ring = self.layers[0]
-        mask, slots = (
-            AttentionMask(),
-            SinkSlots(ring.slot_mapping(positions), min(end, self.max_len)),
-        )
+        mask = AttentionMask()
+        slots = SinkSlots(ring.slot_mapping(positions), min(end, self.max_len))
         if min(starts) < self.sinks:
             slots.has_new_sinks = (begins < self.sinks)[:, None, None, None]
         if self.sinks > 0 and end > self.max_len:
-            # A query beyond position sinks + window − 1 attends to the sinks from there.
-            nearer = (positions - self.max_len + 1).clamp_min(0)  # (T,) or (B, T)
-            cos, sin = (
-                x / self.rope.attention_scaling for x in self.rope(nearer, end, self.dtype)
-            )  # q, k include it
-            slots.rotation = (
-                cos,
-                sin if length == 1 else -sin,
-            )  # queries rotate in the other direction
+            slots.rotation = self._sink_rotation(positions, end)
         if length == 1:
             if not is_even:
                 is_filled = ring.slot_positions(begins + 1, slots.kv_len) != INVALID_POSITION
                 mask.allowed = is_filled[:, None, None]  # (B, 1, 1, S)
         elif starts[0] == 0 and end <= self.max_len:
-            mask.is_causal, slots.kv_len = True, None
+            mask.is_causal = True
+            slots.kv_len = None
         else:
             slots.kv_len = min(starts[0], self.max_len)
-            keys = torch.cat((ring.slot_positions(begins[:1], slots.kv_len)[0], positions))  # (S,)
-            mask.allowed = self.pattern(
-                None, TokenInfo(positions[:, None]), TokenInfo(keys)
-            )  # (T, S)
+            in_ring = ring.slot_positions(begins[:1], slots.kv_len)[0]
+            keys = torch.cat((in_ring, positions))  # (S,)
+            queries = TokenInfo(positions[:, None])
+            mask.allowed = self.pattern(None, queries, TokenInfo(keys))  # (T, S)
             slots.is_sink = keys < self.sinks
-        return ForwardContext(positions, end, [mask] * len(self.layers), [slots] * len(self.layers))
+        n_layers = len(self.layers)
+        return ForwardContext(positions, end, [mask] * n_layers, [slots] * n_layers)
+
+    def _sink_rotation(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """How queries beyond position sinks + window − 1 attend to the sinks: from there."""
+        nearer = (positions - self.max_len + 1).clamp_min(0)  # (T,) or (B, T)
+        tables = self.rope(nearer, end, self.dtype)
+        cos, sin = (table / self.rope.attention_scaling for table in tables)  # q and k include it
+        if positions.shape[-1] > 1:  # queries rotate in the other direction
+            sin = -sin
+        return cos, sin
 
 
 class WindowCaches(FullCaches):

@@ -12,7 +12,6 @@ from collections.abc import Sequence as AbstractSequence
 import torch
 from torch import Tensor, nn
 
-from thinker.generation.caches.quantized_cache import MAX_PER_PASS, QuantizedCache, QuantizedLayer
 from thinker.generation.constraint import allowed_tokens
 from thinker.generation.decoders.decoder import PlainDecoder, pass_lengths
 from thinker.generation.decoders.inference_linear import QuantizedLinear
@@ -31,9 +30,9 @@ from thinker.native.operations import Operation, Visible, Workspace, linear_oper
 from thinker.runtime.errors import UserError
 
 MIN_ROWS_TO_PREFILL = 64  # below, torch reads prompts faster
+MAX_BLOCKS_PER_PASS = 2  # of a row, in a cache that keeps its newest positions unrounded
 MAX_STEPS = 16  # tokens per row to sample at once
 MAX_SECONDS = 0.03  # for them, so that text still appears token by token to a reader
-CACHES = (KVCache, QuantizedCache)  # that the kernels read; other classes have other layers
 
 
 def kernel_problem(dtype: torch.dtype) -> str:
@@ -122,9 +121,15 @@ class NativeDecoder(PlainDecoder):
             rows = list(range(B))
             return self._run(cache, tokens.flatten().tolist(), rows, rows).view(B, 1, -1)
 
+    def _reads(self, cache: KVCache | None) -> bool:
+        """Whether the kernels know the layers of a cache: those of the model, or in few bits."""
+        if cache is None or not self.is_supported:
+            return False
+        return type(cache) is KVCache or cache.bits is not None
+
     def _is_native(self, tokens: Tensor, cache: KVCache) -> bool:
         """Whether the kernels run this pass."""
-        if not (self.is_supported and type(cache) in CACHES and self._are_valid(tokens, cache)):
+        if not (self._reads(cache) and self._are_valid(tokens, cache)):
             return False
         if self.is_batch_invariant:
             return True
@@ -205,7 +210,7 @@ class NativeDecoder(PlainDecoder):
 
     def _can_step(self, n_rows: int, cache: KVCache | None) -> bool:
         """Whether the kernels can run several steps, and sample in between."""
-        if not (self.is_supported and self.is_causal and type(cache) in CACHES):
+        if not (self.is_causal and self._reads(cache)):
             return False
         return n_rows <= self.max_rows and not self._has_hooks()
 
@@ -260,8 +265,9 @@ class NativeDecoder(PlainDecoder):
 
     def _parts(self, cache: KVCache, rows: list[int]) -> Iterator[tuple[int, int]]:
         """Begin and end of parts of `rows` that one pass can read."""
-        has_rings = cache.pass_block is not None
-        max_per_row = MAX_PER_PASS if has_rings else self.max_rows
+        max_per_row = self.max_rows
+        if cache.pass_block is not None:
+            max_per_row = MAX_BLOCKS_PER_PASS * cache.pass_block
         start = 0
         counts = Counter()
         for index, row in enumerate(rows):
@@ -466,7 +472,7 @@ class NativeDecoder(PlainDecoder):
         of_layers = [one for one in self._operations if one.kind in reads_cache]
         for index, layer in enumerate(cache.layers):
             for operation in of_layers[2 * index : 2 * index + 2]:
-                if isinstance(layer, QuantizedLayer):
+                if "key_scale" in layer.tensors:  # codes, with a scale per vector
                     bits = layer.bits
                     operation.keys.bind_quantized(
                         layer.keys, layer.key_scale, layer.newest_keys, bits

@@ -304,7 +304,7 @@ def test_tokens_that_the_kernels_sampled_at_once_count_as_read(monkeypatch):
     cache, prompt = generator.new_cache(1, 128), [1] * 50
     logits = generator.prefill([prompt], cache)
     sequence = generator.new_sequence(0, Completion(""), SamplingParams(16), prompt)
-    generator.sample([sequence], cache, logits, 16)
+    generator.decoder.sample([sequence], cache, logits, 16)
     assert cache.lengths == [65]
     cache.truncate([45])
     assert cache.can_truncate([65 - MAX_PER_PASS])
