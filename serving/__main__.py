@@ -52,7 +52,10 @@ def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
     group.add_argument(
         "--api-key", metavar="KEY", help="requests must send this key (default: no key)"
     )
-    cors_help = "let pages of this web site call the API, such as https://example.org, or * for all; repeatable"
+    cors_help = (
+        "let pages of this web site call the API, such as https://example.org, or * for all; "
+        "repeatable"
+    )
     group.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help=cors_help)
     group = parser.add_argument_group("limits")
     group.add_argument(
@@ -106,9 +109,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
         raise UserError("--api-key is empty; give a key, or remove the flag")
     for origin in arguments.cors:
         if not re.fullmatch(r"\*|https?://[^/?#\s]+", origin):
-            raise UserError(
-                f"--cors is {origin!r}; use the scheme and host of a web site, such as https://example.org"
-            )
+            wanted = "use the scheme and host of a web site, such as https://example.org"
+            raise UserError(f"--cors is {origin!r}; {wanted}")
     return arguments, features
 
 
@@ -117,8 +119,10 @@ def named_paths(paths: list[str]) -> dict[str, Path]:
     named: dict[str, Path] = {}
     for text in paths:
         name, separator, path = text.partition("=")
+        # A folder may have a "=" in its name.
         if not separator or Path(text).exists():
-            path, name = text, Path(text).resolve().name
+            path = text
+            name = Path(text).resolve().name
         if not name or not path:
             raise UserError(f"{text!r} has no name or no path; use NAME=PATH")
         if name in named:
@@ -130,6 +134,7 @@ def named_paths(paths: list[str]) -> dict[str, Path]:
 def open_socket(host: str, port: int) -> socket.socket:
     """Listen on an address. Raises UserError if that is not possible."""
     try:
+        # The first of the addresses: IPv4 or IPv6, as the system prefers.
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)
         if sys.platform != "win32":  # where it would let two servers share a port
@@ -137,9 +142,8 @@ def open_socket(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(2048)
     except OSError as error:
-        raise UserError(
-            f"cannot listen on {host}, port {port}: {error.strerror}; choose another --port or --host"
-        ) from None
+        problem = f"cannot listen on {host}, port {port}: {error.strerror}"
+        raise UserError(f"{problem}; choose another --port or --host") from None
     return listener
 
 

@@ -19,11 +19,15 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 
 class Metrics:
-    """The metrics of one server. Tokens and latencies are counted per text (a choice of a request)."""
+    """The metrics of one server.
+
+    Tokens and latencies are counted per text (a choice of a request).
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        model, add = ["model"], {"registry": self.registry}
+        model = ["model"]
+        add = {"registry": self.registry}
         self.requests = Counter("thinker_requests", "HTTP requests", ["path", "status"], **add)
         self.prompt_tokens = Counter("thinker_prompt_tokens", "Tokens of prompts", model, **add)
         self.cached_tokens = Counter(
@@ -64,9 +68,10 @@ class _Gauges:
             "waiting": ("thinker_waiting_texts", "Texts that wait for a row of the batch"),
             "cache_used": ("thinker_cache_used", "Used part of the KV cache, 0 to 1"),
         }
-        states = {
-            model: state() for model, state in self.states.items()
-        }  # once, so that the numbers fit together
+        # Once, so that the numbers of a model fit together.
+        states = {}
+        for model, state in self.states.items():
+            states[model] = state()
         for key, (name, documentation) in names.items():
             family = GaugeMetricFamily(name, documentation, labels=["model"])
             for model, state in states.items():
