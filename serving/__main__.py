@@ -98,6 +98,12 @@ def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
     )
     features = add_feature_flags(parser, "serve")
     arguments = parser.parse_args()
+    check_arguments(arguments)
+    return arguments, features
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise UserError for numbers out of range, an empty key or a wrong web site."""
     least = {"max_batch": 1, "max_queue": 0, "max_prompt": 1, "max_body": 1, "port": 0}
     for name, lowest in least.items():
         value = getattr(arguments, name)
@@ -111,7 +117,6 @@ def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
         if not re.fullmatch(r"\*|https?://[^/?#\s]+", origin):
             wanted = "use the scheme and host of a web site, such as https://example.org"
             raise UserError(f"--cors is {origin!r}; {wanted}")
-    return arguments, features
 
 
 def named_paths(paths: list[str]) -> dict[str, Path]:
@@ -188,6 +193,19 @@ def load_generator(
     return generator, sum(weight.numel() for weight in model.parameters())
 
 
+def import_libraries() -> None:
+    """Raise UserError for a missing library now, rather than at the first request that needs it."""
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+
+        for source in offers("constraint"):  # for requests with schemas
+            source.import_library()
+    except ModuleNotFoundError as error:
+        raise UserError(f"serving needs {error.name}; install it: pip install '.[serve]'") from None
+
+
 def main() -> int:
     """Load the models and serve until a signal comes. Returns the exit status."""
     arguments, features = parse_arguments()
@@ -195,19 +213,11 @@ def main() -> int:
         stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s"
     )
     paths = named_paths(arguments.paths)
-    listener = open_socket(
-        arguments.host, arguments.port
-    )  # before the models load, which takes longer
-    try:
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
+    # Before the models load, which takes longer.
+    listener = open_socket(arguments.host, arguments.port)
+    import_libraries()
 
-        for source in offers("constraint"):  # so that requests with schemas cannot fail later
-            source.import_library()
-    except ModuleNotFoundError as error:
-        raise UserError(f"serving needs {error.name}; install it: pip install '.[serve]'") from None
-
+    # Only now: these modules need the libraries, and importing them takes seconds.
     from thinker.generation.mixed_bits import describe_bits
     from thinker.interop.find import find_model
     from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
@@ -246,15 +256,20 @@ def main() -> int:
         for collector in flags.collectors():
             metrics.add(collector)
     address, port = listener.getsockname()[:2]
-    hosts = LOCAL | {arguments.host.lower()} if is_local(address) else None
+    hosts = None
+    if is_local(address):
+        hosts = LOCAL | {arguments.host.lower()}
     service = Service(
         models, metrics, playground_page(), arguments.api_key, arguments.max_body, hosts
     )
-    shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+    shown = arguments.host
+    if ":" in shown:  # IPv6
+        shown = f"[{shown}]"
     log(f"playground: http://{shown}:{port}   API: http://{shown}:{port}/v1   (Ctrl-C to stop)")
     if hosts is None and arguments.api_key is None:
         log("anyone who can reach this machine can use the models; set --api-key to prevent that")
-    DrainingServer(create_app(service, arguments.cors), service, log).run(sockets=[listener])
+    server = DrainingServer(create_app(service, arguments.cors), service, log)
+    server.run(sockets=[listener])  # until a signal comes
     for model in models.values():
         model.engine.stop()
     return 0
