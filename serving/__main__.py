@@ -224,10 +224,10 @@ def main() -> int:
     from thinker.serving.allocator import share_one_arena
     from thinker.serving.app import Service, create_app
     from thinker.serving.engine_thread import EngineThread
-    from thinker.serving.metrics import Metrics
     from thinker.serving.models import ServedModel
     from thinker.serving.playground import playground_page
     from thinker.serving.server import DrainingServer
+    from thinker.serving.server_metrics import Metrics
 
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

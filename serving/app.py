@@ -26,9 +26,9 @@ from thinker.serving.answers import Choice, envelope, usage
 from thinker.serving.api_errors import ApiError, event, json_response
 from thinker.serving.engine_thread import QueueFull, Submission
 from thinker.serving.inspection import inspection_page
-from thinker.serving.metrics import Metrics
 from thinker.serving.models import ServedModel
 from thinker.serving.protocol import ChatRequest, CompletionRequest, InspectRequest, parse
+from thinker.serving.server_metrics import Metrics
 
 BODY_SECONDS = 30  # to send a request
 OPEN_PATHS = ("/", "/health")  # without a key

@@ -14,7 +14,7 @@ from thinker.generation.engine import Generator
 from thinker.generation.sequence import Sequence
 from thinker.runtime.errors import RunError
 from thinker.serving.allocator import return_free_memory
-from thinker.serving.metrics import Metrics
+from thinker.serving.server_metrics import Metrics
 
 log = logging.getLogger("thinker.serving")
 

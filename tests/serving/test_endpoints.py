@@ -18,7 +18,7 @@ from server_process import wait_until
 from thinker.generation.mixed_bits import matrix_names
 from thinker.interop import load
 from thinker.serving import app
-from thinker.serving.metrics import Metrics
+from thinker.serving.server_metrics import Metrics
 
 KEY = {"Authorization": "Bearer KEY"}
 SITE = {"Origin": "https://example.org"}
