@@ -189,8 +189,10 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
             content = tokenizer.token_bytes(number)
         if number in special_names:
             name = special_names[number]
-            is_added = name in tokenizer.non_special_added_tokens
-            tokens.append((name, USER_DEFINED if is_added else CONTROL))
+            kind = CONTROL
+            if name in tokenizer.non_special_added_tokens:
+                kind = USER_DEFINED
+            tokens.append((name, kind))
         elif content:
             text = "".join(TO_CHAR[byte] for byte in content)
             tokens.append((text, NORMAL))

@@ -142,7 +142,6 @@ TYPES = {
 }
 TYPE_NAMES = {list: "a list", dict: "a mapping", bool: "true or false", int: "an integer above 0"}
 
-# Defaults of transformers.
 DEFAULT_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28
 
@@ -159,12 +158,16 @@ def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
     if model_type != "llama" and not has_kv_heads:
         raise UserError("config.json has no num_key_value_heads; add it")
 
+    # Defaults of transformers.
     is_qwen3 = model_type == "qwen3"
     is_smollm3 = model_type == "smollm3"
-    theta, scaling = _read_rope(values, default_theta=2e6 if is_smollm3 else 1e4)
+    default_theta = 2e6 if is_smollm3 else 1e4
+    default_head_dim = 128 if is_qwen3 else None
+
+    theta, scaling = _read_rope(values, default_theta)
     fields = {ours: values[theirs] for theirs, ours in SIZES.items()}
     fields["n_kv_heads"] = values.get("num_key_value_heads")
-    fields["head_dim"] = values.get("head_dim", 128 if is_qwen3 else None)
+    fields["head_dim"] = values.get("head_dim", default_head_dim)
     fields["norm_eps"] = values.get("rms_norm_eps", 1e-6)
     fields["tie_embeddings"] = values.get("tie_word_embeddings", is_smollm3)
     fields["attention_bias"] = model_type == "qwen2"

@@ -37,8 +37,10 @@ def choose_device(name: torch.device | str = "auto") -> torch.device:
     kinds = [kind for kind, count in counts.items() if count > 0]
     if name == "auto":
         return torch.device(kinds[0])
-    numbered = [f"{kind}:{index}" for kind in kinds for index in range(counts[kind])]
-    if str(name) not in kinds + numbered:
+    names = list(kinds)
+    for kind in kinds:
+        names += [f"{kind}:{index}" for index in range(counts[kind])]
+    if str(name) not in names:
         raise UserError(f"device {str(name)!r} is not available (available: {', '.join(kinds)})")
     return torch.device(name)
 

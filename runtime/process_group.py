@@ -203,7 +203,9 @@ class DistContext:
             )
         if first_to_fail == str(self.rank):
             return error
-        return SystemExit(2 if isinstance(error, UserError) else 1)
+        if isinstance(error, UserError):
+            return SystemExit(2)
+        return SystemExit(1)
 
     def _name_missing_ranks(self, error: BaseException) -> BaseException:
         """A RunError that names the ranks that do not answer, or `error` if all do."""

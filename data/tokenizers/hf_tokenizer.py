@@ -77,25 +77,9 @@ class HFTokenizer(Tokenizer):
         self.may_lose_text = True
 
         added = content.get("added_tokens") or []
-        self.special_tokens = {}
-        self.non_special_added_tokens = []
-        self.flags = {}
-        for token in added:
-            name = token["content"]
-            self.special_tokens[str(name)] = token["id"]
-            self.flags[name] = _flags(token)
-            if not token.get("special"):
-                self.non_special_added_tokens.append(name)
+        self._read_added_tokens(added)
         self._check(len(added), tokens_elsewhere)
-
-        self.special_tokens_map = {}
-        for key in SPECIAL:
-            name = config.get(key)
-            if isinstance(name, dict):
-                name = name.get("content")
-                self.special_tokens_map[key] = name
-            elif name is not None:
-                self.special_tokens_map[key] = name
+        self.special_tokens_map = _special_tokens_map(config)
 
         eos_token = self.special_tokens_map.get("eos_token")
         if not eos_ids and eos_token in self.special_tokens:
@@ -117,6 +101,18 @@ class HFTokenizer(Tokenizer):
         if self.bos_prefix not in ([], [self.bos_id]):
             raise ValueError("texts begin with more than one special token")
         self._load()
+
+    def _read_added_tokens(self, added: list[dict]) -> None:
+        """Set the ids and flags of added tokens."""
+        self.special_tokens = {}
+        self.non_special_added_tokens = []
+        self.flags = {}
+        for token in added:
+            name = token["content"]
+            self.special_tokens[str(name)] = token["id"]
+            self.flags[name] = _flags(token)
+            if not token.get("special"):
+                self.non_special_added_tokens.append(name)
 
     def _find_bos_token(self, bos_id: int | None, eos_ids: list[int]) -> str | None:
         """The BOS token of the config, or of the model, or else an EOS token."""
@@ -145,7 +141,9 @@ class HFTokenizer(Tokenizer):
         if self.config.get("split_special_tokens"):
             raise ValueError("split_special_tokens is not supported")
         for token in tokens_elsewhere:
-            name = token.get("content") if isinstance(token, dict) else token
+            name = token
+            if isinstance(token, dict):
+                name = token.get("content")
             if name not in self.special_tokens:
                 raise ValueError(f"it does not add the token {name!r} that other files declare")
             if isinstance(token, dict) and _flags(token) != self.flags[name]:
@@ -225,6 +223,19 @@ class HFTokenizer(Tokenizer):
         config = self.config | {EOS_KEY: self.eos_ids, BOS_KEY: self.bos_id}
         write_files(Path(folder), self.content, config, self.chat_template)
         return Path(folder) / FILE_NAME
+
+
+def _special_tokens_map(config: dict) -> dict[str, Any]:
+    """The names of special tokens in tokenizer_config.json, which may also describe them."""
+    names = {}
+    for key in SPECIAL:
+        name = config.get(key)
+        if name is None:
+            continue
+        if isinstance(name, dict):
+            name = name.get("content")
+        names[key] = name
+    return names
 
 
 def _flags(token: dict) -> dict[str, bool]:
