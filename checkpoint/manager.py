@@ -88,6 +88,7 @@ class CheckpointManager:
             self._remove_older(kind, written=folder)
 
     def _remove_older(self, kind: str, written: Path) -> None:
+        # Of other kinds, all older ones go.
         folders = list_checkpoints(self.folder, kind)
         if kind == "step":
             folders = folders[: -self.keep_last]

@@ -133,6 +133,7 @@ class RunDirectory:
             return
         if self.metrics.is_symlink() or self.metrics.is_fifo():
             self.metrics.unlink()  # a link could lead anywhere, and a pipe block forever
+        # No evaluation is kept if none had been saved.
         if evaluated_at is None:
             evaluated_at = -1
         kept = []

@@ -91,6 +91,7 @@ def read_header(folder: Path) -> dict[str, tuple]:
 
 def _are_complete(chunks: list[Any], shape: tuple[int, ...]) -> bool:
     """Whether the ranks' rows together are all rows of a tensor."""
+    # Sorted by their first rows, the chunks must follow one another.
     n_rows = 0
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
         start = (n_rows,) + (0,) * (len(shape) - 1)
@@ -109,6 +110,7 @@ def read(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
 
     tensors = {}
     for name, tensor in expected.items():
+        # Each rank fills its own rows.
         if hasattr(tensor, "to_local"):
             tensors[name] = tensor.detach()
         else:

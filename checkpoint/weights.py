@@ -141,6 +141,7 @@ def load_weights(model: Thinker, folder: Path, assign: bool = False) -> None:
     Raises CorruptCheckpoint.
     """
     tensors = checkpoint_format.load_tensors(folder, MODEL, model_tensors(model))
+    # A tied head is not in the file.
     model.load_state_dict(tensors, strict=not model.config.tie_embeddings, assign=assign)
     if model.config.tie_embeddings:
         model.lm_head.weight = model.embedding.weight

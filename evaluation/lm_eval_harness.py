@@ -134,6 +134,7 @@ class ThinkerLM(TemplateLM):
                 raise UserError(
                     f"the task generates {n_new} tokens, but the context is only {self.max_length}"
                 )
+            # The end of the context is kept, as the new tokens must fit behind it.
             tokens = self.tok_encode(context)[-(self.max_length - n_new) :]
             if not tokens:
                 tokens = [self.prefix_token_id]
@@ -208,6 +209,7 @@ def run_tasks(
             f"the harness cannot run {', '.join(names)}: {type(error).__name__}: {error}"
         ) from error
     results = {}
+    # Of the harness's numbers, keep those that mean something by themselves.
     n_samples = output.get("n-samples", {})
     for name, metrics in output["results"].items():
         values = {}

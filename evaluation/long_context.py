@@ -168,6 +168,7 @@ def loss_by_position(
     """
 
     def token_losses(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
+        # Logits of a long sequence would not fit in memory at once.
         states = hidden_states(model, inputs, document_ids).flatten(0, 1)  # (B T, C)
         losses = []
         for hidden, y in zip(states.split(LOGIT_ROWS), targets.flatten().split(LOGIT_ROWS)):
@@ -189,6 +190,7 @@ def loss_by_position(
         losses.append(batch_nats)
     all_targets = torch.cat(targets)  # (N, T)
     all_losses = torch.cat(losses)  # (N, T)
+    # A sum shows any number that is not finite.
     check_computed([all_losses.sum().item()])
     nats = all_losses.masked_fill(all_targets == IGNORE_INDEX, math.nan)
     return PositionLosses(trained or model.config.max_seq_len, nats, all_targets)

@@ -106,6 +106,7 @@ def find_needles(text: str, facts: dict[str, str], tokenizer: Tokenizer) -> list
     needles = []
     for name, phrase in PHRASES.items():
         value = facts.get(name)
+        # The text ends at the second mention, so the word is nowhere else before it.
         starts = words.get(value, [])[:2]
         if value not in VALUES[name] or len(starts) < 2:
             continue
@@ -124,6 +125,7 @@ def story_needles(tokenizer: Tokenizer, distance: int, random: Random) -> list[N
     story = tales.generate_story(random.getrandbits(64), 0)
     facts = {choice.name: choice.value for choice in story.choices if choice.kind == "fact"}
     needles = find_needles(story.text, facts, tokenizer)
+    # If its farthest fact is not far enough, the hero meets somebody in between.
     n_missing = 0
     if needles:
         n_missing = distance - max(needle.distance for needle in needles)
@@ -213,6 +215,7 @@ def needle_test(
     try:
         if not needles:
             raise UserError("no story repeats a fact at that distance")
+        # Tokens of the prefix see each other, also backwards.
         if min(len(needle.tokens) for needle in needles) < prefix:
             raise UserError(f"the bidirectional prefix of {prefix} tokens contains the answer")
         for needle in needles:

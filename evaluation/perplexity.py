@@ -108,6 +108,7 @@ def text_loss(
     intervals. `trained`: length of the training windows (default: max_seq_len). Raises UserError if
     none of the counted tokens has text.
     """
+    # Batches have about the same number of tokens for any context.
     batch_size = max(1, BATCH_TOKENS // windows.seq_len)
     losses = loss_by_position(model, windows, batch_size, limit, trained, progress=True)
     is_counted = losses.targets != IGNORE_INDEX
@@ -197,6 +198,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path
                 n_counted = min(n_left, n_counted)
             n_bytes = count_bytes(tokenizer, document.text, ids, 0, n_counted)
             ids = ids[:n_counted]
+            # A single text is one document, although it comes in pieces.
             continues = source.whole_text and writer.started
             writer.add(ids, n_bytes, document.log_prob, continues, loss_mask)
             n_left -= len(ids)

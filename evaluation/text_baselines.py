@@ -112,6 +112,7 @@ def _mask(n_bytes: int) -> np.uint64:
 
 def _look_up(keys: np.ndarray, wanted: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
     """The value of each wanted key, or 0 if there is no such key; `keys` is sorted."""
+    # searchsorted() finds places where a key may not be.
     indices = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     is_found = keys[indices] == wanted
     return [np.where(is_found, array[indices], 0) for array in values]
@@ -151,6 +152,7 @@ def _decode(
             pieces.append(DOCUMENT_END)
         else:
             pieces.append(tokenizer.token_bytes(token_id))
+    # Cut between tokens, as half a token is no text.
     n = len(ids)
     if max_bytes is not None:
         lengths = np.array([len(piece) for piece in pieces])

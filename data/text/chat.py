@@ -59,6 +59,7 @@ def _find_answers(
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        # Without marks: what the answer adds to the conversation before it.
         before = render(tokenizer, messages[:number], add_generation_prompt=True)
         after = render(tokenizer, messages[: number + 1])
         if not after.startswith(before) or not text.startswith(after):

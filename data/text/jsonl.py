@@ -101,6 +101,7 @@ def _decompressed(plain: io.BufferedReader) -> io.BufferedIOBase:
 
     Its name does not matter.
     """
+    # Files are known by their first bytes, as names may be wrong.
     begin = plain.read(4)
     plain.seek(0)
     if begin[:2] == b"\x1f\x8b":

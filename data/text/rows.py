@@ -69,6 +69,7 @@ def read_tables(
 
     One file at a time, because their other columns may differ.
     """
+    # A share of what has been read is a share of bytes.
     sizes = [os.path.getsize(file) for file in files]
     total = max(sum(sizes), 1)
     _, position = start

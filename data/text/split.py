@@ -88,6 +88,7 @@ def empty_split_error(split: str, source: Source, val_fraction: float) -> UserEr
         shares = sorted(distinct)
         remedy = " (identical documents share a split); add documents"
         if len(shares) > 1:
+            # A tenth of the documents, with the cut between two neighbors.
             n_val = max(1, len(shares) // 10)
             fraction = (shares[n_val - 1] + shares[n_val]) / 2
             remedy += (

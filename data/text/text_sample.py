@@ -43,6 +43,7 @@ def sample_texts(
             if split == "train":
                 heapq.heappush(kept, (_inverted_hash(number), number, document.text))
                 kept_bytes += n_bytes
+            # The heap drops the documents with the highest hashes.
             while kept_bytes > max_bytes and len(kept) > 1:
                 _, _, dropped = heapq.heappop(kept)
                 kept_bytes -= len(dropped.encode())

@@ -95,6 +95,7 @@ class HFTokenizer(Tokenizer):
         self.eos_ids = eos_ids
         self.eos_id = eos_ids[0]
 
+        # Prompts start as the post-processor starts texts, or else as our own key says.
         self.bos_prefix = _template_prefix(content.get("post_processor"), self.special_tokens)
         if not self.bos_prefix and config.get(ADD_BOS_KEY) is True:
             self.bos_prefix = [self.bos_id]
@@ -185,6 +186,7 @@ class HFTokenizer(Tokenizer):
         for piece, number in vocab.items():
             if number not in added_ids:
                 self._tokens[number] = to_bytes(piece)
+        # The library ignores this key, but transformers may not.
         adds_space = self.decode_bytes(self.encode("a")).startswith(b" ")
         stated = self.config.get("add_prefix_space")
         if stated not in (None, adds_space):
@@ -258,6 +260,7 @@ def write_files(folder: Path, content: dict, config: dict, chat_template: str | 
 
 def _without_names(content: dict, special: dict[str, int]) -> dict:
     """Rename these tokens in tokenizer.json so that no text can match them; ids do not change."""
+    # No text contains a random name.
     secret = secrets.token_hex(16)
     new = {name: f"{secret} {number}" for name, number in special.items()}
     model = dict(content["model"])
@@ -349,6 +352,7 @@ def _library(content: dict) -> Any:
         if not _is_of_library(error):
             raise
         raise ValueError(f"the tokenizers library rejects it: {error}") from error
+    # A file may say otherwise, which would lose text without a word.
     library.no_truncation()
     library.no_padding()
     return library

@@ -91,6 +91,7 @@ class Tokenizer:
         self.eos_ids = eos_ids
         self.eos_id = eos_ids[0]
 
+        # Templates name their tokens; without a map they get ours.
         if special_tokens_map is None:
             eos_token = bos_token
             for name, number in special_tokens.items():
@@ -142,6 +143,7 @@ class Tokenizer:
             names = list(self.special_tokens)
         if not names:
             return self._encode(text)
+        # Where one name begins with another, the longer one is meant, as in tiktoken.
         longest_first = sorted(names, key=len, reverse=True)
         alternatives = "|".join(map(re.escape, longest_first))
         ids = []
@@ -167,6 +169,7 @@ class Tokenizer:
         except ValueError:  # a million spaces overflow the stack of tiktoken's regular expressions
             if len(text) < PIECE_CHARS:
                 raise
+            # Each half is encoded by itself. That changes tokens only at the cut.
             half = len(text) // 2
             return np.concatenate([self._encode(text[:half]), self._encode(text[half:])])
         except BaseException as error:  # a Rust panic is not an Exception

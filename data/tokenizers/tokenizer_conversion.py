@@ -138,6 +138,7 @@ def as_tiktoken(tokenizer: HFTokenizer) -> Tokenizer | None:
         return None
     if not _finds_names_alike(tokenizer, normalizer):
         return None
+    # Special tokens are no part of the merges.
     special = set(tokenizer.special_tokens.values())
     ranks: dict[bytes, int] = {}
     for piece, number in model["vocab"].items():

@@ -134,6 +134,7 @@ def _train_bpe(vocab_size: int, texts: Iterable[str]) -> Tokenizer:
     import rustbpe
 
     trainer = rustbpe.Tokenizer()
+    # One id is left for the BOS token.
     trainer.train_from_iterator(_sample(texts), vocab_size - 1, pattern=WORDS)
     ranks = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
     if len(ranks) == 256 < vocab_size - 1:
@@ -157,6 +158,7 @@ def _load_tiktoken(name: str) -> Tokenizer:
             "go online once, or set TIKTOKEN_CACHE_DIR to a folder with that file, "
             f"named {file_name}"
         ) from error
+    # Ids between the ordinary and the special tokens are gaps.
     tokens: list[bytes | None] = [None] * (encoding.max_token_value + 1)
     for token, rank in encoding._mergeable_ranks.items():
         tokens[rank] = token
