@@ -77,9 +77,13 @@ class ThinkerLM(TemplateLM):
         with tqdm(total=len(order), desc="scoring", disable=disable_tqdm) as bar:
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
-                # The last token is a target alone, so it does not count against the context.
-                truncated = [rows[i][-(self.max_length + 1) :] for i in batch]
-                inputs = [torch.tensor(row[:-1]) for row in truncated]
+                truncated = []
+                inputs = []
+                for i in batch:
+                    # The last token is a target alone, so it does not count against the context.
+                    row = rows[i][-(self.max_length + 1) :]
+                    truncated.append(row)
+                    inputs.append(torch.tensor(row[:-1]))
                 padded = pad_sequence(inputs, batch_first=True).to(self.model.device)
                 hidden = hidden_states(self.model, padded)  # (B, T, C)
                 for i, row, states in zip(batch, truncated, hidden):

@@ -129,7 +129,7 @@ def story_needles(tokenizer: Tokenizer, distance: int, random: Random) -> list[N
     n_missing = 0
     if needles:
         n_missing = distance - max(needle.distance for needle in needles)
-    bound = {name: HEROES_AND_PETS[facts[name]] for name in ("hero", "pet")}
+    bound = {"hero": HEROES_AND_PETS[facts["hero"]], "pet": HEROES_AND_PETS[facts["pet"]]}
     encounters = ""
     while n_missing > 0:
         encounter = expand(GRAMMAR.read_text("\n\n<go>\n\n<meet> <kind>", 0), random, bound)

@@ -155,7 +155,7 @@ def _decode(
     # Cut between tokens, as half a token is no text.
     n = len(ids)
     if max_bytes is not None:
-        lengths = np.array([len(piece) for piece in pieces])
+        lengths = np.array(list(map(len, pieces)))
         ends = np.cumsum(lengths[indices])
         n = int(np.searchsorted(ends, max_bytes, side="right"))
     data = b"".join([pieces[i] for i in indices[:n].tolist()])

@@ -25,7 +25,15 @@ ADD_BOS_KEY = "thinker_add_bos"
 BOS_KEY = "thinker_bos_id"
 
 EOS_FILES = "eos_token_id in generation_config.json or config.json"
-SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+SPECIAL = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 # Flags of an added token, which decide where it is recognized.
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
@@ -329,10 +337,18 @@ def _piece_to_bytes(content: dict) -> Callable[[str], bytes]:
     return _bytes_of_sentencepiece
 
 
+def unprinted(piece: str) -> bytes | None:
+    """The bytes of a piece of a byte-level vocabulary, or None if it has other characters."""
+    if not set(piece) <= TO_BYTE.keys():
+        return None
+    return bytes(TO_BYTE[char] for char in piece)
+
+
 def _bytes_of_byte_level(piece: str) -> bytes:
-    if set(piece) <= TO_BYTE.keys():
-        return bytes(TO_BYTE[char] for char in piece)
-    return piece.encode()
+    token = unprinted(piece)
+    if token is None:
+        return piece.encode()
+    return token
 
 
 def _bytes_of_sentencepiece(piece: str) -> bytes:

@@ -26,6 +26,7 @@ PIECE_CHARS = 1 << 16  # on a million spaces, regular expressions in Rust overfl
 PROBE = "A cat's 2 Émigrés,\n\n\tΩ 中文 🙂  \u200d x"  # every pattern must split it without loss
 BOS_TOKEN = "<|bos|>"
 ONE_CHARACTER = r"(?s)."
+SINGLE_BYTES = [bytes([b]) for b in range(256)]
 
 
 class Tokenizer:
@@ -272,7 +273,7 @@ def _check_tokens(tokens: list[bytes | None], ranks: dict[bytes, int]) -> None:
     """Raise ValueError if the ordinary tokens, whose ids are `ranks`, cannot encode all texts."""
     n_ordinary = len(tokens) - tokens.count(None)
     are_distinct = len(ranks) == n_ordinary and b"" not in ranks
-    has_all_bytes = all(bytes([b]) in ranks for b in range(256))
+    has_all_bytes = set(SINGLE_BYTES) <= ranks.keys()
     if not are_distinct or not has_all_bytes or len(tokens) > MAX_VOCAB:
         raise ValueError(
             "the tokens must be distinct, non-empty, at most 2**20, and include all 256 bytes"

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from thinker.data.tokenizers import hf_tokenizer as hf
-from thinker.data.tokenizers.hf_tokenizer import FILE_NAME, TO_BYTE, TO_CHAR, HFTokenizer
-from thinker.data.tokenizers.tokenizer import ONE_CHARACTER, PROBE, Tokenizer
+from thinker.data.tokenizers.hf_tokenizer import FILE_NAME, TO_CHAR, HFTokenizer, unprinted
+from thinker.data.tokenizers.tokenizer import ONE_CHARACTER, PROBE, SINGLE_BYTES, Tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_json, read_text
 
@@ -144,11 +144,11 @@ def as_tiktoken(tokenizer: HFTokenizer) -> Tokenizer | None:
     for piece, number in model["vocab"].items():
         if number in special:
             continue
-        token = _unprinted(piece)
+        token = unprinted(piece)
         if token is None or token in ranks:
             return None
         ranks[token] = number
-    has_all_bytes = all(bytes([b]) in ranks for b in range(256))
+    has_all_bytes = set(SINGLE_BYTES) <= ranks.keys()
     if not has_all_bytes or not _same_merges(model, ranks):
         return None
     texts = {number: token for token, number in ranks.items()}
@@ -190,8 +190,8 @@ def _same_merges(model: dict, ranks: dict[bytes, int]) -> bool:
     newest = -1
     for merge in model["merges"]:
         first, second = hf.pair_of(merge)
-        left = _unprinted(first)
-        right = _unprinted(second)
+        left = unprinted(first)
+        right = unprinted(second)
         if left is None or right is None:
             return False
         number = ranks.get(left + right)
@@ -380,10 +380,3 @@ def merges_of(tokenizer: Tokenizer) -> list[list[str]]:
 def _printed(token: bytes) -> str:
     """A token in printable characters."""
     return "".join(map(TO_CHAR.get, token))
-
-
-def _unprinted(piece: str) -> bytes | None:
-    """The bytes of a token in printable characters, or None if it has other characters."""
-    if not set(piece) <= TO_BYTE.keys():
-        return None
-    return bytes(TO_BYTE[char] for char in piece)

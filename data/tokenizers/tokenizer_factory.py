@@ -17,6 +17,7 @@ from thinker.data.tokenizers.tokenizer import (
     MAX_VOCAB,
     ONE_CHARACTER,
     PIECE_CHARS,
+    SINGLE_BYTES,
     Tokenizer,
 )
 from thinker.runtime.errors import UserError, did_you_mean
@@ -86,7 +87,7 @@ def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
         return _load_tiktoken(option)
     if kind == "path":
         return load_tokenizer(spec)
-    tokens = [bytes([b]) for b in range(256)]
+    tokens = list(SINGLE_BYTES)
     if kind == "char":
         characters: set[str] = set()
         for text in _sample(texts):
@@ -136,12 +137,13 @@ def _train_bpe(vocab_size: int, texts: Iterable[str]) -> Tokenizer:
     trainer = rustbpe.Tokenizer()
     # One id is left for the BOS token.
     trainer.train_from_iterator(_sample(texts), vocab_size - 1, pattern=WORDS)
-    ranks = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
-    if len(ranks) == 256 < vocab_size - 1:
+    ranked = sorted(trainer.get_mergeable_ranks(), key=lambda item: item[1])
+    tokens = [bytes(token) for token, _ in ranked]
+    if len(tokens) == 256 < vocab_size - 1:
         raise UserError(
             f"data.tokenizer=bpe:{vocab_size}: no pair of bytes occurs twice in the text; use byte"
         )
-    return _with_bos("bpe", [token for _, token in ranks], WORDS)
+    return _with_bos("bpe", tokens, WORDS)
 
 
 def _load_tiktoken(name: str) -> Tokenizer:
