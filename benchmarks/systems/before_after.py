@@ -83,9 +83,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure both sides in turns, each time in new processes, and print a table."""
-    sizes = (arguments.pairs, arguments.repeats, arguments.clients, arguments.steps or 1)
-    if min(sizes) < 1 or arguments.new < 2 or arguments.prompt < 2:
-        raise UserError("a number is too small; use at least 1, for --new and --prompt at least 2")
+    names = ("pairs", "prompt", "new", "repeats", "clients")
+    sizes = [getattr(arguments, name) for name in names]
+    if arguments.steps is not None:
+        sizes.append(arguments.steps)
+    if min(sizes) < 1:
+        raise UserError(
+            "--pairs, --steps, --prompt, --new, --repeats and --clients need at least 1"
+        )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sides = make_sides(arguments, folder)

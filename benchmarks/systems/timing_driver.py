@@ -36,14 +36,12 @@ def main() -> None:
 
 
 def time_decoding(generator: Generator, options: dict[str, Any]) -> float:
-    """Median seconds per token after the first one of a short prompt."""
-    prompt, n_new = list(range(1, 33)), options["new"]
-    rates = []
-    for _ in range(options["repeats"] + 1):
-        first = time_tokens(generator, prompt, 1)
-        whole = time_tokens(generator, prompt, n_new)
-        rates.append((whole - first) / (n_new - 1))
-    return statistics.median(rates[1:])  # the first one is a warm-up
+    """Median seconds per token of a text after a short prompt."""
+    prompt = list(range(1, 9))
+    seconds = [
+        time_tokens(generator, prompt, options["new"]) for _ in range(options["repeats"] + 1)
+    ]
+    return statistics.median(seconds[1:]) / options["new"]  # the first one is a warm-up
 
 
 def time_prefill(generator: Generator, options: dict[str, Any]) -> float:

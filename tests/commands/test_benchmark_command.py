@@ -98,7 +98,7 @@ def test_retrieval(benchmark):
 @pytest.mark.stress
 def test_before_after(benchmark):
     """This tree against its own last commit: every measure, each side in processes of its own."""
-    sizes = ("--steps", "4", "--shape", "tiny", "--prompt", "16", "--new", "4", "--clients", "2")
+    sizes = ("--steps", "2", "--shape", "tiny", "--prompt", "16", "--new", "4", "--clients", "2")
     shown = benchmark(
         BENCHMARK, "before_after", "HEAD", *sizes, "--pairs", "1", "--repeats", "1",
         "--device", "cpu", "--threads", "1",
