@@ -97,14 +97,15 @@ def test_retrieval(benchmark):
 
 @pytest.mark.stress
 def test_before_after(benchmark):
-    """This tree against its own last commit: every measure, each side in processes of its own."""
+    """This tree against its own last commit, each side in processes of its own."""
+    measures = [measure for measure in MEASURES if measure != "step-12m"]  # which takes minutes
     sizes = ("--steps", "2", "--shape", "tiny", "--prompt", "16", "--new", "4", "--clients", "2")
     shown = benchmark(
         BENCHMARK, "before_after", "HEAD", *sizes, "--pairs", "1", "--repeats", "1",
-        "--device", "cpu", "--threads", "1",
+        "--device", "cpu", "--threads", "1", "--only", *measures,
     )  # fmt: skip
     rows = json.loads(shown.splitlines()[-1])["rows"]
-    assert [row["measure"] for row in rows] == list(MEASURES)
+    assert [row["measure"] for row in rows] == measures
     for row in rows:
         assert min(row["old_s"], row["new_s"]) > 0
         assert row["ratio"] > 0
