@@ -3,46 +3,13 @@
 import sys
 
 try:
-    from thinker.runtime.errors import run_command
-    from thinker.training.config.command_line import ConfigArgumentParser
+    from thinker.training.command import command
 except ModuleNotFoundError:
     print(
         "error: run `make demo` and use .venv/bin/python, or pip install -r requirements.txt",
         file=sys.stderr,
     )
     sys.exit(2)
-
-
-def main() -> int:
-    """Parse the command line and train. Returns the exit status."""
-    examples = (
-        "configs/quickstart.yaml",
-        "configs/small-text.yaml data.path=my.txt run.dir=runs/mine",
-        "--keys train",
-    )
-    description = "Train a model from a YAML config. Run the same command again to resume."
-    parser = ConfigArgumentParser(description=description, examples=examples)
-    arguments = parser.parse_command_line()
-
-    # Imported after parsing, so that --help and errors do not wait for torch.
-    from thinker.runtime.process_group import distributed_session
-
-    with distributed_session() as dist:
-        from thinker.training.config.load import check_run_folder, load_config
-
-        config = load_config(arguments.config, arguments.overrides)
-        check_run_folder(arguments.config, config, arguments.overrides)
-        from thinker.runtime.standard_streams import resilient_output
-        from thinker.training.run import train
-
-        with resilient_output():
-            return train(config, dist)
-
-
-def command() -> None:
-    """Entry point of the installed command: run main() and exit with its status."""
-    run_command(main)
-
 
 if __name__ == "__main__":
     command()

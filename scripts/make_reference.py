@@ -19,7 +19,7 @@ from thinker.runtime.registry import features, import_offer
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {  # command: the module with its main()
-    "train.py": "thinker.train",
+    "train.py": "thinker.training.command",
     "generate.py": "thinker.generate",
     "thinker-serve": "thinker.serving.__main__",
     "scripts/plan.py": "thinker.scripts.plan",

@@ -1,0 +1,62 @@
+"""train(): start or resume a run from Python."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from thinker.data.batches.dataset import Dataset, OrderedDataset
+from thinker.model import Thinker
+from thinker.runtime.errors import RunError, UserError
+from thinker.runtime.process_group import distributed_session
+from thinker.training import run
+from thinker.training.callback import Callback
+from thinker.training.config.config import Config
+from thinker.training.config.load import load_config, validate_config
+from thinker.training.objective import Objective
+
+
+def train(
+    config: Config | dict[str, Any] | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    callbacks: Sequence[Callback] = (),
+    objective: Objective | None = None,
+    dataset: Dataset | OrderedDataset | None = None,
+    model: Thinker | None = None,
+) -> Path:
+    """Start or resume a run, as train.py does. Returns the run directory, which load() opens.
+
+    Args:
+        config: the path of a YAML file, its sections as a dictionary, or a Config.
+        overrides: changes of a YAML file, such as ["train.max_steps=200"].
+        callbacks: what happens around steps, in this order (thinker.training.callback).
+        objective: what a step minimizes (thinker.training.objective). None: the loss of the text.
+        dataset: the training windows. None: those of the text that the config names, which also
+            has the tokenizer and the validation split.
+        model: the model to train, with weights to start from. None: the one that the config
+            describes.
+
+    To resume a run, pass the same arguments. Raises UserError for a mistake in the config,
+    KeyboardInterrupt after Ctrl-C and RunError after another signal, when the state is saved.
+    """
+    checked = _read_config(config, overrides)
+    if checked.run.dir is None:
+        raise UserError("run.dir is missing; set it, for example to runs/mine")
+    with distributed_session() as dist:
+        status = run.train(checked, dist, callbacks, objective, dataset, model)
+    if status == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if status:
+        raise RunError(f"a signal ended the run in {checked.run.dir}; train again to resume it")
+    return Path(checked.run.dir)
+
+
+def _read_config(config: Config | dict[str, Any] | str | Path, overrides: Sequence[str]) -> Config:
+    if isinstance(config, str | Path):
+        return load_config(config, list(overrides))
+    if overrides:
+        raise UserError("overrides are for a config in a file; change the dictionary instead")
+    return config if isinstance(config, Config) else validate_config(config)
