@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from thinker.generation import Completion, Generator, SamplingParams
     from thinker.interop import load, save
     from thinker.model import KVCache, Thinker, ThinkerConfig
+    from thinker.training.api import train
 
 _MODULES = {
     "Completion": "thinker.generation",
@@ -25,6 +26,7 @@ _MODULES = {
     "UserError": "thinker.runtime.errors",
     "load": "thinker.interop",
     "save": "thinker.interop",
+    "train": "thinker.training.api",
 }
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "UserError",
     "load",
     "save",
+    "train",
 ]
 __version__ = "0.1.0"
 

@@ -116,6 +116,11 @@ class Feature:
     commands: Mapping[str, str] = field(default_factory=dict)  # () -> exit status
     arguments: Mapping[str, str] = field(default_factory=dict)  # (parser) -> CommandFlags | None
 
+    # Reference. Pages of docs/reference/ by file name: (note) -> Markdown, where the note says that
+    # the page is generated. For the page on the Python API: "module" or "module:Name,Name".
+    pages: Mapping[str, str] = field(default_factory=dict)
+    python_api: tuple[str, ...] = ()
+
 
 def import_offer(offer: str) -> Any:
     """Import "module:name"."""

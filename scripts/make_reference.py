@@ -1,12 +1,16 @@
 """Write the generated pages of docs/reference/ and configs/schema.json: python scripts/make_reference.py."""
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import inspect
+import io
 import json
 import re
 import sys
+import textwrap
+import tokenize
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +19,7 @@ from typing import Any
 
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import run_command
-from thinker.runtime.registry import features, import_offer
+from thinker.runtime.registry import feature_command, features, import_offer
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {  # command: the module with its main()
@@ -35,7 +39,9 @@ COMMANDS = {  # command: the module with its main()
     "scripts/benchmark.py": "thinker.benchmarks.command",
 }
 PACKAGE_NAMES = (
+    "train",
     "load",
+    "save",
     "Thinker",
     "ThinkerConfig",
     "KVCache",
@@ -44,15 +50,15 @@ PACKAGE_NAMES = (
     "Completion",
     "UserError",
 )
-CLASSES = {
-    "thinker.generation": ("Score",),
-    "thinker.features.monitoring.monitor": ("Monitor", "Reference", "load_monitor"),
-    "thinker.data.tokenizers.tokenizer": ("Tokenizer",),
-    "thinker.interpretability.reports": ("Prompt",),
-}
-MODULES = (
-    *(f"thinker.interpretability.{name}" for name in ("heads", "flow", "attribution")),
-    "thinker.features.pruning.pruning",
+DOCUMENTED = (  # modules, or some names of a module
+    "thinker.training.callback:Callback,StepInfo,TrainingParts,TrainingRun",
+    "thinker.training.objective:Objective,Loss",
+    "thinker.generation:Score",
+    "thinker.data.tokenizers.tokenizer:Tokenizer",
+    "thinker.interpretability.reports:Prompt",
+    "thinker.interpretability.heads",
+    "thinker.interpretability.flow",
+    "thinker.interpretability.attribution",
     "thinker.model.inspection.attention_statistics",
 )
 EXAMPLE = """import torch
@@ -71,42 +77,29 @@ def main() -> int:
     ArgumentParser(
         description="Write the generated pages of docs/reference/ and configs/schema.json."
     ).parse_args()
-    reference = ROOT / "docs" / "reference"
-    (reference / "config.md").write_text(config_markdown(), encoding="utf-8")
-    (reference / "commands.md").write_text(commands_markdown(), encoding="utf-8")
-    (reference / "python-api.md").write_text(api_markdown(), encoding="utf-8")
-    (reference / "sizes.md").write_text(sizes_markdown(), encoding="utf-8")
+    folder = ROOT / "docs" / "reference"
+    pages = reference_pages()
+    for path in folder.glob("*.md"):  # of features that are gone
+        if path.name not in pages and GENERATED in path.read_text(encoding="utf-8"):
+            path.unlink()
+    for name, page in pages.items():
+        (folder / name).write_text(page, encoding="utf-8")
     (ROOT / "configs" / "schema.json").write_text(config_schema(), encoding="utf-8")
     return 0
 
 
-def sizes_markdown() -> str:
-    """Tables of what model.size=auto chooses."""
-    from thinker.features.auto_size.auto_size import choose, format_size
-
-    parts = [
-        "# Sizes that model.size=auto chooses\n",
-        "Each cell: parameters in the blocks, tokenizer, dropout, expected epochs. Text means training text, without "
-        f"the validation split.\n\n{GENERATED}",
-    ]
-    for title, rate, is_gpu in (
-        ("Two CPU cores, together 100 GFLOP/s in fp32", 100e9, False),
-        ("Two CPU cores, together 400 GFLOP/s in bf16", 400e9, False),
-        ("One H100, 989 TFLOP/s in bf16 (a guess: no GPU has run this rule yet)", 989e12, True),
-    ):
-        minutes = (1, 10, 60)
-        header = " | ".join(f"{n} minute{'s' if n > 1 else ''}" for n in minutes)
-        parts += [f"## {title}\n", f"| text | {header} |", "|---|" + "---|" * len(minutes)]
-        for n_bytes in (100_000, 1_000_000, 10_000_000, 100_000_000):
-            cells = []
-            for each in minutes:
-                choice = choose(n_bytes, each, rate, is_gpu)
-                epochs = f"{choice.epochs:.2g} epochs"
-                size = f"{choice.n_parameters / 1e6:.1f}M"
-                cells.append(f"{size}, {choice.tokenizer}, {choice.dropout:g}, {epochs}")
-            parts.append(f"| {format_size(n_bytes)} | {' | '.join(cells)} |")
-        parts.append("")
-    return _join(parts)
+def reference_pages() -> dict[str, str]:
+    """The generated pages of docs/reference/ by file name."""
+    pages = {
+        "config.md": config_markdown(),
+        "commands.md": commands_markdown(),
+        "python-api.md": api_markdown(),
+    }
+    for feature in features():
+        for name, offer in feature.pages.items():
+            make_page = import_offer(offer)
+            pages[name] = _join([make_page(GENERATED)])
+    return pages
 
 
 def config_markdown() -> str:
@@ -165,8 +158,12 @@ def _type_name(schema: dict[str, Any]) -> str:
 def commands_markdown() -> str:
     """The commands, each with its options by group."""
     parts = ["# Commands\n", f"Every command and its options. {GENERATED}"]
-    for name, module in COMMANDS.items():
-        parts += _command(name, parser_of(name, import_module(module).main), "##")
+    commands = {name: import_module(module).main for name, module in COMMANDS.items()}
+    for feature in features():
+        for name in feature.commands:
+            commands[f"scripts/{name}.py"] = feature_command(name)
+    for name, main_function in commands.items():
+        parts += _command(name, parser_of(name, main_function), "##")
     return _join(parts)
 
 
@@ -238,15 +235,14 @@ def api_markdown() -> str:
         parts += _document(name, getattr(package, name))
         if name == "Generator":
             parts += _feature_options()
-    for module_name, names in CLASSES.items():
+    documented = list(DOCUMENTED)
+    for feature in features():
+        documented += feature.python_api
+    for entry in documented:
+        module_name, _, names = entry.partition(":")
         module = import_module(module_name)
         parts += [f"## {module_name}\n", f"{_docstring(module)}\n"]
-        for name in names:
-            parts += _document(name, getattr(module, name))
-    for module_name in MODULES:
-        module = import_module(module_name)
-        parts += [f"## {module_name}\n", f"{_docstring(module)}\n"]
-        for name in _public_names(module):
+        for name in names.split(",") if names else _public_names(module):
             parts += _document(name, getattr(module, name))
     return _join(parts)
 
@@ -316,21 +312,40 @@ def _document(name: str, value: Any) -> Iterator[str]:
 
 
 def _field_rows(dataclass: type) -> Iterator[str]:
-    """The fields of a dataclass; the comment behind a field in the source is its meaning."""
-    lines = re.findall(
-        r"(?m)^    (\w+): (.+?)(?: = (.+?))?(?:  # (.+))?$", inspect.getsource(dataclass)
-    )
-    fields = {
-        field.name for field in dataclasses.fields(dataclass) if not field.name.startswith("_")
-    }
-    for name, kind, default, comment in lines:
-        if name in fields:
-            shown = re.sub(
-                r"field\(default_factory=(list|dict).*\)",
-                lambda m: {"list": "[]", "dict": "{}"}[m[1]],
-                default,
-            )
-            yield f"| `{name}` | `{_cell(kind)}` | {f'`{_cell(shown)}`' if shown else ''} | {_cell(comment)} |"
+    """The fields of a dataclass. A comment beside or above a field in the source is its meaning."""
+    source = textwrap.dedent(inspect.getsource(dataclass))
+    comments = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments[token.start[0]] = token.string.removeprefix("#").strip()
+    lines = source.splitlines()
+    names = {field.name for field in dataclasses.fields(dataclass)}
+    for node in ast.parse(source).body[0].body:
+        if not isinstance(node, ast.AnnAssign) or node.target.id not in names:
+            continue
+        name = node.target.id
+        if name.startswith("_"):
+            continue
+        inside = range(node.lineno, node.end_lineno + 1)
+        meaning = [comments[line] for line in inside if line in comments]
+        above = node.lineno - 1
+        while not meaning and lines[above - 1].lstrip().startswith("#"):
+            above -= 1
+        if not meaning:
+            meaning = [comments[line] for line in range(above + 1, node.lineno)]
+        default = ""
+        if node.value is not None:
+            default = f"`{_cell(_shown_default(ast.get_source_segment(source, node.value)))}`"
+        kind = _cell(ast.unparse(node.annotation))
+        yield f"| `{name}` | `{kind}` | {default} | {_cell(' '.join(meaning))} |"
+
+
+def _shown_default(text: str) -> str:
+    """The default of a field, without the call that makes it."""
+    for kind, shown in (("list", "[]"), ("dict", "{}")):
+        if re.match(rf"field\(\s*default_factory={kind}\b", text):
+            return shown
+    return " ".join(text.split())
 
 
 def _signature(name: str, function: Any, skip_first: bool = False) -> str:

@@ -5,13 +5,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
 from conftest import ROOT
 
-from thinker import UserError, load, save
+from thinker import UserError, load, save, train
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime import extensions
+from thinker.training.callback import Callback
 from thinker.training.config.load import load_config, validate_config
+from thinker.training.objective import next_token_loss
 
 TREE = {"train": {"max_steps": 1}}
 
@@ -156,3 +159,68 @@ def test_a_run_records_its_extensions_and_commands_import_them(train_args, tmp_p
     assert state["settings"]["extensions"] == recorded
     start(ROOT / "train.py", run / "config.yaml", "train.max_steps=4")
     start(ROOT / "generate.py", run, "--max-new-tokens", "3")
+
+
+class TwiceTheLoss:
+    """An objective."""
+
+    def __call__(self, model, batch):
+        loss = next_token_loss(model, batch)
+        return loss._replace(sum=2 * loss.sum, cross_entropy=loss.sum.detach())
+
+
+class Counter(Callback):
+    """A callback with a state."""
+
+    def __init__(self):
+        self.n_steps = 0
+
+    def after_step(self, info):
+        self.n_steps += 1
+
+    def state_dict(self):
+        return {"counted": self.n_steps}
+
+    def load_state_dict(self, state):
+        self.n_steps = state["counted"]
+
+
+def tree_of(train_args, run, **train):
+    """The config of train_args as a dictionary."""
+    _, config, *overrides = map(str, train_args)
+    overrides += [f"run.dir={run}", *(f"train.{key}={value}" for key, value in train.items())]
+    return load_config(config, overrides).model_dump()
+
+
+def test_a_run_trains_from_python_with_callbacks_an_objective_and_a_model(train_args, tmp_path):
+    run = tmp_path / "run"
+    tree = tree_of(train_args, run, max_steps=3)
+    del tree["model"]
+    model = Thinker(
+        ThinkerConfig(vocab_size=300, d_model=32, n_layers=1, n_heads=2, max_seq_len=32)
+    )
+    before = model.lm_head.weight.clone()
+    counter = Counter()
+    options = {"callbacks": [counter], "objective": TwiceTheLoss()}
+    assert train(tree, **options, model=model) == run
+    assert counter.n_steps == 3
+    assert not torch.equal(before, model.lm_head.weight)
+    tree["train"]["max_steps"] = 5
+    resumed = Counter()
+    other = Thinker(model.config)
+    train(tree, callbacks=[resumed], objective=TwiceTheLoss(), model=other)
+    assert resumed.n_steps == 5
+    again, tokenizer = load(run)
+    assert tokenizer.vocab_size == 300
+    assert torch.equal(again.lm_head.weight, other.lm_head.weight)
+    with pytest.raises(
+        UserError, match="model.d_model is 64, but the model that was passed has 32"
+    ):
+        train(tree | {"model": {"d_model": 64}}, model=model)
+
+
+def test_mistakes_of_the_call_are_one_line():
+    with pytest.raises(UserError, match="run.dir is missing"):
+        train({"train": {"max_steps": 1}})
+    with pytest.raises(UserError, match="overrides are for a config in a file"):
+        train({"train": {"max_steps": 1}}, ["train.max_steps=2"])

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thinker.data.batches.dataset import Dataset, OrderedDataset
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.process_group import distributed_session
@@ -24,7 +23,6 @@ def train(
     *,
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
-    dataset: Dataset | OrderedDataset | None = None,
     model: Thinker | None = None,
 ) -> Path:
     """Start or resume a run, as train.py does. Returns the run directory, which load() opens.
@@ -34,8 +32,6 @@ def train(
         overrides: changes of a YAML file, such as ["train.max_steps=200"].
         callbacks: what happens around steps, in this order (thinker.training.callback).
         objective: what a step minimizes (thinker.training.objective). None: the loss of the text.
-        dataset: the training windows. None: those of the text that the config names, which also
-            has the tokenizer and the validation split.
         model: the model to train, with weights to start from. None: the one that the config
             describes.
 
@@ -46,7 +42,7 @@ def train(
     if checked.run.dir is None:
         raise UserError("run.dir is missing; set it, for example to runs/mine")
     with distributed_session() as dist:
-        status = run.train(checked, dist, callbacks, objective, dataset, model)
+        status = run.train(checked, dist, callbacks, objective, model)
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if status:

@@ -79,6 +79,21 @@ def load_initial_model(
     return validate_config(tree), model, tokenizer
 
 
+def config_for_model(config: Config, model: Thinker) -> Config:
+    """The config with the architecture of a model that train() was given. Raises UserError if it has another one."""
+    if config.run.init_from is not None:
+        raise UserError("run.init_from has no effect with a model that is passed; remove it")
+    values = model.config.to_dict()
+    for name in sorted(config.model.model_fields_set):
+        given = getattr(config.model, name)
+        if given is not None and given != values.get(name):
+            has = json.dumps(values.get(name))
+            raise UserError(
+                f"model.{name} is {json.dumps(given)}, but the model that was passed has {has}; remove it"
+            )
+    return validate_config(config.model_dump() | {"model": values})
+
+
 def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
     """The initial model's architecture, with the changes that the config may make."""
     values = model_config.to_dict()

@@ -8,4 +8,5 @@ FEATURE = Feature(
     complete_config="thinker.features.auto_size.keys:leave_tokenizer_open",
     check_config="thinker.features.auto_size.keys:check_auto_size",
     resolve_config="thinker.features.auto_size.auto_size:resolve_size",
+    pages={"sizes.md": "thinker.features.auto_size.sizes_page:sizes_markdown"},
 )

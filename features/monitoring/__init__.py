@@ -13,4 +13,5 @@ FEATURE = Feature(
         "generate": "thinker.features.monitoring.flags:GenerateFlags",
         "serve": "thinker.features.monitoring.flags:ServerFlags",
     },
+    python_api=("thinker.features.monitoring.monitor:Monitor,Reference,load_monitor",),
 )

@@ -9,4 +9,5 @@ FEATURE = Feature(
     commands={"prune": "thinker.features.pruning.command:main"},
     callbacks="thinker.features.pruning.callbacks:pruning_callbacks",
     fixed_keys={"train.prune": ""},
+    python_api=("thinker.features.pruning.pruning",),
 )
