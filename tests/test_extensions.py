@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -224,3 +225,36 @@ def test_mistakes_of_the_call_are_one_line():
         train({"train": {"max_steps": 1}})
     with pytest.raises(UserError, match="overrides are for a config in a file"):
         train({"train": {"max_steps": 1}}, ["train.max_steps=2"])
+
+
+class Ones:
+    """A dataset."""
+
+    def __len__(self):
+        return 8
+
+    def window(self, index):
+        tokens = np.full(32, index, np.int64)
+        return tokens, tokens
+
+
+class Endless:
+    """An iterable dataset: the same windows each time."""
+
+    def __iter__(self):
+        return (Ones().window(index % 7) for index in range(100))
+
+
+@pytest.mark.parametrize("dataset", [Ones(), Endless(), list(Endless())])
+def test_a_run_trains_on_a_dataset_of_the_user_and_resumes_exactly(train_args, tmp_path, dataset):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = {"decay_fraction": 0.0}  # the learning rate does not depend on max_steps
+    train(tree_of(train_args, whole, max_steps=4, **options), dataset=dataset)
+    for n in (2, 4):
+        train(tree_of(train_args, parts, max_steps=n, **options), dataset=dataset)
+    assert load(parts)[0].lm_head.weight.equal(load(whole)[0].lm_head.weight)
+
+
+def test_what_is_no_dataset_is_refused(train_args, tmp_path):
+    with pytest.raises(UserError, match="the dataset is a int, but a dataset needs"):
+        train(tree_of(train_args, tmp_path / "run", max_steps=1), dataset=3)

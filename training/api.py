@@ -11,6 +11,7 @@ from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.process_group import distributed_session
 from thinker.training import run
+from thinker.training.batches import AnyDataset
 from thinker.training.callback import Callback
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config, validate_config
@@ -23,6 +24,7 @@ def train(
     *,
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
+    dataset: AnyDataset | None = None,
     model: Thinker | None = None,
 ) -> Path:
     """Start or resume a run, as train.py does. Returns the run directory, which load() opens.
@@ -34,6 +36,10 @@ def train(
         objective: what a step minimizes (thinker.training.objective). None: the loss of the text.
         model: the model to train, with weights to start from. None: the one that the config
             describes.
+        dataset: the training windows (thinker.data.batches.dataset): an object with len() and
+            window(index), or with windows to iterate over. A window is inputs and targets, two
+            arrays of data.seq_len token ids. None: the windows of the text that the config names.
+            The text also gives the tokenizer and the validation split.
 
     To resume a run, pass the same arguments. Raises UserError for a mistake in the config,
     KeyboardInterrupt after Ctrl-C and RunError after another signal, when the state is saved.
@@ -42,7 +48,7 @@ def train(
     if checked.run.dir is None:
         raise UserError("run.dir is missing; set it, for example to runs/mine")
     with distributed_session() as dist:
-        status = run.train(checked, dist, callbacks, objective, model)
+        status = run.train(checked, dist, callbacks, objective, dataset, model)
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if status:
