@@ -30,8 +30,6 @@ COMMANDS = {  # command: the module with its main()
     "scripts/data.py": "thinker.scripts.data",
     "scripts/tune.py": "thinker.scripts.tune",
     "scripts/eval.py": "thinker.scripts.eval",
-    "scripts/early_exit.py": "thinker.scripts.early_exit",
-    "scripts/needle.py": "thinker.scripts.needle",
     "scripts/inspect_model.py": "thinker.scripts.inspect_model",
     "scripts/export_hf.py": "thinker.scripts.export_hf",
     "scripts/export_gguf.py": "thinker.scripts.export_gguf",
