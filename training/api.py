@@ -25,7 +25,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
     dataset: AnyDataset | None = None,
-    model: Thinker | None = None,
+    model: type[Thinker] = Thinker,
 ) -> Path:
     """Start or resume a run, as train.py does. Returns the run directory, which load() opens.
 
@@ -34,8 +34,8 @@ def train(
         overrides: changes of a YAML file, such as ["train.max_steps=200"].
         callbacks: what happens around steps, in this order (thinker.training.callback).
         objective: what a step minimizes (thinker.training.objective). None: the loss of the text.
-        model: the model to train, with weights to start from. None: the one that the config
-            describes.
+        model: a subclass of Thinker, which is made with its ThinkerConfig alone. List its module in
+            `extensions`, so that commands can open the run.
         dataset: the training windows (thinker.data.batches.dataset): an object with len() and
             window(index), or with windows to iterate over. A window is inputs and targets, two
             arrays of data.seq_len token ids. None: the windows of the text that the config names.
