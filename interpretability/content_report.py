@@ -21,7 +21,7 @@ from thinker.interpretability.reports import (
 )
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
-from thinker.training.open_run import load_run_config
+from thinker.training.data.open_run import load_run_config
 
 Head = tuple[int, int]  # layer and head in it
 N_PAIRS = 5  # of the most similar heads, listed

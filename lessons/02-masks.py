@@ -18,8 +18,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from thinker.lessons.materials.practice import is_fast
 from thinker.lessons.pictures import Heatmap, SideBySide, model_diagram, show
-from thinker.lessons.practice import is_fast
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask, attention_weights
 

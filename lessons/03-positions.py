@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import torch
 
+from thinker.lessons.materials.practice import is_fast, train_on_task
 from thinker.lessons.pictures import Heatmap, SideBySide, show
-from thinker.lessons.practice import is_fast, train_on_task
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.positions import Rope, apply_rotary_emb, sinusoidal_embedding
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure

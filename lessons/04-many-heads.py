@@ -16,8 +16,8 @@ import math
 
 import torch
 
+from thinker.lessons.materials.practice import is_fast, train_on_task
 from thinker.lessons.pictures import Heatmap, SideBySide, show
-from thinker.lessons.practice import is_fast, train_on_task
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask, attend
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure

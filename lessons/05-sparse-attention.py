@@ -18,8 +18,8 @@ from timeit import repeat
 import torch
 
 from thinker.interpretability import pattern_plots
+from thinker.lessons.materials.practice import is_fast, train_on_task
 from thinker.lessons.pictures import Heatmap, SideBySide, show
-from thinker.lessons.practice import is_fast, train_on_task
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask, attend
 from thinker.model.kernels.linear_attention import linear_attention, random_features
@@ -284,7 +284,7 @@ show(figure, "With the length, the time with the causal mask alone grows fastest
 # each, the model has to name the number that stood after it.
 
 # %%
-from thinker.lessons.recall import NAMES, make_recall_in_parts
+from thinker.lessons.materials.recall import NAMES, make_recall_in_parts
 
 tokens, _ = make_recall_in_parts(torch.Generator().manual_seed(1))
 print("first part:", " ".join(NAMES[token] for token in tokens[0, :24]))

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 
 from thinker.data.text.tales import generate_story
 from thinker.generation import Generator, SamplingParams
-from thinker.lessons import small_models
+from thinker.lessons.materials import small_models
+from thinker.lessons.materials.practice import is_fast
 from thinker.lessons.pictures import Heatmap, SideBySide, show
-from thinker.lessons.practice import is_fast
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.runtime.plot_style import BLUE, ORANGE, new_figure
 

@@ -26,9 +26,9 @@ from thinker.data.text import tales
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.sampler import distribution
 from thinker.interop import load
+from thinker.lessons.materials.practice import is_fast
+from thinker.lessons.materials.story_costs import COLUMNS, story_costs
 from thinker.lessons.pictures import Heatmap, show
-from thinker.lessons.practice import is_fast
-from thinker.lessons.story_costs import COLUMNS, story_costs
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 from thinker.training.config.load import validate_config
 from thinker.training.run import train

@@ -19,8 +19,8 @@ import torch
 from thinker.data.text.story_words import find_words
 from thinker.data.text.tales import generate_story
 from thinker.interpretability import attribution, content_heads, flow, heads
+from thinker.lessons.materials.practice import is_fast, train_on_tales, train_on_task
 from thinker.lessons.pictures import Heatmap, show
-from thinker.lessons.practice import is_fast, train_on_tales, train_on_task
 from thinker.model import ThinkerConfig
 
 # %% [markdown]

@@ -28,8 +28,8 @@ from thinker.generation import Generator
 from thinker.generation.caches.quantized_cache import cache_bytes
 from thinker.generation.decoders.inference_model import fused_matrices
 from thinker.interop import load
+from thinker.lessons.materials.practice import is_fast
 from thinker.lessons.pictures import Heatmap, show
-from thinker.lessons.practice import is_fast
 from thinker.runtime.plot_style import BLUE, ORANGE, new_figure
 from thinker.training.config.load import validate_config
 from thinker.training.run import train

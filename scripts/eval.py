@@ -206,7 +206,7 @@ def open_text(
     arguments: argparse.Namespace, folder: Path, tokenizer: Tokenizer, scratch: Path
 ) -> Text:
     """The text of --source, or the validation split of the run. Raises UserError if it cannot be read."""
-    from thinker.training.open_run import load_run_config, load_validation_data
+    from thinker.training.data.open_run import load_run_config, load_validation_data
 
     if arguments.source is not None:
         config = load_run_config(folder)

@@ -287,7 +287,7 @@ def report_on_heads(
     from thinker import checkpoint
     from thinker.interop import load
     from thinker.interpretability import comparison, content_report, head_reports
-    from thinker.training.open_run import sample_sequences, used_token_ids
+    from thinker.training.data.open_run import sample_sequences, used_token_ids
 
     if arguments.command == "content":
         return content_report.report_content(model, tokenizer, folder, arguments.stories)

@@ -98,10 +98,6 @@ def test_model_needs_torch_alone():
         assert ours <= {"model", "runtime"}, path
 
 
-# Rooms that still have too many files; this set only shrinks.
-CROWDED = {"training", "lessons"}
-
-
 def test_a_room_has_at_most_fifteen_files():
     rooms = {path.parent for path in FILES} - {ROOT}
     crowded = set()
@@ -109,7 +105,7 @@ def test_a_room_has_at_most_fifteen_files():
         files = [path for path in room.iterdir() if path.is_file() and path.suffix != ".pyc"]
         if len(files) > 15:
             crowded.add(str(room.relative_to(ROOT)))
-    assert crowded == CROWDED
+    assert crowded == set()
 
 
 def test_nothing_unpickles():

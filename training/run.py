@@ -13,15 +13,15 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.runtime.registry import offers
 from thinker.training import resume
-from thinker.training.batches import AnyDataset, build_batches
 from thinker.training.callback import Callback
 from thinker.training.callbacks.setup import callbacks_of_output, callbacks_of_weights
 from thinker.training.config.config import Config
+from thinker.training.data.run_corpus import own_tokenizer, read_corpus
+from thinker.training.data.training_batches import AnyDataset, build_batches
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter
 from thinker.training.objective import Objective, build_objective
 from thinker.training.reports.advice import before_training
-from thinker.training.run_corpus import own_tokenizer, read_corpus
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.resolve import (
     check_batch_split,

@@ -19,7 +19,7 @@ from thinker.runtime.device import choose_device, configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure
 from thinker.training.config.load import load_config
-from thinker.training.run_corpus import prepare_training_data
+from thinker.training.data.run_corpus import prepare_training_data
 
 MULTIPLES = (1, 2, 4)  # of the trained length
 LONGEST = max(MULTIPLES)

@@ -71,7 +71,7 @@ def measure(training: TrainingRun) -> dict[str, Any]:
     from thinker.data.tokenizers.text_bytes import scaled_byte_lengths
     from thinker.evaluation.perplexity import text_loss
     from thinker.interop import load
-    from thinker.training.open_run import load_validation_data
+    from thinker.training.data.open_run import load_validation_data
 
     model, tokenizer = load(training.folder)
     config, tokens = load_validation_data(

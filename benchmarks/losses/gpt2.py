@@ -18,9 +18,9 @@ from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
+from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.metrics import MemoryMeter
 from thinker.training.optim.schedule import lr_multiplier
-from thinker.training.run_corpus import prepare_training_data
 
 
 @dataclass

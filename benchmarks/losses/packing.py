@@ -17,7 +17,7 @@ from thinker.evaluation.loss import Evaluator
 from thinker.interop.load import load
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config
-from thinker.training.run_corpus import prepare_training_data
+from thinker.training.data.run_corpus import prepare_training_data
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 PACKINGS = ("contiguous", "documents", "best_fit")

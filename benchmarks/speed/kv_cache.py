@@ -22,7 +22,7 @@ from thinker.model import KVCache
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import DTYPES, choose_device
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, save_figure
-from thinker.training.open_run import sample_sequences
+from thinker.training.data.open_run import sample_sequences
 
 BITS = (None, 8, 4)  # None: the dtype of the model
 TOKENIZER = make_tokenizer("byte", [])

@@ -32,8 +32,8 @@ from thinker.runtime.files import atomic_write, make_folder
 from thinker.runtime.reading import read_text
 from thinker.training.config.load import load_config
 from thinker.training.config.sections import OptimizerConfig
+from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.initial_model import load_initial_model
-from thinker.training.run_corpus import prepare_training_data
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
 from thinker.training.settings.resolve import (

@@ -63,7 +63,7 @@ def main() -> int:
     from thinker.interop import load
     from thinker.runtime.checks import finite_json
     from thinker.runtime.device import choose_device, configure_backend
-    from thinker.training.open_run import sample_sequences
+    from thinker.training.data.open_run import sample_sequences
 
     device = choose_device(arguments.device)
     configure_backend(device)

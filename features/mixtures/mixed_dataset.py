@@ -7,7 +7,7 @@ import numpy as np
 
 from thinker.data.batches.dataset import OrderedDataset, Sample, Window
 from thinker.features.mixtures.mixture import Mixture, MixtureSource
-from thinker.training.batches import DatasetOptions, open_source_dataset
+from thinker.training.data.training_batches import DatasetOptions, open_source_dataset
 
 
 class MixedDataset:

@@ -9,7 +9,7 @@ from thinker.data.corpus.corpus import Corpus
 from thinker.evaluation.loss import Evaluation, Evaluator
 from thinker.model import Thinker
 from thinker.runtime.process_group import DistContext
-from thinker.training.batches import build_evaluator, pack_validation
+from thinker.training.data.training_batches import build_evaluator, pack_validation
 from thinker.training.settings.settings import Settings
 
 

@@ -11,9 +11,9 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.loss import Evaluator
 from thinker.model import ThinkerConfig
 from thinker.runtime.process_group import DistContext
-from thinker.training.batches import DatasetOptions
 from thinker.training.config.config import Config
 from thinker.training.config.data_section import DataConfig
+from thinker.training.data.training_batches import DatasetOptions
 from thinker.training.objective import Objective
 from thinker.training.settings.settings import Settings
 

@@ -35,7 +35,7 @@ def main() -> int:
     from thinker import checkpoint
     from thinker.interop import load
     from thinker.runtime.device import choose_device
-    from thinker.training.open_run import sample_sequences
+    from thinker.training.data.open_run import sample_sequences
 
     model, tokenizer = load(arguments.path, choose_device(arguments.device), arguments.checkpoint)
     if tokenizer is None:

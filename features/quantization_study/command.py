@@ -59,7 +59,7 @@ def main() -> int:
     from thinker.features.quantization_study import sensitivity
     from thinker.interop import load
     from thinker.runtime.device import choose_device
-    from thinker.training.open_run import sample_sequences
+    from thinker.training.data.open_run import sample_sequences
 
     model, tokenizer = load(arguments.path, choose_device(arguments.device), arguments.checkpoint)
     if tokenizer is None:

@@ -1,8 +1,8 @@
 """The key `buffer_tokens` of a source."""
 
 from thinker.data.batches.dataset import OrderedDataset
-from thinker.training.batches import DatasetOptions
 from thinker.training.config.source_section import TextSource
+from thinker.training.data.training_batches import DatasetOptions
 
 
 def make_stream(

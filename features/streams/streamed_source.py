@@ -11,10 +11,10 @@ from thinker.features.streams.stream_index import HEAD_BYTES
 from thinker.features.streams.stream_writer import BLOCKS, StreamText
 from thinker.features.streams.token_stream import TokenStream
 from thinker.runtime.errors import UserError
-from thinker.training.batches import DatasetOptions
 from thinker.training.config.config import Config
 from thinker.training.config.data_section import DataConfig
 from thinker.training.config.source_section import TextSource
+from thinker.training.data.training_batches import DatasetOptions
 from thinker.training.settings.settings import Settings
 
 

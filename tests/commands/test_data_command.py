@@ -10,11 +10,11 @@ import pytest
 from conftest import ROOT, run_script
 
 from thinker.data.batches.windows import PackedDataset
-from thinker.training.batches import open_loader
 from thinker.training.config.load import load_config
+from thinker.training.data.run_corpus import prepare_training_data
+from thinker.training.data.training_batches import open_loader
 from thinker.training.reports.data_page import page
 from thinker.training.reports.data_report import CONTROL_PICTURES, make_data_report, table
-from thinker.training.run_corpus import prepare_training_data
 
 CONFIG = ROOT / "tests" / "fixtures" / "base.yaml"
 SOURCES = "[{source: tales, max_documents: 80}, {source: pysource, max_documents: 6, val_fraction: 0.3, name: a_b}]"

@@ -18,7 +18,7 @@ from thinker.data.text import tales
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interpretability import attribution, content_heads, head_reports, heads, reports
 from thinker.runtime.errors import RunError, UserError
-from thinker.training.open_run import sample_sequences, used_token_ids
+from thinker.training.data.open_run import sample_sequences, used_token_ids
 
 INSPECT = ROOT / "scripts" / "inspect_model.py"
 PROMPT = "Line 7: the cat"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from thinker.lessons.checks.sparse_attention import check_cheapest, check_count, check_pattern
-from thinker.lessons.recall import make_recall_in_parts
+from thinker.lessons.materials.recall import make_recall_in_parts
 
 WRONG = [
     (check_pattern, lambda q, k: (k <= q) & (q - k < 9), "the whole window"),

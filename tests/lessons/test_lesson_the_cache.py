@@ -9,8 +9,8 @@ from thinker.lessons.checks.the_cache import (
     check_suspect,
     mystery_tables,
 )
-from thinker.lessons.recall import make_recall
-from thinker.lessons.small_models import GRU, Convolution
+from thinker.lessons.materials.recall import make_recall
+from thinker.lessons.materials.small_models import GRU, Convolution
 
 
 def likeliest(logits):

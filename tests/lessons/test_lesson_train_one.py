@@ -8,7 +8,7 @@ import torch
 
 from thinker.data.text.tales import Choice, Story
 from thinker.lessons.checks.train_one import check_bits_per_byte, check_diagnoses, check_top_p
-from thinker.lessons.story_costs import story_costs
+from thinker.lessons.materials.story_costs import story_costs
 
 
 def top_p(divides=True, keeps_crossing=True, sorts=True, restores=True):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from thinker.lessons import small_models
-from thinker.lessons.practice import take_steps, train_on_task
+from thinker.lessons.materials import small_models
+from thinker.lessons.materials.practice import take_steps, train_on_task
 from thinker.model import ThinkerConfig
 
 CONFIG = ThinkerConfig(8, d_model=16, n_layers=1, n_heads=2)

@@ -11,9 +11,9 @@ from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.batches.custom_dataset import IterableDataset, order_dataset
 from thinker.data.batches.dataset import Sample, ShuffledDataset, WindowRemoved
 from thinker.runtime.errors import UserError
-from thinker.training.batches import load_custom_dataset
+from thinker.training.data.run_corpus import prepare_training_data
+from thinker.training.data.training_batches import load_custom_dataset
 from thinker.training.run import build_trainer
-from thinker.training.run_corpus import prepare_training_data
 
 SEQ_LEN = 16  # of small_config
 

@@ -18,10 +18,10 @@ from thinker.data.batches.dataset import ShuffledDataset
 from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.training.config.load import load_config, validate_config
+from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.nonfinite import diagnose
 from thinker.training.optim.muon import Muon
 from thinker.training.resume import restore
-from thinker.training.run_corpus import prepare_training_data
 from thinker.training.run_state import RunState
 from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model

@@ -14,8 +14,8 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config, validate_config
+from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.reports.plan import make_plan
-from thinker.training.run_corpus import prepare_training_data
 from thinker.training.settings import memory_estimate
 from thinker.training.settings.memory_estimate import (
     MemoryEstimate,

@@ -22,10 +22,10 @@ from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure, plain_text, save_figure
-from thinker.training.batches import open_loader
 from thinker.training.config.config import Config
+from thinker.training.data.run_corpus import prepare_training_data
+from thinker.training.data.training_batches import open_loader
 from thinker.training.initial_model import load_initial_model
-from thinker.training.run_corpus import prepare_training_data
 from thinker.training.settings.resolve import resolve_open_keys, resolve_precision
 
 CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"} | {

@@ -15,15 +15,15 @@ from thinker.data.batches.prefetch import Batch
 from thinker.model import KVCache, Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import DTYPES, choose_device, configure_backend
-from thinker.training.batches import open_loader
 from thinker.training.callback import Callback
 from thinker.training.callbacks.setup import callbacks_of_weights
 from thinker.training.config.config import Config
+from thinker.training.data.run_corpus import prepare_training_data
+from thinker.training.data.training_batches import open_loader
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.objective import Objective, build_objective, next_token_loss
 from thinker.training.reports.advice import recommendation
-from thinker.training.run_corpus import prepare_training_data
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
 from thinker.training.settings.resolve import resolve_open_keys, resolve_precision, resolve_settings

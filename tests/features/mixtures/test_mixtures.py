@@ -17,8 +17,8 @@ from thinker.features.mixtures.mixture_reports import comparable_losses, losses_
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
-from thinker.training.open_run import load_validation_data
-from thinker.training.run_corpus import prepare_training_data
+from thinker.training.data.open_run import load_validation_data
+from thinker.training.data.run_corpus import prepare_training_data
 
 NAMES = ["tales", "code", "numbers", "chat"]
 STEPS = 24

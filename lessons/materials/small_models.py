@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from thinker.data.text.tales import generate_story
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
-from thinker.lessons.practice import is_fast, take_steps, train_on_task
-from thinker.lessons.recall import N_KEYS, make_recall
+from thinker.lessons.materials.practice import is_fast, take_steps, train_on_task
+from thinker.lessons.materials.recall import N_KEYS, make_recall
 from thinker.model import KVCache, Thinker, ThinkerConfig
 
 V = 2 * N_KEYS  # keys and values

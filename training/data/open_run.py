@@ -22,7 +22,7 @@ from thinker.runtime.files import can_write
 from thinker.runtime.reading import read_json
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config
-from thinker.training.run_corpus import find_training_data, prepare_training_data
+from thinker.training.data.run_corpus import find_training_data, prepare_training_data
 
 
 def load_run_config(folder: Path) -> Config | None:

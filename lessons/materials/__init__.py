@@ -1,0 +1,1 @@
+"""What several lessons use: small models and their training, and tasks."""
