@@ -18,11 +18,11 @@ from thinker.model import ThinkerConfig
 from thinker.runtime import process_group
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import full_tensor
-from thinker.training import resume
 from thinker.training.config.load import load_config, validate_config
 from thinker.training.run import build_trainer
-from thinker.training.run_state import RunState
 from thinker.training.settings.resolve import resolve_settings
+from thinker.training.state import resume
+from thinker.training.state.run_state import RunState
 from thinker.training.step import TrainingStep, build_model
 
 CPU, ROWS, T = torch.device("cpu"), 8, 24

@@ -19,8 +19,8 @@ from thinker.model import Thinker
 from thinker.runtime.process_group import DistContext
 from thinker.training.kernels import Kernels
 from thinker.training.optim.optimizers import Optimizers
-from thinker.training.run_state import RunState
 from thinker.training.settings.settings import Settings
+from thinker.training.state.run_state import RunState
 
 T = TypeVar("T", bound="Callback")
 

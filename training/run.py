@@ -12,7 +12,6 @@ from thinker.runtime.device import choose_device, configure_backend, enable_dete
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.runtime.registry import offers
-from thinker.training import resume
 from thinker.training.callback import Callback
 from thinker.training.callbacks.setup import callbacks_of_output, callbacks_of_weights
 from thinker.training.config.config import Config
@@ -30,6 +29,7 @@ from thinker.training.settings.resolve import (
     resolve_settings,
 )
 from thinker.training.settings.settings import Settings
+from thinker.training.state import resume
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.trainer import Trainer
 

@@ -20,15 +20,15 @@ from thinker.evaluation.loss import Evaluation
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.process_group import DistContext
-from thinker.training import resume
 from thinker.training.callback import StepInfo, TrainingRun, evaluated_weights
 from thinker.training.metrics import MemoryMeter, evaluation_line, part_losses, speed
 from thinker.training.nonfinite import NonfiniteSteps, finite_or_none
 from thinker.training.optim.schedule import lr_multiplier
 from thinker.training.reports.summary import print_summary
-from thinker.training.run_state import RunState
 from thinker.training.settings.settings import Settings
 from thinker.training.signals import SignalHandler
+from thinker.training.state import resume
+from thinker.training.state.run_state import RunState
 from thinker.training.step import TrainingStep
 
 # Without smoothing, the remaining time follows the mean speed, and evaluations do not distort it.

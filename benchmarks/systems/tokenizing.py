@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from thinker.data.text.rows import read_tables
+from thinker.data.text.tables.rows import read_tables
 from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
 
 # Each side runs in a separate process and prints tokens, seconds and the peak memory in bytes of its largest process.

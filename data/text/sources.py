@@ -58,7 +58,7 @@ class SourceKind:
 SOURCES: Registry[SourceKind] = Registry("data.source")
 """What data.source may name. A module of the user adds to it with register_source()."""
 
-_TABLE = SourceKind("thinker.data.text.rows:open_tables", ("path", "column"))
+_TABLE = SourceKind("thinker.data.text.tables.rows:open_tables", ("path", "column"))
 _HUB_OPTIONS = ("path", "config", "split", "column", "streaming")
 SOURCES.register("tales", SourceKind("thinker.data.text.generated_text:open_tales"))
 SOURCES.register("pysource", SourceKind("thinker.data.text.text_files:open_standard_library"))
@@ -68,7 +68,9 @@ SOURCES.register("jsonl", _TABLE)
 SOURCES.register("parquet", _TABLE)
 SOURCES.register(
     "hub",
-    SourceKind("thinker.data.text.rows:open_hub", _HUB_OPTIONS, "the name or folder of a dataset"),
+    SourceKind(
+        "thinker.data.text.tables.rows:open_hub", _HUB_OPTIONS, "the name or folder of a dataset"
+    ),
 )
 
 

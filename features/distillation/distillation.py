@@ -23,7 +23,7 @@ from thinker.training.callback import Callback, TrainingParts, TrainingRun
 from thinker.training.config.config import Config
 from thinker.training.kernels import cached_weight_casts, fused_kernels, proven
 from thinker.training.objective import Loss, Objective, next_token_loss
-from thinker.training.resume import KeyChange
+from thinker.training.state.resume import KeyChange
 
 
 class Comparison(NamedTuple):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from thinker.features.mixtures.keys import MixedSource
-from thinker.training.resume import DATA_KEYS_OF_THE_MACHINE, PATHS, KeyChange
+from thinker.training.state.resume import DATA_KEYS_OF_THE_MACHINE, PATHS, KeyChange
 
 
 def sources_reason(change: KeyChange) -> str:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data.text import jsonl
+from thinker.data.text.tables import jsonl
 
 
 def read_rows(path):
@@ -111,7 +111,7 @@ def test_a_truncated_zstd_file_is_named(tmp_path, name):
 
 
 def test_a_row_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("thinker.data.text.jsonl.MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr("thinker.data.text.tables.jsonl.MAX_ROW_BYTES", 1000)
     (tmp_path / "a.jsonl").write_text('{"text": "' + "a" * 2000)
     with pytest.raises(ValueError, match="line 1: the row is longer than"):
         read_rows(tmp_path / "a.jsonl")

@@ -21,7 +21,7 @@ with atheris.instrument_imports(
     from thinker.data.corpus.corpus_cache import read_index
     from thinker.data.corpus.shards import Shard
     from thinker.data.text import chat, chat_template
-    from thinker.data.text.jsonl import read_rows
+    from thinker.data.text.tables.jsonl import read_rows
     from thinker.data.tokenizers import tokenizer_conversion
     from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
     from thinker.interop.hf_config import from_hf_config

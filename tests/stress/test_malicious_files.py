@@ -21,9 +21,9 @@ from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interop import load
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config, validate_config
-from thinker.training.resume import restore
-from thinker.training.run_state import RunState, read_state
 from thinker.training.settings.resolve import resolve_settings
+from thinker.training.state.resume import restore
+from thinker.training.state.run_state import RunState, read_state
 from thinker.training.step import TrainingStep, build_model
 
 NASTY = [None, True, -1, 0, 1, 2**31, 2**63, 10**30, -(10**18), 1e308, -0.0, float("nan"), float("inf"), "",

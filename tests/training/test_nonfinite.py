@@ -21,9 +21,9 @@ from thinker.training.config.load import load_config, validate_config
 from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.nonfinite import diagnose
 from thinker.training.optim.muon import Muon
-from thinker.training.resume import restore
-from thinker.training.run_state import RunState
 from thinker.training.settings.resolve import resolve_settings
+from thinker.training.state.resume import restore
+from thinker.training.state.run_state import RunState
 from thinker.training.step import TrainingStep, build_model
 
 

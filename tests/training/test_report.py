@@ -17,8 +17,8 @@ from thinker.data.corpus.corpus import prepare_corpus
 from thinker.evaluation.text_baselines import text_baselines
 from thinker.training.config.load import validate_config
 from thinker.training.reports.summary import print_summary
-from thinker.training.run_state import RunState
 from thinker.training.settings.resolve import resolve_settings
+from thinker.training.state.run_state import RunState
 
 LINES = [
     {"step": 1, "train_loss": 5.5},

@@ -10,10 +10,10 @@ from training_runs import assert_same_run, assert_same_tensors, checkpoint_steps
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
 from thinker.runtime.errors import UserError
-from thinker.training import resume
 from thinker.training.config.load import validate_config
-from thinker.training.run_state import RunState
 from thinker.training.settings.resolve import resolve_settings
+from thinker.training.state import resume
+from thinker.training.state.run_state import RunState
 
 CUT = """
 import glob, os, runpy, sys

@@ -13,9 +13,9 @@ from thinker.runtime.reading import read_text
 from thinker.runtime.registry import offers
 from thinker.training.config.config import Config
 from thinker.training.config.data_section import DataConfig
-from thinker.training.resume import REMEDY
-from thinker.training.run_state import RunState
 from thinker.training.settings.settings import Settings
+from thinker.training.state.resume import REMEDY
+from thinker.training.state.run_state import RunState
 
 
 def prepare_training_data(config: Config, tokenizer: Tokenizer | None = None) -> Corpus:

@@ -24,8 +24,8 @@ from thinker.training.reports.fit import (
     format_epochs,
     is_worse_than_ngrams,
 )
-from thinker.training.run_state import RunState
 from thinker.training.settings.settings import Settings
+from thinker.training.state.run_state import RunState
 
 MANY_EPOCHS = 10  # without dropout
 MIN_DROPOUT = 0.1  # with which MAX_EPOCHS still help

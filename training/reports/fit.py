@@ -6,7 +6,7 @@ from typing import Any
 
 from thinker.evaluation.text_baselines import NGRAM
 from thinker.training.reports.scaling_law import count_parameters, predict_loss_changes
-from thinker.training.run_state import RunState
+from thinker.training.state.run_state import RunState
 
 GOOD_EPOCHS = 4  # nearly as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)
 OVERFITTING = 0.02  # relative rise of the validation loss above its lowest value

@@ -16,7 +16,7 @@ from thinker.training.reports.fit import (
     evaluations,
 )
 from thinker.training.reports.loss_plot import plot_loss
-from thinker.training.run_state import RunState
+from thinker.training.state.run_state import RunState
 
 
 def print_summary(

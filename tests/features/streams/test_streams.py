@@ -23,7 +23,7 @@ from training_runs import (
     wait_for,
 )
 
-from thinker.data.text import jsonl, rows
+from thinker.data.text.tables import jsonl, rows
 
 STEPS, BUFFER = 30, 4 * 6 * 4 * 32  # blocks of 768 tokens, 6 steps
 

@@ -23,9 +23,9 @@ from training_runs import wait_for
 from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.corpus.shard_writer import ShardWriter
-from thinker.data.text import rows
 from thinker.data.text.document import MissingData
 from thinker.data.text.sources import open_source
+from thinker.data.text.tables import rows
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.features.streams.stream_writer import BLOCKS, StreamClosed, StreamText
 from thinker.features.streams.token_stream import TokenStream

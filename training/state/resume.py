@@ -22,8 +22,8 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 from thinker.runtime.registry import features, import_offer
 from thinker.training.callback import Callback
-from thinker.training.run_state import RunState, read_state
 from thinker.training.settings.settings import Settings
+from thinker.training.state.run_state import RunState, read_state
 from thinker.training.step import TrainingStep
 
 # Keys that must not change. In the sections model and data these are all keys except DATA_KEYS_OF_THE_MACHINE, and

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thinker.data.text import jsonl, parquet
 from thinker.data.text.document import BEGIN, Document, MissingData, Start
 from thinker.data.text.messages import PAIR, check_messages, find_column, join_pair
 from thinker.data.text.sources import Source, SourceOptions, bounded_source, stamps
+from thinker.data.text.tables import jsonl, parquet
 from thinker.data.text.text_files import find_files
 from thinker.runtime.constants import FULL_DISK
 from thinker.runtime.errors import UserError, did_you_mean

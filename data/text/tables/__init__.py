@@ -1,0 +1,1 @@
+"""Rows of tables: JSON, Parquet, and the documents in them."""

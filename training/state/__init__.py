@@ -1,0 +1,1 @@
+"""The state of a run that checkpoints keep, and resuming from it."""
