@@ -31,16 +31,10 @@ class BlockStore:
         dtype: torch.dtype,
     ) -> None:
         """`device`: of queries and summaries; the rest is in host memory. `dtype`: int8, or a float, which is exact."""
-        B, K, N, D, R = (
-            batch_size,
-            n_kv_heads,
-            FIRST_CAPACITY,
-            head_dim,
-            min(MAX_REPRESENTATIVES, block),
-        )
-        self.keys, self.values = (
-            torch.zeros(B, K, N, block, D, dtype=dtype, device="cpu") for _ in range(2)
-        )
+        B, K, N, D = batch_size, n_kv_heads, FIRST_CAPACITY, head_dim
+        R = min(MAX_REPRESENTATIVES, block)
+        self.keys = torch.zeros(B, K, N, block, D, dtype=dtype, device="cpu")
+        self.values = torch.zeros(B, K, N, block, D, dtype=dtype, device="cpu")
         self.scales = torch.ones(B, K, N, block, 2, device="cpu")  # of keys and values
         self.summaries = torch.zeros(B, R, K, D, N, device=device)
 
@@ -62,14 +56,9 @@ class BlockStore:
             self.grow(2 * self.capacity)
         keys, values = keys.float(), values.float()
         distances = (keys - keys.mean(dim=2, keepdim=True)).norm(dim=-1)  # (R, K, block)
-        chosen = (
-            distances.topk(self.summaries.shape[1], dim=-1)
-            .indices[..., None]
-            .expand(-1, -1, -1, keys.shape[-1])
-        )
-        self.summaries[rows, ..., blocks] = keys.gather(2, chosen).transpose(
-            1, 2
-        )  # (R, representatives, K, D)
+        farthest = distances.topk(self.summaries.shape[1], dim=-1).indices[..., None]
+        chosen = keys.gather(2, farthest.expand(-1, -1, -1, keys.shape[-1]))
+        self.summaries[rows, ..., blocks] = chosen.transpose(1, 2)  # (R, representatives, K, D)
         rows, blocks, keys, values = (x.cpu() for x in (rows, blocks, keys, values))
         scales = torch.ones(*keys.shape[:3], 2, device="cpu")  # (R, K, block, 2)
         if self.keys.dtype == torch.int8:
@@ -87,9 +76,8 @@ class BlockStore:
         fewer. Blocks that a row lacks are chosen only if it has less than k, and come last. Returns (B, K, n, k).
         """
         n, G = q.shape[2:4]
-        scores = (
-            q.float().flatten(2, 3)[:, None] @ self.summaries[..., :n_stored]
-        )  # (B, representatives, K, n · G, N)
+        queries = q.float().flatten(2, 3)[:, None]  # (B, 1, K, n · G, D)
+        scores = queries @ self.summaries[..., :n_stored]  # (B, representatives, K, n · G, N)
         scores = scores.amax(dim=1).unflatten(2, (n, G)).amax(dim=3)  # (B, K, n, N)
         index = torch.arange(n_stored, device=q.device)
         scores += TIE_BREAK * index
@@ -103,10 +91,8 @@ class BlockStore:
         rows, heads = (torch.arange(n, device="cpu") for n in (B, K))
         at = rows[:, None, None, None], heads[:, None, None], blocks.cpu()
         scales = self.scales[at].to(blocks.device)  # (B, K, n, k, block, 2)
-        keys, values = (
-            stored[at].to(blocks.device).to(scales.dtype) for stored in (self.keys, self.values)
-        )
-        keys, values = keys * scales[..., :1], values * scales[..., 1:]
+        keys = self.keys[at].to(blocks.device).to(scales.dtype) * scales[..., :1]
+        values = self.values[at].to(blocks.device).to(scales.dtype) * scales[..., 1:]
         return keys.to(dtype).flatten(3, 4), values.to(dtype).flatten(3, 4)
 
     def grow(self, capacity: int) -> None:
@@ -134,10 +120,8 @@ class BlockStore:
 
 def stored_bytes(config: ThinkerConfig, n_blocks: int, block: int) -> int:
     """Memory of blocks in the stores of all layers: int8 and scales in host memory, representatives as fp32."""
-    D, n_kv_heads = (
-        config.head_dim,
-        sum(config.head_counts(layer)[1] for layer in range(config.n_layers)),
-    )
-    return (
-        n_blocks * n_kv_heads * (block * (2 * D + 2 * 4) + min(MAX_REPRESENTATIVES, block) * D * 4)
-    )
+    D = config.head_dim
+    n_kv_heads = sum(config.head_counts(layer)[1] for layer in range(config.n_layers))
+    per_position = 2 * D + 2 * 4  # key and value, and their scales
+    representatives = min(MAX_REPRESENTATIVES, block) * D * 4
+    return n_blocks * n_kv_heads * (block * per_position + representatives)

@@ -44,7 +44,10 @@ class Segment:
 
 @dataclass
 class RetrievalLayer(RingLayer):
-    """The sinks and a ring buffer of the newest positions, and a store. `keys` have no RoPE, `rotated` are with it."""
+    """The sinks and a ring buffer of the newest positions, and a store.
+
+    `keys` have no RoPE, `rotated` are with it.
+    """
 
     rotated: Tensor
     store: BlockStore
@@ -57,94 +60,109 @@ class RetrievalLayer(RingLayer):
     def attend(
         self, segments: list[Segment], q: Tensor, k: Tensor, v: Tensor, scale: float, *_: Any
     ) -> Tensor:
-        """Store new keys and values (B, K, T, D) and attend to those visible, all without RoPE: q, y (B, H, T, D)."""
-        return torch.cat(
-            [
-                self._attend(part, *(x[:, :, part.columns] for x in (q, k, v)), scale)
-                for part in segments
-            ],
-            2,
-        )
+        """Store new keys and values (B, K, T, D) and attend to those visible.
+
+        All are without RoPE: q, y (B, H, T, D).
+        """
+        parts = []
+        for segment in segments:
+            columns = segment.columns
+            part_q, part_k, part_v = q[:, :, columns], k[:, :, columns], v[:, :, columns]
+            parts.append(self._attend(segment, part_q, part_k, part_v, scale))
+        return torch.cat(parts, dim=2)
 
     def _attend(self, segment: Segment, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         if segment.eviction is not None:
             self._evict(segment.eviction)
-        for tensor, new in (
-            (self.keys, k),
-            (self.values, v),
-            (self.rotated, apply_rotary_emb(k, segment.rotation)),
-        ):
-            if segment.slots.dim() == 2:
-                rows = torch.arange(len(new), device=new.device)[:, None]  # (B, 1)
-                tensor[rows, :, segment.slots] = new.transpose(1, 2)  # (B, n, K, D)
-            else:
-                tensor.index_copy_(2, segment.slots, new)
-        q, plain_q = (  # (B, K, n, G, D), G query heads per KV head
-            x.unflatten(1, (k.shape[1], -1)).transpose(2, 3)
-            for x in (apply_rotary_emb(q, segment.rotation), q)
-        )
+        _store(self.keys, k, segment.slots)
+        _store(self.values, v, segment.slots)
+        _store(self.rotated, apply_rotary_emb(k, segment.rotation), segment.slots)
+        # Queries per KV head, each with G query heads: (B, K, n, G, D).
+        n_kv_heads = k.shape[1]
+        plain_q = q.unflatten(1, (n_kv_heads, -1)).transpose(2, 3)
+        q = apply_rotary_emb(q, segment.rotation).unflatten(1, (n_kv_heads, -1)).transpose(2, 3)
         n, G = q.shape[2:4]
-        keys, values = (
-            self.rotated[:, :, : self.size],
-            self.values[:, :, : self.size],
-        )  # (B, K, S, D)
+
+        keys = self.rotated[:, :, : self.size]  # (B, K, S, D)
+        values = self.values[:, :, : self.size]  # (B, K, S, D)
         scores = (q.flatten(2, 3) @ keys.transpose(-2, -1)).unflatten(2, (n, G))  # (B, K, n, G, S)
         scores = scores.masked_fill(~segment.visible, -torch.inf)
-        n_retrieved, n_stored = min(self.n_retrieved, segment.n_stored), segment.n_stored_by_row
+        n_retrieved = min(self.n_retrieved, segment.n_stored)
         if n_retrieved > 0:
-            search_q = apply_rotary_emb(plain_q, self.search_rotation)
-            blocks = self.store.search(
-                search_q, n_retrieved, segment.n_stored, n_stored
-            )  # (B, K, n, n_retrieved)
-            block_keys, block_values = self.store.read(
-                blocks, q.dtype
-            )  # (B, K, n, P, D), P = n_retrieved · block
-            P = block_keys.shape[3]
-            block_keys = apply_rotary_emb(
-                block_keys, tuple(table[:P] for table in self.block_rotation)
-            )
-            block_scores = q @ block_keys.transpose(-2, -1)  # (B, K, n, G, P)
-            if n_stored is not None:
-                is_missing = (blocks >= n_stored).repeat_interleave(
-                    P // n_retrieved, dim=-1
-                )  # (B, K, n, P)
-                block_scores = block_scores.masked_fill(is_missing[:, :, :, None], -torch.inf)
-            scores = torch.cat((scores, block_scores), dim=-1)
+            block_scores, block_values = self._retrieve(segment, q, plain_q, n_retrieved)
+            scores = torch.cat((scores, block_scores), dim=-1)  # (B, K, n, G, S + P)
         weights = (scores.float() * scale).softmax(dim=-1).to(v.dtype)
-        y = (weights[..., : self.size].flatten(2, 3) @ values).unflatten(
-            2, (n, G)
-        )  # (B, K, n, G, D)
+        y = weights[..., : self.size].flatten(2, 3) @ values
+        y = y.unflatten(2, (n, G))  # (B, K, n, G, D)
         if n_retrieved > 0:
             y = y + weights[..., self.size :] @ block_values
         return y.transpose(2, 3).flatten(1, 2)  # (B, H, n, D)
 
+    def _retrieve(
+        self, segment: Segment, q: Tensor, plain_q: Tensor, n_retrieved: int
+    ) -> tuple[Tensor, Tensor]:
+        """Find the best blocks for queries (B, K, n, G, D), with and without RoPE.
+
+        Returns scores (B, K, n, G, P) and values (B, K, n, P, D), P = n_retrieved · block.
+        """
+        by_row = segment.n_stored_by_row
+        search_q = apply_rotary_emb(plain_q, self.search_rotation)
+        blocks = self.store.search(search_q, n_retrieved, segment.n_stored, by_row)
+        keys, values = self.store.read(blocks, q.dtype)  # (B, K, n, P, D) each
+        P = keys.shape[3]
+        keys = apply_rotary_emb(keys, tuple(table[:P] for table in self.block_rotation))
+        scores = q @ keys.transpose(-2, -1)  # (B, K, n, G, P)
+        if by_row is not None:
+            is_missing = (blocks >= by_row).repeat_interleave(P // n_retrieved, dim=-1)
+            scores = scores.masked_fill(is_missing[:, :, :, None], -torch.inf)
+        return scores, values
+
     def _evict(self, eviction: Eviction) -> None:
         rows = eviction.rows[:, None]
-        keys, values = (
-            x[rows, :, eviction.slots].transpose(1, 2) for x in (self.keys, self.values)
-        )
-        self.store.put(eviction.rows, eviction.blocks, keys, values)  # (R, K, block, D) each
+        keys = self.keys[rows, :, eviction.slots].transpose(1, 2)  # (R, K, block, D)
+        values = self.values[rows, :, eviction.slots].transpose(1, 2)
+        self.store.put(eviction.rows, eviction.blocks, keys, values)
         self.rotated[:, :, : self.size] = apply_rotary_emb(
             self.keys[:, :, : self.size], eviction.rotation
         )
 
 
-class RetrievalCache(KVCache):
-    """As SinkCache, but blocks that leave the window are stored, and each query retrieves `retrieve` of them.
+def _store(stored: Tensor, new: Tensor, slots: Tensor) -> None:
+    """Write vectors (B, K, n, D) to slots (n,), or (B, n) if rows have unequal lengths."""
+    if slots.dim() == 1:
+        stored.index_copy_(2, slots, new)
+        return
+    rows = torch.arange(len(new), device=new.device)[:, None]  # (B, 1)
+    stored[rows, :, slots] = new.transpose(1, 2)  # (B, n, K, D)
 
-    A query attends to the sinks, then the blocks that it retrieves, in their order, then the newest `window` to
-    window + block − 1 positions. They are numbered without gaps, so that no distance exceeds what the model was trained
-    on. Each KV head of each layer retrieves its own blocks, for each query anew (Quest, arXiv:2406.10774).
+
+class RetrievalCache(KVCache):
+    """As SinkCache, but blocks that leave the window are stored, and each query retrieves some.
+
+    A query attends to the sinks, then the `retrieve` blocks that it retrieves, in their order, then
+    the newest `window` to window + block − 1 positions. They are numbered without gaps, so that no
+    distance exceeds what the model was trained on. Each KV head of each layer retrieves its own
+    blocks, for each query anew (Quest, arXiv:2406.10774).
     """
 
     def __init__(
-        self, model: Thinker, batch_size: int, window: int, sinks: int = 0, retrieve: int = 4, block: int = 32,
+        self,
+        model: Thinker,
+        batch_size: int,
+        window: int,
+        sinks: int = 0,
+        retrieve: int = 4,
+        block: int = 32,
         store_dtype: torch.dtype = torch.int8,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`window`: a multiple of `block`. `store_dtype`: int8, or a float type to store without rounding."""
         assert window % block == 0
-        self.window, self.sinks, self.retrieve, self.block = window, sinks, retrieve, block
-        self.rope, self.store_dtype = model.rope, store_dtype
+        self.window = window
+        self.sinks = sinks
+        self.retrieve = retrieve
+        self.block = block
+        self.rope = model.rope
+        self.store_dtype = store_dtype
         self.n_positions = context_size(window, sinks, retrieve, block)
         super().__init__(
             model.config, batch_size, sinks + window + block, model.device, model.dtype
@@ -153,22 +171,26 @@ class RetrievalCache(KVCache):
     def _new_layer(self, pattern: Pattern, B: int, K: int) -> RetrievalLayer:
         keys, values = self._new_tensors(B, K, self.max_len + 1)
         store = BlockStore(B, K, self.block, self.head_dim, self.device, self.store_dtype)
-        blocks = torch.arange(
-            self.sinks, self.sinks + self.retrieve * self.block, device=self.device
-        )
-        farthest = min(self.window + self.retrieve * self.block, self.n_positions - 1)
+        n_retrieved = self.retrieve * self.block  # positions
+        blocks = torch.arange(self.sinks, self.sinks + n_retrieved, device=self.device)
+        farthest = min(self.window + n_retrieved, self.n_positions - 1)
         farthest = torch.tensor([farthest], device=self.device)
-        rotations = (self._rotation(positions) for positions in (blocks, farthest))
         return RetrievalLayer(
-            keys, values, 0, self.sinks, keys.clone(), store, self.retrieve, *rotations
+            keys,
+            values,
+            0,
+            self.sinks,
+            rotated=keys.clone(),
+            store=store,
+            n_retrieved=self.retrieve,
+            block_rotation=self._rotation(blocks),
+            search_rotation=self._rotation(farthest),
         )
 
     def _rotation(self, positions: Tensor) -> Rotation:
         """RoPE's tables without its factor on queries and keys, which they have already."""
-        return tuple(
-            x / self.rope.attention_scaling
-            for x in self.rope(positions, self.n_positions, self.dtype)
-        )
+        tables = self.rope(positions, self.n_positions, self.dtype)
+        return tuple(table / self.rope.attention_scaling for table in tables)
 
     @property
     def nbytes(self) -> int:
@@ -182,16 +204,17 @@ class RetrievalCache(KVCache):
             reason = "rows of a retrieval cache have unequal lengths"
             raise UserError(f"{reason}; append 1 position at a time, not {length}")
         starts = self.reserve(batch_size, length)
-        segments, begin = [], 0
+        segments = []
+        begin = 0
         while begin < length:
             n_stored, end = self._n_stored(starts[0] + begin + 1), length
             if is_even:  # until the next eviction
-                end = min(
-                    length, self.sinks + self.window + (n_stored + 1) * self.block - 1 - starts[0]
-                )
+                next_eviction = self.sinks + self.window + (n_stored + 1) * self.block - 1
+                end = min(length, next_eviction - starts[0])
             segments.append(self._segment([start + begin for start in starts], slice(begin, end)))
             begin = end
-        # At position 0, RoPE does not rotate: the layers do that, because positions change when blocks are evicted.
+        # At position 0, RoPE does not rotate: the layers do that, because positions change when
+        # blocks are evicted.
         positions = torch.zeros(length, dtype=torch.long, device=self.device)
         states = [partial(layer.attend, segments) for layer in self.layers]
         masks = [AttentionMask(kernel="retrieval", kernel_state=state) for state in states]
@@ -203,40 +226,45 @@ class RetrievalCache(KVCache):
 
     def _segment(self, starts: list[int], columns: slice) -> Segment:
         """Prepare new positions: starts[row], starts[row] + 1, ... for these columns of the pass."""
-        before, after = ([self._n_stored(start + i) for start in starts] for i in (0, 1))
-        is_even, ring = min(starts) == max(starts), self.layers[0]
-        first, n_stored = (
-            to_device(x[:1] if is_even else x, self.device)[:, None] for x in (starts, after)
-        )  # (B or 1, 1)
-        positions = first + torch.arange(
-            columns.stop - columns.start, device=self.device
-        )  # (B or 1, n)
+        before = [self._n_stored(start) for start in starts]  # blocks of each row
+        after = [self._n_stored(start + 1) for start in starts]
+        is_even = min(starts) == max(starts)
+        ring = self.layers[0]
+        n_rows = 1 if is_even else len(starts)
+        first = to_device(starts[:n_rows], self.device)[:, None]  # (B or 1, 1)
+        n_stored = to_device(after[:n_rows], self.device)[:, None]  # (B or 1, 1)
+        n = columns.stop - columns.start
+        positions = first + torch.arange(n, device=self.device)  # (B or 1, n)
         in_slots = ring.slot_positions(positions[:, -1] + 1, ring.size)  # (B or 1, S)
-        is_sink, end_of_stored = in_slots < self.sinks, self.sinks + n_stored * self.block
+        is_sink = in_slots < self.sinks
+        end_of_stored = self.sinks + n_stored * self.block
         is_held = (in_slots != INVALID_POSITION) & (is_sink | (in_slots >= end_of_stored))
-        visible = is_held[:, None] & (in_slots[:, None] <= positions[..., None])  # (B or 1, n, S)
+        is_earlier = in_slots[:, None] <= positions[..., None]  # (B or 1, n, S)
+        visible = is_held[:, None] & is_earlier
         # Every stored block that is not retrieved moves what follows it closer to the sinks.
         n_closer = (n_stored - self.retrieve).clamp_min(0) * self.block  # (B or 1, 1)
-        eviction, evicting = None, [row for row in range(len(starts)) if before[row] < after[row]]
+
+        eviction = None
+        evicting = [row for row in range(len(starts)) if before[row] < after[row]]
         if evicting:
-            rows, blocks = (
-                to_device(x, self.device) for x in (evicting, [before[row] for row in evicting])
-            )
-            evicted = (
-                self.sinks
-                + blocks[:, None] * self.block
-                + torch.arange(self.block, device=self.device)
-            )
+            rows = to_device(evicting, self.device)
+            blocks = to_device([before[row] for row in evicting], self.device)
+            in_block = torch.arange(self.block, device=self.device)
+            evicted = self.sinks + blocks[:, None] * self.block + in_block  # (R, block)
             new_positions = torch.where(is_sink, in_slots, in_slots - n_closer)
-            rotation = self._rotation(
-                new_positions.clamp(0, self.n_positions - 1)
-            )  # of unread slots: any
+            new_positions = new_positions.clamp(0, self.n_positions - 1)  # of unread slots: any
+            rotation = self._rotation(new_positions)
             eviction = Eviction(rows, blocks, ring.slot_mapping(evicted), rotation)
-        slots, rotation = ring.slot_mapping(positions), self._rotation(positions - n_closer)
-        by_row = None if is_even else n_stored[..., None, None]
-        visible = visible[:, None, :, None]
+
+        slots = ring.slot_mapping(positions)
         return Segment(
-            columns, slots[0] if is_even else slots, rotation, visible, max(after), by_row, eviction
+            columns,
+            slots=slots[0] if is_even else slots,
+            rotation=self._rotation(positions - n_closer),
+            visible=visible[:, None, :, None],
+            n_stored=max(after),
+            n_stored_by_row=None if is_even else n_stored[..., None, None],
+            eviction=eviction,
         )
 
     def select(self, rows: list[int]) -> None:
