@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, run_script
-from installed import if_installed
+from installed import needs
 
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
@@ -89,7 +89,7 @@ def test_a_text_without_end_where_memory_is_bounded(trained):
         assert ended or completion.prompt_tokens + len(completion.token_ids) == 33
 
 
-@pytest.mark.skipif(not list(if_installed("speculation", True)), reason="needs speculation")
+@needs("speculation")
 def test_speculation_changes_no_text_and_is_refused_by_sums(trained):
     name, folder = trained
     if name == "mixed":

@@ -1,6 +1,7 @@
 """The API through LangChain's classes for OpenAI."""
 
 import pytest
+from installed import needs
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
@@ -76,6 +77,7 @@ def test_logprobs(options):
     assert all(len(entry["top_logprobs"]) == 2 for entry in content)
 
 
+@needs("structured_output")
 def test_structured_output(options):
     model = ChatOpenAI(model="chat", max_tokens=150, **options)
     assert isinstance(model.with_structured_output(Cat, method="json_schema").invoke("Hi 3"), Cat)
@@ -86,6 +88,7 @@ def test_structured_output(options):
     assert (whole["parsing_error"], type(whole["parsed"])) == (None, Cat)
 
 
+@needs("structured_output")
 def test_json_mode(options):
     model = ChatOpenAI(model="chat", max_tokens=150, **options)
     got = model.with_structured_output(method="json_mode", include_raw=True).invoke("Hi 3")

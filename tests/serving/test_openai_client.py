@@ -7,6 +7,7 @@ import math
 import jsonschema
 import openai
 import pytest
+from installed import needs
 from pydantic import BaseModel, Field
 
 from thinker.data.text import chat
@@ -389,6 +390,7 @@ class Cat(BaseModel):
     likes: list[str] = Field(max_length=0)
 
 
+@needs("structured_output")
 def test_json(client, answer, complete):
     schema = {
         "type": "json_schema",
@@ -414,6 +416,7 @@ def test_json(client, answer, complete):
     assert answer(seed=1, response_format={"type": "text"}).choices == answer(seed=1).choices
 
 
+@needs("structured_output")
 def test_json_of_a_pydantic_class(client):
     ask = {"model": "chat", "messages": MESSAGES, "response_format": Cat, "seed": 1}
     assert isinstance(

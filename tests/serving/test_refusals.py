@@ -6,6 +6,7 @@ import threading
 import httpx
 import openai
 import pytest
+from installed import if_installed
 from server_process import wait_until
 
 MESSAGES = [{"role": "user", "content": "Hi 3"}]
@@ -60,10 +61,13 @@ MISTAKES = [  # fields, the field at fault, part of the message
     ({"n": 100}, "n", "this server decodes and queues at most 80"),
     ({"prompt": ["a"] * 81}, "n", "this server decodes and queues at most 80"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "has no effect without stream"),
-    (
-        {"response_format": SCHEMA},
-        "response_format",
-        "json_schema cannot be used: Invalid type: nothing",
+    *if_installed(
+        "structured_output",
+        (
+            {"response_format": SCHEMA},
+            "response_format",
+            "json_schema cannot be used: Invalid type: nothing",
+        ),
     ),
     (
         {"response_format": {"type": "json_schema"}},
