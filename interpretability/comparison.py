@@ -8,7 +8,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from thinker.evaluation.perplexity import estimate_ratio
-from thinker.features.pruning import pruning
 from thinker.interpretability import heads
 from thinker.interpretability.head_reports import TITLES, UNBOUNDED, describe_random, score_heads
 from thinker.interpretability.reports import (
@@ -23,6 +22,7 @@ from thinker.interpretability.reports import (
 )
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
+from thinker.runtime.registry import feature_command
 
 Texts = tuple[Tensor, Tensor]  # tokens and targets, (N, T) each
 Head = tuple[int, int]  # layer and head (or KV head) in it
@@ -227,6 +227,9 @@ def report_pruning(
 
     The other half measures the loss. Returns the pruned model and a report. Raises UserError.
     """
+    feature_command("prune")  # raises UserError without the feature that the next line imports
+    from thinker.features.pruning import pruning
+
     choosing, measuring = _halves(texts)
     # Both fail before long work.
     given = [] if groups is None else groups

@@ -19,13 +19,6 @@ LAYERS = [  # bottom to top; packages of one layer do not import each other
     {"benchmarks", "generate", "train"},
     {"scripts", "lessons"},
 ]
-# Files of the road that still import a feature; this set only shrinks.
-KNOW_A_FEATURE = {
-    "training/reports/advice.py",
-    "training/reports/data_report.py",
-    "training/reports/plan.py",
-    "training/run.py",
-}
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = [
     path
@@ -67,8 +60,6 @@ def test_imports_go_down(path):
             continue
         assert name in MODULES, f"{path} imports {name}, which is no module"
         other = package(MODULES[name])
-        if other == "features" and str(path.relative_to(ROOT)) in KNOW_A_FEATURE:
-            continue
         above = LEVEL[other] > LEVEL[package(path)]
         beside = LEVEL[other] == LEVEL[package(path)] and other != package(path)
         assert not above, f"{path} imports {name}, which is above it"

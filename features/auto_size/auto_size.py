@@ -16,6 +16,7 @@ from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training.config.config import Config
 from thinker.training.config.load import validate_config
 from thinker.training.metrics import peak_flops
+from thinker.training.reports.advice import MAX_EPOCHS
 from thinker.training.settings.settings import Settings
 
 # Width, layers and heads, smallest first.
@@ -39,7 +40,6 @@ TOKENIZERS = [
 CONTEXT_BYTES = 256  # of a sequence, on a CPU
 DROPOUTS = [(0.0, 0.0), (3.0, 0.1), (8.0, 0.2), (20.0, 0.3)]  # by the least number of epochs
 WEIGHT_DECAY, DECAY_EPOCHS = 0.1, 3.0  # the decay, and the least number of epochs with it
-MAX_EPOCHS = 24.0  # more make the validation loss rise
 FEW_BYTES = 50_000  # too little text to learn a language from
 COUNTED_BYTES = 1 << 30  # stop counting here; longer texts are seldom repeated
 CHOSEN_KEYS = [  # with their section

@@ -13,7 +13,6 @@ from thinker.data.corpus.corpus import Corpus
 from thinker.data.corpus.shards import TokenShards
 from thinker.evaluation.entropy_floor import format_excess
 from thinker.evaluation.text_baselines import NGRAM
-from thinker.features.auto_size.auto_size import MAX_EPOCHS
 from thinker.runtime.memory import format_bytes
 from thinker.training.reports.fit import (
     FAR_FROM_FLOOR,
@@ -28,6 +27,7 @@ from thinker.training.settings.settings import Settings
 from thinker.training.state.run_state import RunState
 
 MANY_EPOCHS = 10  # without dropout
+MAX_EPOCHS = 24.0  # more make the validation loss rise
 MIN_DROPOUT = 0.1  # with which MAX_EPOCHS still help
 FEW_STEPS = 20
 MIN_VAL_TOKENS = 2000  # with fewer, the standard error of the loss is several hundredths of a nat
