@@ -24,7 +24,8 @@ def to_transformers(model: Thinker) -> Any:
 
 
 class PlainGPT(nn.Module):
-    """GPT-2 as it is usually written for training: learned positions, LayerNorm, GELU, a tied head, no biases."""
+    """GPT-2 as it is usually written for training: learned positions, LayerNorm, GELU, a tied head,
+    no biases."""
 
     def __init__(
         self, n_layers: int, d_model: int, n_heads: int, vocab_size: int, seq_len: int

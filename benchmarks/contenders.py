@@ -42,7 +42,8 @@ class Contender(NamedTuple):
 
 
 class Worker:
-    """function(connection, *args) in a process of its own, which can be killed with all that it has started.
+    """function(connection, *args) in a process of its own, which can be killed with all that it has
+    started.
 
     `log`: a file that gets its output; `eager`: torch.compile returns what it is given.
     """
@@ -63,8 +64,8 @@ class Worker:
         other.close()
 
     def receive(self, deadline: float) -> Any:
-        """The next message, until `deadline` (time.monotonic()). Raises TimeoutError, RunError with a traceback, or the
-        UserError that the function raised.
+        """The next message, until `deadline` (time.monotonic()). Raises TimeoutError, RunError with
+        a traceback, or the UserError that the function raised.
         """
         if not self.connection.poll(max(0.0, deadline - time.monotonic())):
             raise TimeoutError("no result in time")
@@ -122,7 +123,8 @@ def _work(
 def stream(
     function: Callable[..., Iterator[dict[str, Any]]], *args: Any, deadline: float, **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """What function(*args) yields in a process of its own, each as soon as it is there. Raises as Worker.receive()."""
+    """What function(*args) yields in a process of its own, each as soon as it is there. Raises as
+    Worker.receive()."""
     worker = Worker(_send_all, function, *args, **options)
     try:
         while (result := worker.receive(deadline)) is not None:
@@ -143,10 +145,12 @@ def race(
     contenders: list[Contender], device: torch.device, rounds: int, deadline: float, n_at_once: int = 1,
     min_seconds: float = 0.0, **options: Any,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Warm all contenders up, `n_at_once` side by side, then let them take turns. Yields one result for each.
+    """Warm all contenders up, `n_at_once` side by side, then let them take turns. Yields one result
+    for each.
 
-    A result has the `name`, and the `error` or: `first_s` and `seconds` (one per round, each the median over at least
-    `min_seconds`) of each call, `peak_memory_bytes` and the facts. `deadline` is a value of time.monotonic().
+    A result has the `name`, and the `error` or: `first_s` and `seconds` (one per round, each the
+    median over at least `min_seconds`) of each call, `peak_memory_bytes` and the facts. `deadline`
+    is a value of time.monotonic().
     """
     waiting, ready, workers = list(contenders), {}, {}
     warm_up_end = time.monotonic() + WARM_UP_SHARE * (deadline - time.monotonic())

@@ -30,7 +30,8 @@ def describe_environment() -> dict[str, str]:
 
 
 def record_result(benchmark: str, result: dict[str, Any], out: Path | None = None) -> None:
-    """Print a result with its environment as one line of JSON, and append the line to the file `out`."""
+    """Print a result with its environment as one line of JSON, and append the line to the file
+    `out`."""
     line = json.dumps({"benchmark": benchmark, **result, "environment": describe_environment()})
     if out is not None:
         with out.open("a", encoding="utf-8") as file:
@@ -56,7 +57,8 @@ def measure_seconds(call: Callable[[], Any], device: torch.device) -> float:
 def time_alternately(
     calls: list[Callable[[], Any]], rounds: int, device: torch.device, min_seconds: float = 0.0
 ) -> list[list[float]]:
-    """Seconds of each call in each round, after a warm-up round; the median where it is repeated for `min_seconds`.
+    """Seconds of each call in each round, after a warm-up round; the median where it is repeated
+    for `min_seconds`.
 
     Calls take turns in each round, so that noise affects all of them equally.
     """
@@ -78,7 +80,8 @@ def measure_median(
 
 
 def device_seconds(call: Callable[[], Any], device: torch.device, repeats: int = 20) -> float:
-    """Mean seconds of a call on the device, launches that overlap not counted; after two warm-up calls."""
+    """Mean seconds of a call on the device, launches that overlap not counted; after two warm-up
+    calls."""
     for _ in range(2):
         call()
     if device.type != "cuda":
@@ -93,7 +96,8 @@ def device_seconds(call: Callable[[], Any], device: torch.device, repeats: int =
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes per second that the device moves: on a GPU copies of 4 GiB, read and written; elsewhere sums of 256 MiB."""
+    """Bytes per second that the device moves: on a GPU copies of 4 GiB, read and written; elsewhere
+    sums of 256 MiB."""
     if device.type == "cuda":
         source = torch.randint(
             2**31 - 1, (2**30,), dtype=torch.int32, device=device

@@ -17,7 +17,8 @@ class ChildProcess:
         self._is_stopped = False
 
     def run(self, command: list[str | Path], environment: dict[str, str]) -> tuple[int, str]:
-        """Run a command to its end. Returns its exit status and standard error; (1, "") after stop()."""
+        """Run a command to its end. Returns its exit status and standard error; (1, "") after
+        stop()."""
         with self._lock:
             if self._is_stopped:
                 return 1, ""
@@ -32,7 +33,8 @@ class ChildProcess:
         return self._process.returncode, stderr
 
     def stop(self) -> None:
-        """Let the process end with SIGTERM, on which training finishes its step; never start it if it has not yet."""
+        """Let the process end with SIGTERM, on which training finishes its step; never start it if
+        it has not yet."""
         with self._lock:
             self._is_stopped = True
             if self._process is not None and self._process.poll() is None:
@@ -51,9 +53,11 @@ class Trainable(Protocol):
 def train_side_by_side(
     runs: Sequence[Trainable], jobs: int, threads: int | None, on_end: Callable[[Any], None]
 ) -> None:
-    """Train `jobs` runs at a time with `threads` threads each, and call on_end(run) in this thread as they end.
+    """Train `jobs` runs at a time with `threads` threads each, and call on_end(run) in this thread
+    as they end.
 
-    When a run fails, or a signal raises an exception here, the others stop or never start, and the error is raised.
+    When a run fails, or a signal raises an exception here, the others stop or never start, and the
+    error is raised.
     """
     cancelled = threading.Event()
 

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass
 class TrainingRun:
-    """A config with overrides and the directory of its run; once it is trained, also its results."""
+    """A config with overrides and the directory of its run; once it is trained, also its
+    results."""
 
     name: str
     config: Path
@@ -47,7 +48,8 @@ class TrainingRun:
         return self.final["val_loss"]
 
     def train(self, threads: int | None = None) -> None:
-        """Run train.py to its end; a finished run is only read. Raises UserError with the last line of its stderr."""
+        """Run train.py to its end; a finished run is only read. Raises UserError with the last line
+        of its stderr."""
         environment = dict(os.environ)
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
@@ -70,7 +72,8 @@ class TrainingRun:
 
 
 def train_all(runs: list[TrainingRun], jobs: int = 1) -> None:
-    """Train one run after the other, or `jobs` at a time that share the cores; then only losses can be compared.
+    """Train one run after the other, or `jobs` at a time that share the cores; then only losses can
+    be compared.
 
     When a run fails, those that have not started yet never start, and its error is raised.
     """

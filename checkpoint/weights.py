@@ -63,7 +63,8 @@ def _find_class(name: str | None, folder: Path) -> type[Thinker]:
     found = getattr(sys.modules.get(module), qualname, None)
     if not (isinstance(found, type) and issubclass(found, Thinker)):
         raise UserError(
-            f"the model in {folder} has the class {qualname} of {module}; import that module before, or list it in "
+            f"the model in {folder} has the class {qualname} of {module}; import that module "
+            f"before, or list it in "
             "the extensions of its config"
         )
     return found

@@ -6,10 +6,12 @@ from thinker.data.batches.windows import PackedDataset
 
 
 def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | None:
-    """Entropy floor: -sum ln P / sum (tokens + 1) over the documents in the first `limit` windows, in nats per target.
+    """Entropy floor: -sum ln P / sum (tokens + 1) over the documents in the first `limit` windows,
+    in nats per target.
 
-    No model that sees each document from its start can have a lower expected loss on these windows. None if ln P is
-    unknown, if a document is split (as with contiguous packing), or if a prefix has no loss.
+    No model that sees each document from its start can have a lower expected loss on these windows.
+    None if ln P is unknown, if a document is split (as with contiguous packing), or if a prefix has
+    no loss.
     """
     shards = dataset.tokens.shards
     count = len(dataset) if limit is None else min(limit, len(dataset))

@@ -1,4 +1,5 @@
-"""Loss over windows of tokens: the loop shared by all evaluations, and the validation loss of a training run."""
+"""Loss over windows of tokens: the loop shared by all evaluations, and the validation loss of a
+training run."""
 
 import contextlib
 import math
@@ -32,10 +33,11 @@ def batch_losses(
     limit: int | None = None,
     dist: DistContext = SINGLE_PROCESS,
 ) -> Iterator[tuple[Tensor, Any]]:
-    """Yield (targets, compute_loss(inputs, targets, document_ids)) per batch of the first `limit` windows, in order.
+    """Yield (targets, compute_loss(inputs, targets, document_ids)) per batch of the first `limit`
+    windows, in order.
 
-    Tensors are (B, T), on the model's device for compute_loss; the model is in evaluation mode until the loop ends.
-    Several processes share the batches.
+    Tensors are (B, T), on the model's device for compute_loss; the model is in evaluation mode
+    until the loop ends. Several processes share the batches.
     """
     was_training = model.training
     model.eval()
@@ -55,7 +57,8 @@ def batch_losses(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Nats per token, bits per byte of text, and the entropy floor of the corpus (nats per token) if known.
+    """Nats per token, bits per byte of text, and the entropy floor of the corpus (nats per token)
+    if known.
 
     metrics: more keys of the evaluation for metrics.jsonl.
     """
@@ -70,7 +73,8 @@ class Evaluation:
 
 @dataclass
 class Evaluator:
-    """Measure the loss on the first `limit` windows of the validation split; several processes share the work.
+    """Measure the loss on the first `limit` windows of the validation split; several processes
+    share the work.
 
     Raises UserError if these windows have no targets.
     """
@@ -102,7 +106,8 @@ class Evaluator:
         self, model: Thinker, stop: Callable[[], bool] = lambda: False
     ) -> Evaluation | None:
         """Compute the loss of `model`; None if stop(), called after each batch, returns True."""
-        # The sum stays on the device, to synchronize only once at the end. Apple's GPUs have no float64.
+        # The sum stays on the device, to synchronize only once at the end. Apple's GPUs have no
+        # float64.
         device = torch.device("cpu") if model.device.type == "mps" else model.device
         nats = torch.zeros((), dtype=torch.float64, device=device)
         n_tokens = 0

@@ -1,7 +1,7 @@
 """Optional features, one folder each. Remove a name from this list to be without a feature."""
 
-# Where features offer the same thing, such as an objective, the order counts: distillation chooses the objective, and
-# mixtures measure its loss by source.
+# Where features offer the same thing, such as an objective, the order counts: distillation chooses
+# the objective, and mixtures measure its loss by source.
 FEATURES = [
     "auto_size",
     "distillation",

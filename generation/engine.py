@@ -110,7 +110,8 @@ class Generator:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a text has the same logits, to the bit, in any batch and any split into passes."""
+        """Whether a text has the same logits, to the bit, in any batch and any split into
+        passes."""
         return self.decoder.is_batch_invariant
 
     @property

@@ -8,7 +8,8 @@ CHOICES = (8, 4)
 
 
 def matrix_names(n_layers: int) -> list[str]:
-    """Names of the matrices that inference reads as one, as they have the same input, and of the LM head."""
+    """Names of the matrices that inference reads as one, as they have the same input, and of the LM
+    head."""
     names = []
     for layer in range(n_layers):
         for part in ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down"):

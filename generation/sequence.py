@@ -53,7 +53,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.streamer = TextStreamer(self.tokenizer, self.params.stop)
-        # The parameters that shape the distribution: sequences with equal keys are sampled together.
+        # The parameters that shape the distribution: sequences with equal keys are sampled
+        # together.
         self.sampling_key = replace(
             self.params, seed=0, max_new_tokens=1, stop=(), logprobs=0, json_schema=None, regex=None
         )
@@ -112,7 +113,8 @@ class Sequence:
         return sampled
 
     def _feed(self, tokens: list[int]) -> tuple[str, int]:
-        """Decode tokens up to a stop string. Returns the newly certain text and how many it took."""
+        """Decode tokens up to a stop string. Returns the newly certain text and how many it
+        took."""
         if not self.params.stop:
             return self.streamer.feed(*tokens), len(tokens)
         text = ""
@@ -137,7 +139,8 @@ class Sequence:
         return is_complete and not constraint.can_continue
 
     def penalty_inputs(self, drafts: list[int], vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Which tokens are in the text with `drafts`, and how often each was generated, (V,) both."""
+        """Which tokens are in the text with `drafts`, and how often each was generated, (V,)
+        both."""
         tokens = torch.tensor(self.forgotten + self.tokens + drafts, device="cpu")
         in_text = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
         in_text[tokens] = True

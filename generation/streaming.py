@@ -8,9 +8,11 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 class TextStreamer:
     """Decodes token by token, returning text as early as possible and never revising it.
 
-    - The joined pieces equal all bytes decoded at once, with U+FFFD for invalid UTF-8 (The Unicode Standard, section
+    - The joined pieces equal all bytes decoded at once, with U+FFFD for invalid UTF-8 (The Unicode
+    Standard, section
       3.9: one per maximal subpart). Special tokens have no text.
-    - The text is cut before the earliest stop string, and later calls return "". A suffix that may begin a stop string
+    - The text is cut before the earliest stop string, and later calls return "". A suffix that may
+    begin a stop string
       is held back until that is certain.
     """
 
@@ -24,7 +26,8 @@ class TextStreamer:
         """Add tokens. Returns the newly certain text, or ""."""
         text = self.decoder.decode(self.tokenizer.decode_bytes(tokens))
         unfinished = self.decoder.getstate()[0]
-        # Python waits for the third byte of a surrogate, for errors="surrogatepass"; here each byte is a U+FFFD.
+        # Python waits for the third byte of a surrogate, for errors="surrogatepass"; here each byte
+        # is a U+FFFD.
         if unfinished[:1] == b"\xed" and unfinished[1:] >= b"\xa0":
             text += self.decoder.decode(b"", final=True)
         return self._release(text)

@@ -1,1 +1,2 @@
-"""Lessons on attention: notebooks in percent format, what they share, and the command that builds them."""
+"""Lessons on attention: notebooks in percent format, what they share, and the command that builds
+them."""

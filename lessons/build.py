@@ -44,7 +44,8 @@ def read_lesson(path: Path) -> Lesson:
 
 
 def execute(lesson: Lesson, folder: Path) -> Any:
-    """Run the lesson in `folder`; returns the notebook with its outputs. Raises CellExecutionError."""
+    """Run the lesson in `folder`; returns the notebook with its outputs. Raises
+    CellExecutionError."""
     import jupytext
     from nbclient import NotebookClient
 
@@ -123,7 +124,8 @@ def colab_link(repository: str | None, lesson: Lesson) -> str | None:
 
 
 def build(lessons: list[Lesson], out: Path, repository: str | None, is_kept: bool) -> None:
-    """Run the lessons and write notebooks, pages and the index; `is_kept`: also what the repository keeps."""
+    """Run the lessons and write notebooks, pages and the index; `is_kept`: also what the repository
+    keeps."""
     import jupytext
 
     out.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,8 @@ Examine = Callable[[Any], str | None]  # what is wrong with an answer, or None i
 
 
 class Verdict:
-    """Whether an answer is right; a notebook shows nothing for it, because the text has been printed."""
+    """Whether an answer is right; a notebook shows nothing for it, because the text has been
+    printed."""
 
     def __init__(self, is_right: bool) -> None:
         self.is_right = is_right
@@ -23,7 +24,8 @@ class Verdict:
 
 
 def exercise(examine: Examine) -> Callable[[Any], Verdict]:
-    """Decorator: the function prints "Right." or what is wrong with an answer, and returns whether it is right.
+    """Decorator: the function prints "Right." or what is wrong with an answer, and returns whether
+    it is right.
 
     An answer that is still `...`, or a function that returns `...`, counts as not answered.
     """
@@ -64,7 +66,8 @@ def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def is_near(answer: Any, right: Any, tolerance: float = 2e-3) -> bool:
-    """Whether numbers, lists or tensors agree to three decimals. Raises ValueError for another number of values."""
+    """Whether numbers, lists or tensors agree to three decimals. Raises ValueError for another
+    number of values."""
     ours, theirs = (torch.as_tensor(value, dtype=torch.float64) for value in (right, answer))
     if ours.shape != theirs.shape:
         raise ValueError(

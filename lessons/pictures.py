@@ -1,4 +1,5 @@
-"""Tables and pictures of the lessons: in a notebook they are drawn, in a script they are printed."""
+"""Tables and pictures of the lessons: in a notebook they are drawn, in a script they are
+printed."""
 
 import html
 import io
@@ -27,7 +28,8 @@ STYLE = """<style>
 
 
 class Heatmap:
-    """A matrix with labels: rows are queries, columns are keys. Pointing at a row of a page fades the others.
+    """A matrix with labels: rows are queries, columns are keys. Pointing at a row of a page fades
+    the others.
 
     Args:
         values: (rows, columns); -inf is shown as hidden.
@@ -122,7 +124,8 @@ def model_diagram() -> Any:
 
 
 def show(picture: Any, alt: str = "") -> None:
-    """Show a heatmap or a matplotlib figure in a notebook; in a script, print heatmaps and skip figures.
+    """Show a heatmap or a matplotlib figure in a notebook; in a script, print heatmaps and skip
+    figures.
 
     alt: what a figure shows, for readers who cannot see it.
     """

@@ -1,4 +1,5 @@
-"""Self-attention: projections, norms, RoPE and cache, then attend(), or sums over random features."""
+"""Self-attention: projections, norms, RoPE and cache, then attend(), or sums over random
+features."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +20,8 @@ AnyCache = LayerCache | LinearLayer | None
 
 
 class Attention(nn.Module):
-    """Multi-head (K = H), grouped-query (K < H, Ainslie et al. 2023, arXiv:2305.13245) or multi-query (K = 1)."""
+    """Multi-head (K = H), grouped-query (K < H, Ainslie et al. 2023, arXiv:2305.13245) or
+    multi-query (K = 1)."""
 
     def __init__(self, config: ThinkerConfig, layer: int) -> None:
         super().__init__()
@@ -52,7 +54,8 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
     def project(self, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D), with norm and RoPE applied to q and k."""
+        """x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D), with norm and RoPE applied
+        to q and k."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, K, D)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, K, D)
@@ -65,13 +68,15 @@ class Attention(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: AnyCache
     ) -> Tensor:
-        """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D). Only layers that keep a state use `cache`."""
+        """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D). Only layers that keep a state use
+        `cache`."""
         return attend(q, k, v, mask, self.scale, self.attn_logit_softcap, self.sinks)
 
     def weight_chunks(
         self, q: Tensor, k: Tensor, mask: AttentionMask
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Yield attention weights of the reference, (B, H, rows, S), for some queries at a time; see weights()."""
+        """Yield attention weights of the reference, (B, H, rows, S), for some queries at a time;
+        see weights()."""
         mask_of = mask.reference_rows or (lambda rows: mask.slice_rows(rows, q, k))
         return chunked_attention_weights(
             q, k, mask_of, self.scale, self.attn_logit_softcap, self.sinks
@@ -89,7 +94,8 @@ class Attention(nn.Module):
 
 
 class LinearAttention(Attention):
-    """Linear attention (Choromanski et al. 2021, arXiv:2009.14794); projections, norms and RoPE are unchanged."""
+    """Linear attention (Choromanski et al. 2021, arXiv:2009.14794); projections, norms and RoPE are
+    unchanged."""
 
     def __init__(self, config: ThinkerConfig, n_features: int, layer: int) -> None:
         super().__init__(config, layer)
@@ -113,7 +119,8 @@ class LinearAttention(Attention):
 
     @torch._disable_dynamo  # as in kernels/blockwise_attention.py
     def features(self, device: torch.device) -> Tensor:
-        """Random features (m, D), generated at first use from n_features, head_dim and the layer index."""
+        """Random features (m, D), generated at first use from n_features, head_dim and the layer
+        index."""
         if self._features is None or self._features.device != device:
             self._features = random_features(self.n_features, self.head_dim, self.layer).to(device)
         return self._features

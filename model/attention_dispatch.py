@@ -1,4 +1,5 @@
-"""One entry point for every attention variant: kernel selection, dispatch, and a readable reference."""
+"""One entry point for every attention variant: kernel selection, dispatch, and a readable
+reference."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ KERNELS = ("auto", "sdpa", "blockwise", "local", "flex", "varlen", "reference")
 
 @dataclass
 class AttentionMask:
-    """Which keys the queries of one pass attend to, in the form that `kernel` reads. The default hides no keys."""
+    """Which keys the queries of one pass attend to, in the form that `kernel` reads. The default
+    hides no keys."""
 
     allowed: Tensor | None = (
         None  # broadcastable to (B, H, T, S): bool, or a bias that is added to the scores
@@ -64,12 +66,19 @@ class AttentionMask:
 
 
 def choose_kernel(
-    requested: str, pattern: Pattern, query: TokenInfo, aligned: bool, dtype: torch.dtype, has_alibi: bool,
+    requested: str,
+    pattern: Pattern,
+    query: TokenInfo,
+    aligned: bool,
+    dtype: torch.dtype,
+    has_alibi: bool,
     plain_scores: bool,
-) -> str:  # fmt: skip
-    """Select the fastest kernel that supports a pattern with these inputs, or check the requested kernel.
+) -> str:
+    """Select the fastest kernel that supports a pattern with these inputs, or check the requested
+    kernel.
 
-    See MaskBuilder for the other arguments. Raises UserError if the requested kernel does not support the pattern.
+    See MaskBuilder for the other arguments. Raises UserError if the requested kernel does not
+    support the pattern.
     """
     has_documents = query.document_id is not None
     is_bounded = (
@@ -109,16 +118,23 @@ def choose_kernel(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, scale: float | None = None,
-    attn_logit_softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute softmax(scale · q kᵀ) v over the visible keys; the result is 0 for queries without visible keys.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None = None,
+    scale: float | None = None,
+    attn_logit_softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute softmax(scale · q kᵀ) v over the visible keys; the result is 0 for queries without
+    visible keys.
 
     Args:
         q: (B, H, T, D), the same shape as the result.
         k, v: (B, K, S, D). K divides H; each KV head serves H/K query heads.
         scale: factor on the scores (default: 1/√D).
-        attn_logit_softcap: limits scores smoothly: s becomes cap · tanh(s / cap) (Gemma 2, arXiv:2408.00118).
+        attn_logit_softcap: limits scores smoothly: s becomes cap · tanh(s / cap) (Gemma 2,
+            arXiv:2408.00118).
         sinks: (H,), one extra score per head without a value, which lets a head attend to nothing.
     """
     mask = AttentionMask() if mask is None else mask
@@ -160,10 +176,15 @@ def attend(
 
 
 def attention_weights(
-    q: Tensor, k: Tensor, mask: AttentionMask | None = None, scale: float | None = None,
-    attn_logit_softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention weights of the reference (Vaswani et al. 2017), (B, H, T, S), in fp32 or float64."""
+    q: Tensor,
+    k: Tensor,
+    mask: AttentionMask | None = None,
+    scale: float | None = None,
+    attn_logit_softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention weights of the reference (Vaswani et al. 2017), (B, H, T, S), in fp32 or
+    float64."""
     mask = AttentionMask() if mask is None else mask
     dtype = torch.promote_types(q.dtype, torch.float32)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(dtype)  # (B, H, S, D)
@@ -192,7 +213,8 @@ def attention_weights(
 def chunked_attention_weights(
     q: Tensor, k: Tensor, mask_of: Callable[[slice], AttentionMask], *options: Any
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield attention_weights() of ROWS queries at a time, or of all if gradients flow; mask_of(rows) masks them."""
+    """Yield attention_weights() of ROWS queries at a time, or of all if gradients flow;
+    mask_of(rows) masks them."""
     T, needs_grad = q.shape[2], torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     for start in range(0, T, T if needs_grad else ROWS):
         rows = slice(start, T if needs_grad else min(start + ROWS, T))
@@ -212,19 +234,22 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
         and q.shape[2] == 1
         and not (mask.differs_by_head or mask.is_causal)
     ):
-        # With one query per head, heads that share a KV head become its queries, so that each key is read once.
+        # With one query per head, heads that share a KV head become its queries, so that each key
+        # is read once.
         B, H, _, D = q.shape
         q = q.reshape(B, k.shape[1], -1, D)  # (B, K, H/K, D)
         return _sdpa(q, k, v, mask, scale).reshape(B, H, 1, -1)
     elif is_grouped and q.is_cuda and allowed is not None:
-        # CUDA's kernels with a mask do not support grouped keys: SDPA would fall back to the slow math path.
+        # CUDA's kernels with a mask do not support grouped keys: SDPA would fall back to the slow
+        # math path.
         k, v = (
             x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
         )  # (B, H, S, D)
         is_grouped = False
     if allowed is not None and allowed.dtype != torch.bool:
         if mask.may_be_empty and q.dtype != allowed.dtype:
-            # If only distant keys are visible, their biases are large, and 16 bits cannot tell them apart.
+            # If only distant keys are visible, their biases are large, and 16 bits cannot tell them
+            # apart.
             allowed = allowed - allowed.amax(-1, keepdim=True).nan_to_num(neginf=0)
         allowed = allowed.to(q.dtype)
     options = {"attn_mask": allowed, "is_causal": mask.is_causal, "scale": scale}

@@ -10,9 +10,11 @@ from thinker.model.transformer import Thinker
 
 
 def override_attention_temperature(model: Thinker, temperature: float) -> None:
-    """Divide the attention scores of all layers by another temperature: below 1, heads attend to fewer keys.
+    """Divide the attention scores of all layers by another temperature: below 1, heads attend to
+    fewer keys.
 
-    Raises UserError as for model.attention_temperature. A Generator keeps the temperature that it was created with.
+    Raises UserError as for model.attention_temperature. A Generator keeps the temperature that it
+    was created with.
     """
     model.config = dataclasses.replace(model.config, attention_temperature=temperature)
     for block in model.blocks:
@@ -22,10 +24,12 @@ def override_attention_temperature(model: Thinker, temperature: float) -> None:
 def fold_attention_temperature(
     tensors: Mapping[str, Tensor], config: ThinkerConfig
 ) -> dict[str, Tensor]:
-    """The parameters of a model of temperature 1 that computes the same, for formats without a temperature.
+    """The parameters of a model of temperature 1 that computes the same, for formats without a
+    temperature.
 
-    `tensors` are those of a model with `config`, by name. Divided by the temperature are the norm weights of the
-    queries or, without QK-norm, their projection; RoPE, which follows, is linear. Others are returned unchanged.
+    `tensors` are those of a model with `config`, by name. Divided by the temperature are the norm
+    weights of the queries or, without QK-norm, their projection; RoPE, which follows, is linear.
+    Others are returned unchanged.
     """
     if config.attention_temperature == 1:
         return dict(tensors)

@@ -19,7 +19,8 @@ MAX_FLOAT = 1e18  # of floats, which may be written as integers; torch accepts t
 
 @dataclass
 class ThinkerConfig:
-    """Architecture of a model; None derives a value from the other fields. Raises UserError if fields conflict."""
+    """Architecture of a model; None derives a value from the other fields. Raises UserError if
+    fields conflict."""
 
     vocab_size: int
     d_model: int = 256  # width of the residual stream
@@ -93,7 +94,8 @@ class ThinkerConfig:
             )
         if self.head_init_std > 0 and (self.tie_embeddings or self.init == "normal"):
             raise UserError(
-                "model.head_init_std needs model.init=fan_in and model.tie_embeddings=false; remove it"
+                "model.head_init_std needs model.init=fan_in and model.tie_embeddings=false; "
+                "remove it"
             )
         MLPS.get(self.mlp)
         ACTIVATIONS.get(self.activation)
@@ -107,12 +109,14 @@ class ThinkerConfig:
         if self.n_heads % self.n_kv_heads:
             choices = ", ".join(map(str, divisors(self.n_heads)))
             raise UserError(
-                f"model.n_kv_heads is {self.n_kv_heads}, which does not divide {heads} (use {choices})"
+                f"model.n_kv_heads is {self.n_kv_heads}, which does not divide {heads} (use "
+                f"{choices})"
             )
         if self.head_dim is None:
             if self.d_model % self.n_heads:
                 raise UserError(
-                    f"model.d_model is {self.d_model}, not a multiple of {heads}; set model.head_dim"
+                    f"model.d_model is {self.d_model}, not a multiple of {heads}; set "
+                    f"model.head_dim"
                 )
             self.head_dim = self.d_model // self.n_heads
         if self.head_dim % 2:
@@ -144,11 +148,13 @@ class ThinkerConfig:
         )
         if softcap is not None and not 1e-9 <= softcap <= 1e9:
             raise UserError(
-                f"model.attn_logit_softcap is {softcap}; it must be a number from 1e-9 to 1e9, or null"
+                f"model.attn_logit_softcap is {softcap}; it must be a number from 1e-9 to "
+                f"1e9, or null"
             )
         if not 1e-3 <= (temperature := self.attention_temperature) <= 1e3:
             raise UserError(
-                f"model.attention_temperature is {temperature}; it must be a number from 0.001 to 1000"
+                f"model.attention_temperature is {temperature}; it must be a number from "
+                f"0.001 to 1000"
             )
         if n_kv_heads is not None:
             rule = f"it must list {self.n_layers} numbers from 1 to {self.n_kv_heads}"
@@ -157,12 +163,14 @@ class ThinkerConfig:
                 raise UserError(f"model.n_kv_heads_per_layer is {n_kv_heads}; {rule}")
             if self.positions == "alibi" or any(pattern.by_head for pattern in patterns):
                 raise UserError(
-                    "model.n_kv_heads_per_layer does not work with alibi or per-head patterns; remove it"
+                    "model.n_kv_heads_per_layer does not work with alibi or per-head "
+                    "patterns; remove it"
                 )
         last_token = max((token for pattern in patterns for token in pattern.tokens), default=0)
         if last_token >= (V := self.vocab_size) > 1:  # 1 until the tokenizer is known
             raise UserError(
-                f"model.attention names token {last_token}, which is not in the vocabulary (0 to {V - 1})"
+                f"model.attention names token {last_token}, which is not in the vocabulary (0 "
+                f"to {V - 1})"
             )
         has_linear = any(pattern.n_features for pattern in patterns)
         if has_linear and (
@@ -200,7 +208,8 @@ class ThinkerConfig:
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether texts of any length can be decoded: no layer caches all keys, and positions are unbounded."""
+        """Whether texts of any length can be decoded: no layer caches all keys, and positions are
+        unbounded."""
         is_bounded_attention = all(
             pattern.fits_ring_buffer and pattern.max_distance + pattern.n_global <= self.max_seq_len
             for pattern in self.patterns
@@ -238,7 +247,8 @@ class ThinkerConfig:
         for name in values:
             if name not in cls.__dataclass_fields__:
                 raise UserError(
-                    f"the model config has an unknown key {name!r}; it may need a newer version of Thinker"
+                    f"the model config has an unknown key {name!r}; it may need a newer "
+                    f"version of Thinker"
                 )
         if "vocab_size" not in values:
             raise UserError("the model config has no vocab_size; add it")

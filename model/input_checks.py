@@ -17,13 +17,19 @@ from thinker.runtime.errors import UserError
 
 
 def check_inputs(
-    config: ThinkerConfig, device: torch.device, dtype: torch.dtype, tokens: Tensor | None, embeddings: Tensor | None,
-    targets: Tensor | None, document_ids: Tensor | None, cache: KVCache | None,
-) -> Tensor:  # fmt: skip
+    config: ThinkerConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tokens: Tensor | None,
+    embeddings: Tensor | None,
+    targets: Tensor | None,
+    document_ids: Tensor | None,
+    cache: KVCache | None,
+) -> Tensor:
     """Return the tokens or embeddings. Raises UserError if an input is invalid.
 
-    Without targets or a cache, a sequence longer than the context only causes a warning, so that extrapolation can be
-    measured.
+    Without targets or a cache, a sequence longer than the context only causes a warning, so that
+    extrapolation can be measured.
     """
     if (tokens is None) == (embeddings is None):
         raise UserError("pass either tokens or embeddings to the model, not both or neither")
@@ -45,7 +51,8 @@ def check_inputs(
     width = () if embeddings is None else (config.d_model,)
     if inputs.dim() != 2 + len(width) or 0 in inputs.shape or inputs.shape[2:] != width:
         raise UserError(
-            f"{name} has shape {tuple(inputs.shape)}; use non-empty tokens (B, T) or embeddings (B, T, C)"
+            f"{name} has shape {tuple(inputs.shape)}; use non-empty tokens (B, T) or "
+            f"embeddings (B, T, C)"
         )
     for name, value in given.items():
         shape = (*inputs.shape[:2], *(width if name == "embeddings" else ()))
@@ -56,13 +63,15 @@ def check_inputs(
             )
         if value.device != device:
             raise UserError(
-                f"{name} is on {value.device}, but the model is on {device}; use {name}.to(model.device)"
+                f"{name} is on {value.device}, but the model is on {device}; use "
+                f"{name}.to(model.device)"
             )
         if name != "embeddings":
             _check_ids(name, value, config.vocab_size)
     if embeddings is not None and not embeddings.is_floating_point():
         raise UserError(
-            f"embeddings is {embeddings.dtype}; it must be a floating-point dtype such as torch.float32"
+            f"embeddings is {embeddings.dtype}; it must be a floating-point dtype such as "
+            f"torch.float32"
         )
     if cache is not None:
         _check_cache(config, dtype, cache, document_ids)
@@ -82,7 +91,10 @@ def check_inputs(
 
 def beyond_context(n_tokens: int, config: ThinkerConfig) -> str:
     """Message for a sequence longer than the context."""
-    return f"the sequence has {n_tokens} tokens, but the model was trained with a context of {config.max_seq_len}"
+    return (
+        f"the sequence has {n_tokens} tokens, but the model was trained with a context of "
+        f"{config.max_seq_len}"
+    )
 
 
 def _check_cache(
@@ -94,11 +106,13 @@ def _check_cache(
         raise UserError("document_ids cannot be combined with a cache; pass only one")
     if (len(cache.layers), cache.head_dim) != (config.n_layers, config.head_dim):
         raise UserError(
-            "the cache was made for a model of another shape; create a new one with model.new_cache()"
+            "the cache was made for a model of another shape; create a new one with "
+            "model.new_cache()"
         )
     if cache.dtype != dtype:
         raise UserError(
-            f"the cache is {cache.dtype}, but the model uses {dtype}; create one with model.new_cache()"
+            f"the cache is {cache.dtype}, but the model uses {dtype}; create one with "
+            f"model.new_cache()"
         )
 
 
@@ -120,7 +134,8 @@ def _check_ids(name: str, tokens: Tensor, vocab_size: int) -> None:
 def tokens_to_inspect(
     tokens: Tensor | str, tokenizer: Any, config: ThinkerConfig, device: torch.device
 ) -> Tensor:
-    """Return tokens (B, T), or encode a text as a prompt, (1, T). Raises UserError beyond the context."""
+    """Return tokens (B, T), or encode a text as a prompt, (1, T). Raises UserError beyond the
+    context."""
     if isinstance(tokens, str):
         if not hasattr(tokenizer, "bos_prefix"):
             remedy = "use attention_weights(text, tokenizer) with the tokenizer from load()"

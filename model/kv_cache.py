@@ -32,7 +32,8 @@ class LayerCache:
     def prepare(
         self, cache: KVCache, pattern: Pattern, positions: Tensor
     ) -> tuple[AttentionMask, CacheSlots]:
-        """Return the mask and slots of new positions, (T,) or (B, T), which `cache` already counts."""
+        """Return the mask and slots of new positions, (T,) or (B, T), which `cache` already
+        counts."""
         if max(cache.lengths) == positions.shape[-1]:  # the first chunk
             return cache.build_mask(pattern, positions, positions, aligned=True), CacheSlots(
                 positions
@@ -48,7 +49,8 @@ class LayerCache:
     def update(
         self, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Store new keys and values (B, K, T, D). Returns q and the keys and values to attend to, (B, K, S, D) each."""
+        """Store new keys and values (B, K, T, D). Returns q and the keys and values to attend to,
+        (B, K, S, D) each."""
         keys, values, slot_mapping = k, v, slots.slot_mapping
         if slots.kv_len is not None:
             keys, values = self.keys[:, :, : slots.kv_len], self.values[:, :, : slots.kv_len]
@@ -69,7 +71,8 @@ class LayerCache:
 
 @dataclass
 class RingLayer(LayerCache):
-    """The first `n_global` positions, a ring buffer of the newest, and one unread slot; positions stay absolute."""
+    """The first `n_global` positions, a ring buffer of the newest, and one unread slot; positions
+    stay absolute."""
 
     n_global: int
     no_truncate_reason = "the window has been overwritten; use a larger new_cache(slack=...)"
@@ -80,7 +83,8 @@ class RingLayer(LayerCache):
         return self.keys.shape[2] - 1
 
     def slot_mapping(self, positions: Tensor) -> Tensor:
-        """Slot of each new position, (T,) or (B, T). Positions that newer ones overwrite get the unread slot."""
+        """Slot of each new position, (T,) or (B, T). Positions that newer ones overwrite get the
+        unread slot."""
         ring = self.size - self.n_global
         is_global = positions < self.n_global
         slots = torch.where(
@@ -90,7 +94,8 @@ class RingLayer(LayerCache):
         return torch.where(is_overwritten, self.size, slots)
 
     def slot_positions(self, lengths: Tensor, kv_len: int) -> Tensor:
-        """Position in each of the first `kv_len` slots of rows filled to `lengths`, (B,) -> (B, kv_len)."""
+        """Position in each of the first `kv_len` slots of rows filled to `lengths`, (B,) -> (B,
+        kv_len)."""
         slots = torch.arange(kv_len, device=lengths.device)
         newest = lengths[:, None] - 1  # (B, 1)
         in_ring = newest - (newest - slots) % (self.size - self.n_global)
@@ -101,7 +106,8 @@ class RingLayer(LayerCache):
     def prepare(
         self, cache: KVCache, pattern: Pattern, positions: Tensor
     ) -> tuple[AttentionMask, CacheSlots]:
-        """See LayerCache.prepare(); the high-water mark of each row determines what the ring contains."""
+        """See LayerCache.prepare(); the high-water mark of each row determines what the ring
+        contains."""
         slots, T = CacheSlots(self.slot_mapping(positions)), positions.shape[-1]
         if max(cache.lengths) == T:
             return cache.build_mask(pattern, positions, positions, aligned=True), slots
@@ -123,7 +129,8 @@ class RingLayer(LayerCache):
 
 
 class LinearLayer(LinearState):
-    """State of a linear attention layer: sums over all keys, whose size does not depend on the number of keys."""
+    """State of a linear attention layer: sums over all keys, whose size does not depend on the
+    number of keys."""
 
     tensors = ("sums", "shift")
     size = slack = 0
@@ -131,25 +138,36 @@ class LinearLayer(LinearState):
 
 
 class KVCache:
-    """Cache of all layers. The length of each row is kept on the host, so that reading it never waits for the device.
+    """Cache of all layers. The length of each row is kept on the host, so that reading it never
+    waits for the device.
 
-    A layer with full attention preallocates `max_len` keys and values, a layer of bounded distance has a ring buffer,
-    and a linear layer has its state. Without full attention the cache is unbounded and its memory does not grow.
+    A layer with full attention preallocates `max_len` keys and values, a layer of bounded distance
+    has a ring buffer, and a linear layer has its state. Without full attention the cache is
+    unbounded and its memory does not grow.
     """
 
     bits: int | None = None  # of keys and values; None: they have a floating-point dtype
     pass_block: int | None = None  # a pass of several positions should end at a multiple of it
 
     def __init__(
-        self, config: ThinkerConfig, batch_size: int, max_len: int, device: torch.device | str, dtype: torch.dtype,
+        self,
+        config: ThinkerConfig,
+        batch_size: int,
+        max_len: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
         slack: int = 0,
-    ) -> None:  # fmt: skip
-        """`slack`: number of positions that truncate() can always remove, even from ring buffers."""
+    ) -> None:
+        """`slack`: number of positions that truncate() can always remove, even from ring
+        buffers."""
         if not all(
             type(n) is int and n >= least
             for n, least in ((batch_size, 1), (max_len, 1), (slack, 0))
         ):
-            sizes = f"batch_size={describe(batch_size)}, max_len={describe(max_len)}, slack={describe(slack)}"
+            sizes = (
+                f"batch_size={describe(batch_size)}, max_len={describe(max_len)}, "
+                f"slack={describe(slack)}"
+            )
             raise UserError(
                 f"invalid cache size {sizes}; use integers of at least 1 (slack: at least 0)"
             )
@@ -195,7 +213,8 @@ class KVCache:
         return sum(getattr(layer, name).nbytes for layer in self.layers for name in layer.tensors)
 
     def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> ForwardContext:
-        """Add `length` positions per row and return their context. Raises UserError, unchanged, if they do not fit."""
+        """Add `length` positions per row and return their context. Raises UserError, unchanged, if
+        they do not fit."""
         starts = self.reserve(batch_size, length)
         positions = torch.arange(length, device=self.device) + starts[0]  # (T,)
         if min(starts) < max(starts) or min(self.high_water) < max(self.high_water):
@@ -218,7 +237,8 @@ class KVCache:
         return ForwardContext(positions, max(self.lengths), masks, slots, token_before=token_before)
 
     def reserve(self, batch_size: int, length: int) -> list[int]:
-        """Add `length` positions to every row and return the previous lengths. Raises the errors of append()."""
+        """Add `length` positions to every row and return the previous lengths. Raises the errors of
+        append()."""
         starts = self.lengths
         if batch_size != len(starts):
             raise UserError(
@@ -231,7 +251,8 @@ class KVCache:
             )
         if min(starts) < self.prefix and (max(starts) > 0 or length < self.prefix):
             raise UserError(
-                f"{length} positions after {min(starts)} split the bidirectional prefix; pass the first {self.prefix} "
+                f"{length} positions after {min(starts)} split the bidirectional prefix; pass "
+                f"the first {self.prefix} "
                 "positions in one call"
             )
         self.lengths = [start + length for start in starts]
@@ -250,7 +271,8 @@ class KVCache:
         return self.mask_builder.build(pattern, query, key, aligned)
 
     def truncate(self, lengths: list[int]) -> None:
-        """Shorten each row to its new length. Raises UserError if keys that it needs have been overwritten."""
+        """Shorten each row to its new length. Raises UserError if keys that it needs have been
+        overwritten."""
         for new, old in zip(lengths, self.lengths, strict=True):
             if not 0 <= new <= old:
                 raise UserError(

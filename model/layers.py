@@ -16,7 +16,8 @@ class Linear(nn.Linear):
     def effective_weight(self) -> Tensor:
         """The matrix that forward() multiplies by, (n_out, n_in).
 
-        A subclass that overrides forward() overrides this, too, if such a matrix exists. Inference then uses it.
+        A subclass that overrides forward() overrides this, too, if such a matrix exists. Inference
+        then uses it.
         """
         return self.weight
 
@@ -31,7 +32,8 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467), computed in fp32 before the weight."""
+    """x / √(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467), computed in fp32
+    before the weight."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -41,14 +43,16 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width), in x's dtype."""
         at_least_fp32 = torch.promote_types(x.dtype, torch.float32)
-        # Unlike x.square().mean(), this reads x in its dtype and adds in fp32, without a copy of x in fp32.
+        # Unlike x.square().mean(), this reads x in its dtype and adds in fp32, without a copy of x
+        # in fp32.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32)  # (..., 1)
         scale = torch.rsqrt(norm * norm / x.shape[-1] + self.eps)  # (..., 1)
         return (x * scale).to(x.dtype) * self.weight.to(x.dtype)
 
 
 class LayerNorm(nn.LayerNorm):
-    """(x − mean(x)) / √(var(x) + eps) · weight + bias (Ba et al. 2016, arXiv:1607.06450), computed in fp32."""
+    """(x − mean(x)) / √(var(x) + eps) · weight + bias (Ba et al. 2016, arXiv:1607.06450), computed
+    in fp32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps)

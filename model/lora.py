@@ -13,7 +13,8 @@ RANK_OF = "blocks.0.attention.o_proj.lora_A"  # (r, n_in), in every model with a
 
 
 class LoraLinear(Linear):
-    """W x + scale · B A x. W is frozen; A (r, n_in) and B (n_out, r) are trained, and B starts at zero."""
+    """W x + scale · B A x. W is frozen; A (r, n_in) and B (n_out, r) are trained, and B starts at
+    zero."""
 
     def __init__(self, frozen: Linear, rank: int, scale: float) -> None:
         with torch.device("meta"):  # shares the weight and bias of `frozen`
@@ -39,7 +40,8 @@ class LoraLinear(Linear):
 
 
 def add_lora(model: Thinker, rank: int, scale: float = 1.0) -> None:
-    """Add an adapter to every matrix of the blocks and freeze all other weights. The outputs do not change."""
+    """Add an adapter to every matrix of the blocks and freeze all other weights. The outputs do not
+    change."""
     model.requires_grad_(False)
     for module, name, matrix in _block_matrices(model):
         setattr(module, name, LoraLinear(matrix, rank, scale))

@@ -70,7 +70,8 @@ class MaskBuilder:
         return any(pattern.tokens for pattern in self.patterns)
 
     def whole_sequence(self, query: TokenInfo) -> ForwardContext:
-        """Context of a pass without a cache. Masks that depend only on the length are kept for the next pass."""
+        """Context of a pass without a cache. Masks that depend only on the length are kept for the
+        next pass."""
         T, (length, masks) = query.position.shape[-1], self._last
         depends_on_length_alone = query.document_id is None and query.token_id is None
         if length != T or not depends_on_length_alone:
@@ -88,7 +89,8 @@ class MaskBuilder:
     def reference_mask(
         self, pattern: Pattern, query: TokenInfo, rows: slice = slice(None)
     ) -> AttentionMask:
-        """Mask of a slice of queries, for the reference; the mask of the whole sequence is never built."""
+        """Mask of a slice of queries, for the reference; the mask of the whole sequence is never
+        built."""
         part = _map_tensors(query, lambda x: x[..., rows])
         return replace(self, kernel="reference").build(pattern, part, query)
 
@@ -97,7 +99,8 @@ class MaskBuilder:
     ) -> AttentionMask:
         """Mask between queries at positions (T,) or (B, T) and keys at (S,) or (B, S).
 
-        `aligned`: both have the same positions in the same order. Raises UserError if `kernel` does not support it.
+        `aligned`: both have the same positions in the same order. Raises UserError if `kernel` does
+        not support it.
         """
         kernel = choose_kernel(
             self.kernel,

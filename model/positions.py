@@ -31,7 +31,8 @@ def _parameter(*types: str, default: Any = None, minimum: float = MIN_NUMBER) ->
 
 @dataclass
 class RopeScaling:
-    """RoPE scaling for texts longer than in pretraining, as in transformers. Raises UserError for invalid values."""
+    """RoPE scaling for texts longer than in pretraining, as in transformers. Raises UserError for
+    invalid values."""
 
     type: str
     factor: float = _parameter(*TYPES, minimum=1)
@@ -84,14 +85,16 @@ class RopeScaling:
             high_value, low_value = getattr(self, high), getattr(self, low)
             if high_value is not None and high_value <= low_value:
                 raise UserError(
-                    f"model.rope_scaling.{high} is {high_value}; it must be above {low} = {low_value}"
+                    f"model.rope_scaling.{high} is {high_value}; it must be above {low} = "
+                    f"{low_value}"
                 )
         has_mscale = self.mscale is not None
         if has_mscale != (self.mscale_all_dim is not None) or (
             has_mscale and self.attention_factor is not None
         ):
             raise UserError(
-                "model.rope_scaling: set mscale and mscale_all_dim together, or only attention_factor"
+                "model.rope_scaling: set mscale and mscale_all_dim together, or only "
+                "attention_factor"
             )
 
     @classmethod
@@ -99,19 +102,22 @@ class RopeScaling:
         """Create from a config or file; the inverse of dataclasses.asdict()."""
         if not isinstance(values, dict):
             raise UserError(
-                f"model.rope_scaling is {values!r}; use a mapping such as {{type: linear, factor: 4}}"
+                f"model.rope_scaling is {values!r}; use a mapping such as "
+                f"{{type: linear, factor: 4}}"
             )
         known = [parameter.name for parameter in fields(cls)]
         for name in values:
             if name not in known:
                 raise UserError(
-                    f"model.rope_scaling has an unknown key {name!r}{did_you_mean(str(name), known)}"
+                    f"model.rope_scaling has an unknown key "
+                    f"{name!r}{did_you_mean(str(name), known)}"
                 )
         return cls(**{"type": None, **values})
 
     @property
     def attention_scaling(self) -> float:
-        """Factor on cos and sin, and squared on scores, with which YaRN sharpens attention over longer texts."""
+        """Factor on cos and sin, and squared on scores, with which YaRN sharpens attention over
+        longer texts."""
         if self.type != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -120,7 +126,8 @@ class RopeScaling:
         return (1 + (self.mscale or 1) * growth) / (1 + (self.mscale_all_dim or 0) * growth)
 
     def yarn_correction_range(self, head_dim: int, theta: float) -> tuple[float, float]:
-        """First and last pair of the ramp. Faster pairs keep their angles; those of slower pairs are divided."""
+        """First and last pair of the ramp. Faster pairs keep their angles; those of slower pairs
+        are divided."""
         low, high = 1.0, 0.0
         if theta > 1:
             rotations = self.original_max_seq_len / (
@@ -145,7 +152,8 @@ class RopeScaling:
 
 
 class Rope(nn.Module):
-    """Rotary embeddings (Su et al. 2021, arXiv:2104.09864), rotate-half as in LLaMA, with tables built on demand."""
+    """Rotary embeddings (Su et al. 2021, arXiv:2104.09864), rotate-half as in LLaMA, with tables
+    built on demand."""
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
@@ -161,7 +169,8 @@ class Rope(nn.Module):
         )
 
     def forward(self, positions: Tensor, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, cos) and (−sin, sin) at `positions`, (T,) or (B, T), all below `end`: (T, D) or (B, 1, T, D) each."""
+        """(cos, cos) and (−sin, sin) at `positions`, (T,) or (B, T), all below `end`: (T, D) or (B,
+        1, T, D) each."""
         # Factor by which the slowest pair is slowed down at this length.
         stretch = (
             1.0
@@ -185,10 +194,12 @@ class Rope(nn.Module):
         )  # (B, 1, T, D)
 
     def check_growth(self, end: int) -> None:
-        """Raise UserError if dynamic scaling would change the angles of cached keys or masked documents at `end`."""
+        """Raise UserError if dynamic scaling would change the angles of cached keys or masked
+        documents at `end`."""
         if end > self.max_static_len:
             raise UserError(
-                f"model.rope_scaling of type dynamic limits a cache or masked documents to original_max_seq_len = "
+                f"model.rope_scaling of type dynamic limits a cache or masked documents to "
+                f"original_max_seq_len = "
                 f"{self.max_static_len} positions, but got {end}; use yarn or linear"
             )
 
@@ -238,7 +249,8 @@ class Rope(nn.Module):
 
 
 def heads_last(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The tables for heads in the order (B, T, H, D): (T, D) or (B, 1, T, D) -> (1 or B, T, 1, D)."""
+    """The tables for heads in the order (B, T, H, D): (T, D) or (B, 1, T, D) -> (1 or B, T, 1,
+    D)."""
     cos, sin = (table.view(-1, 1, *table.shape[-2:]).transpose(1, 2) for table in rope)
     return cos, sin
 
@@ -252,16 +264,19 @@ def apply_rotary_emb(x: Tensor, rope: Rotation) -> Tensor:
 
 
 def alibi_slopes(n_heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """ALiBi slopes (Press et al. 2022, arXiv:2108.12409): the penalty of each head per position of distance, (H,)."""
+    """ALiBi slopes (Press et al. 2022, arXiv:2108.12409): the penalty of each head per position of
+    distance, (H,)."""
     power = 1 << (n_heads.bit_length() - 1)
     exponents = [8 * h / power for h in range(1, power + 1)]
-    # 2^(−8h/H) if H is a power of two; else the slopes of the power below and every other slope of the power above.
+    # 2^(−8h/H) if H is a power of two; else the slopes of the power below and every other slope of
+    # the power above.
     exponents += [8 * h / (2 * power) for h in range(1, 2 * (n_heads - power) + 1, 2)]
     return torch.tensor([2.0**-e for e in exponents], device=device)
 
 
 def sinusoidal_embedding(positions: Tensor, width: int) -> Tensor:
-    """Sinusoidal embeddings (arXiv:1706.03762): sin, then cos at wavelengths 2π to 10,000·2π, (..., T, width)."""
+    """Sinusoidal embeddings (arXiv:1706.03762): sin, then cos at wavelengths 2π to 10,000·2π, (...,
+    T, width)."""
     rates = torch.exp(
         torch.arange(0, width, 2, device=positions.device) * (-math.log(10000.0) / width)
     )  # (width / 2,)

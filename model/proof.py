@@ -1,8 +1,9 @@
 """Evidence that a faster form of a module computes the same as the module itself.
 
-An edit of the model must take effect, so a faster form proves itself before it is used. The proof runs on a *twin*: a
-model of the same config with the same layers, heads and context, but narrow, which takes little time. Its weights are
-random, because many matrices of a new model are zero and would hide a difference.
+An edit of the model must take effect, so a faster form proves itself before it is used. The proof
+runs on a *twin*: a model of the same config with the same layers, heads and context, but narrow,
+which takes little time. Its weights are random, because many matrices of a new model are zero and
+would hide a difference.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from thinker.model.transformer import Block, Thinker
 
 SEED = 0
-WIDTH = 32  # of the residual stream and the MLP of a twin, plus the rest of the real width by this number
+# of the residual stream and the MLP of a twin, plus the rest of the real width by this number
+WIDTH = 32
 PERIOD = 4099
 MAX_POSITIONS = 256  # to compare; in a longer context the first and the last half as many
 MAX_BLOCK = 1 << 24  # parameters of a block that is compared in its real shape
@@ -34,7 +36,8 @@ _kept: dict[tuple[Hashable, ...], Any] = {}
 
 
 def code_of_model() -> tuple[Callable, ...]:
-    """All functions of model/ as they are now, so that a proof can be kept until one of them is replaced."""
+    """All functions of model/ as they are now, so that a proof can be kept until one of them is
+    replaced."""
     package = __name__.rpartition(".")[0]
     found: list[Callable] = []
     for name, module in sorted(sys.modules.items()):
@@ -49,7 +52,8 @@ def code_of_model() -> tuple[Callable, ...]:
 
 
 def kept(key: tuple[Hashable, ...], model: Thinker, prove: Callable[[], T]) -> T:
-    """The result of a proof, which is kept as long as config, mode and code of the model are the same."""
+    """The result of a proof, which is kept as long as config, mode and code of the model are the
+    same."""
     config = json.dumps(model.config.to_dict(), sort_keys=True)
     key = (*key, config, model.training, str(model.device), code_of_model())
     if key not in _kept:
@@ -58,7 +62,8 @@ def kept(key: tuple[Hashable, ...], model: Thinker, prove: Callable[[], T]) -> T
 
 
 class Noise:
-    """Normal numbers that repeat after a prime number of elements, which is faster than drawing all."""
+    """Normal numbers that repeat after a prime number of elements, which is faster than drawing
+    all."""
 
     def __init__(self) -> None:
         self.numbers = _numbers()
@@ -82,19 +87,22 @@ def _numbers() -> Tensor:
 
 @contextlib.contextmanager
 def own_random_numbers() -> Iterator[Noise]:
-    """Context that leaves torch's generator as it is, whatever a module draws. Yields numbers for weights."""
+    """Context that leaves torch's generator as it is, whatever a module draws. Yields numbers for
+    weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         yield Noise()
 
 
 def is_fake(model: Thinker) -> bool:
-    """Whether the weights have no values, as in estimates of memory: then there is nothing to compare."""
+    """Whether the weights have no values, as in estimates of memory: then there is nothing to
+    compare."""
     return isinstance(model.embedding.weight, FakeTensor)
 
 
 def narrow_twin(model: Thinker, noise: Noise) -> Thinker:
-    """A model with the layers, heads and context of another, but narrow, with random weights, in the same mode."""
+    """A model with the layers, heads and context of another, but narrow, with random weights, in
+    the same mode."""
     config = model.config
     last_token = max((token for pattern in config.patterns for token in pattern.tokens), default=0)
     narrow = dataclasses.replace(
@@ -121,7 +129,8 @@ def real_block(model: Thinker, noise: Noise) -> Block | None:
 
 @torch.no_grad()
 def randomize(module: nn.Module, noise: Noise) -> None:
-    """Set all parameters to random numbers of the size that activations keep, none of them constant."""
+    """Set all parameters to random numbers of the size that activations keep, none of them
+    constant."""
     for parameter in module.parameters():
         values = noise(parameter.shape)
         if parameter.dim() == 1:
@@ -145,7 +154,8 @@ def agree(
     parameters: Sequence[Tensor] | None,
     tolerance: float,
 ) -> bool:
-    """Whether two functions of x have the same outputs and, with parameters, gradients of x and of them.
+    """Whether two functions of x have the same outputs and, with parameters, gradients of x and of
+    them.
 
     The largest difference of each tensor may be `tolerance` times its largest value.
     """

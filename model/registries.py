@@ -1,4 +1,5 @@
-"""Parts of a model that a config chooses by name. A user's module registers its own in the same way."""
+"""Parts of a model that a config chooses by name. A user's module registers its own in the same
+way."""
 
 from collections.abc import Callable
 from typing import Any

@@ -31,7 +31,8 @@ from thinker.runtime.memory import check_memory
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) · up(x)), or with another activation."""
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) · up(x)), or with another
+    activation."""
 
     def __init__(self, config: ThinkerConfig) -> None:
         super().__init__()
@@ -48,7 +49,8 @@ class MLP(nn.Module):
 
 
 class UngatedMLP(nn.Module):
-    """The MLP of the first transformer (arXiv:1706.03762), without biases: down(activation(up(x)))."""
+    """The MLP of the first transformer (arXiv:1706.03762), without biases:
+    down(activation(up(x)))."""
 
     def __init__(self, config: ThinkerConfig) -> None:
         super().__init__()
@@ -96,9 +98,9 @@ class Block(nn.Module):
 class Thinker(nn.Module):
     """A decoder-only transformer: pre-norm blocks of grouped-query attention with RoPE, and SwiGLU.
 
-    With QK-norm it matches Hugging Face's `qwen3`, without it `llama`; weights carry over unchanged. `activation_dtype`
-    (None: the dtype of the weights) enables mixed precision: each matrix is cast when it is used; norms and the softmax
-    of the loss stay in fp32.
+    With QK-norm it matches Hugging Face's `qwen3`, without it `llama`; weights carry over
+    unchanged. `activation_dtype` (None: the dtype of the weights) enables mixed precision: each
+    matrix is cast when it is used; norms and the softmax of the loss stay in fp32.
     """
 
     def __init__(self, config: ThinkerConfig) -> None:
@@ -114,7 +116,8 @@ class Thinker(nn.Module):
 
         embedding = _random(config.vocab_size, config.d_model)
         self.embedding = nn.Embedding.from_pretrained(embedding, freeze=False)
-        # As the token shift of RWKV (Peng et al. 2023, arXiv:2305.13048), but only on the embedding.
+        # As the token shift of RWKV (Peng et al. 2023, arXiv:2305.13048), but only on the
+        # embedding.
         self.token_shift: nn.Parameter | None = None  # (C,)
         if config.token_shift:
             self.token_shift = nn.Parameter(torch.zeros(config.d_model))
@@ -189,22 +192,29 @@ class Thinker(nn.Module):
         Args:
             tokens: (B, T) int64; alternatively pass `embeddings`, (B, T, C).
             targets: (B, T) int64, the next token of each position; IGNORE_INDEX (−1) is ignored.
-            cache: the T positions follow the cached ones and are added to the cache. For inference only: no gradients.
+            cache: the T positions follow the cached ones and are added to the cache. For inference
+                only: no gradients.
             last_logits_only: compute only the logits of the last position.
-            document_ids: (B, T) int64, different for adjacent documents. Attention stays within each document, whose
-                positions count from 0, so its logits do not depend on other documents.
-            target_losses: (B, T) fp32, contiguous; is filled with the loss of each target in nats, 0 if it is ignored.
-            chunk_loss: replaces the cross-entropy (kernels/linear_cross_entropy.py), for training only.
+            document_ids: (B, T) int64, different for adjacent documents. Attention stays within
+                each document, whose positions count from 0, so its logits do not depend on other
+                documents.
+            target_losses: (B, T) fp32, contiguous; is filled with the loss of each target in nats,
+                0 if it is ignored.
+            chunk_loss: replaces the cross-entropy (kernels/linear_cross_entropy.py), for training
+                only.
 
-        Returns: logits (B, T or 1, V); with targets, (sum of losses in nats, fp32; number of targets). Raises UserError
-            if shapes do not fit, an id is out of range (on a CPU), or the cache is full. Warns beyond the context.
+        Returns: logits (B, T or 1, V); with targets, (sum of losses in nats, fp32; number of
+        targets). Raises UserError
+            if shapes do not fit, an id is out of range (on a CPU), or the cache is full. Warns
+            beyond the context.
         """
         inputs = check_inputs(
             self.config, self.device, self.dtype, tokens, embeddings, targets, document_ids, cache
         )
         if targets is not None and last_logits_only:
             raise UserError(
-                "last_logits_only cannot be combined with targets, which need the logits of all positions"
+                "last_logits_only cannot be combined with targets, which need the logits of "
+                "all positions"
             )
         if target_losses is not None and (targets is None or target_losses.shape != targets.shape):
             raise UserError("target_losses needs targets of the same shape")
@@ -232,7 +242,8 @@ class Thinker(nn.Module):
         document_ids: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> ForwardContext:
-        """Context of a whole sequence, or of the next positions of a cache. Raises UserError if they do not fit."""
+        """Context of a whole sequence, or of the next positions of a cache. Raises UserError if
+        they do not fit."""
         if tokens is None and any(pattern.tokens for pattern in self.config.patterns):
             raise UserError(
                 "model.attention selects tokens by id, but embeddings have no ids; pass tokens"
@@ -244,7 +255,8 @@ class Thinker(nn.Module):
         end = inputs.shape[1] + (0 if cache is None else max(cache.lengths))
         if self.positions is not None and end > (n_learned := len(self.positions.weight)):
             raise UserError(
-                f"the sequence has {end} tokens, more than the {n_learned} learned positions; shorten it"
+                f"the sequence has {end} tokens, more than the {n_learned} learned positions; "
+                f"shorten it"
             )
         if self.rope is not None and not (cache is None and document_ids is None):
             self.rope.check_growth(end)
@@ -286,7 +298,8 @@ class Thinker(nn.Module):
         return self.norm(x)
 
     def embed(self, inputs: Tensor, context: ForwardContext) -> Tensor:
-        """Tokens (B, T), or embeddings (B, T, C), and what the input adds about order -> (B, T, C)."""
+        """Tokens (B, T), or embeddings (B, T, C), and what the input adds about order -> (B, T,
+        C)."""
         x = self.embedding(inputs) if inputs.dim() == 2 else inputs
         if self.token_shift is not None:
             before = F.pad(x, (0, 0, 1, -1))  # (B, T, C)
@@ -301,33 +314,40 @@ class Thinker(nn.Module):
         return x
 
     def new_cache(self, batch_size: int = 1, max_len: int | None = None, slack: int = 0) -> KVCache:
-        """Create an empty cache for `max_len` positions (default: config.max_seq_len); `slack` as in KVCache."""
+        """Create an empty cache for `max_len` positions (default: config.max_seq_len); `slack` as
+        in KVCache."""
         max_len = self.config.max_seq_len if max_len is None else max_len
         size = KVCache(self.config, batch_size, max_len, "meta", self.dtype, slack).nbytes
         check_memory({"cache": size}, self.device, "use a smaller batch_size or max_len")
         return KVCache(self.config, batch_size, max_len, self.device, self.dtype, slack)
 
     def record(self, *names: str) -> AbstractContextManager[ActivationCache]:
-        """Record activations of each pass: `with model.record("blocks.*.attention.weights") as cache:`."""
+        """Record activations of each pass: `with model.record("blocks.*.attention.weights") as
+        cache:`."""
         return open_hooks(self, names, {})
 
     def patch(self, patches: Mapping[str, Patch]) -> AbstractContextManager[ActivationCache]:
-        """Replace activations of each pass: `with model.patch({"blocks.3.attention.heads.1": "zero"}):`.
+        """Replace activations of each pass: `with model.patch({"blocks.3.attention.heads.1":
+        "zero"}):`.
 
-        A patch is "zero"; "mean" over batch and positions (for weights, over the batch); a number or tensor, which is
-        broadcast; or a function of the activation. Raises UserError for an unknown or read-only name.
+        A patch is "zero"; "mean" over batch and positions (for weights, over the batch); a number
+        or tensor, which is broadcast; or a function of the activation. Raises UserError for an
+        unknown or read-only name.
         """
         return open_hooks(self, (), patches)
 
     def activation_names(self) -> list[str]:
-        """All names that can be recorded, in the order of the pass (see docs/guides/inspecting.md)."""
+        """All names that can be recorded, in the order of the pass (see
+        docs/guides/inspecting.md)."""
         return list(hook_points(self))
 
     @torch.no_grad()
     def attention_weights(self, tokens: Tensor | str, tokenizer: Any = None) -> Tensor:
-        """Return the attention matrices of a pass, (layers, B, H, T, T); rows are queries, missing heads are NaN.
+        """Return the attention matrices of a pass, (layers, B, H, T, T); rows are queries, missing
+        heads are NaN.
 
-        tokens: (B, T), or a text, which is encoded as a prompt and needs the `tokenizer` returned by load().
+        tokens: (B, T), or a text, which is encoded as a prompt and needs the `tokenizer` returned
+        by load().
         """
         with self.record("blocks.*.attention.weights") as cache:
             self(tokens_to_inspect(tokens, tokenizer, self.config, self.device))
@@ -338,6 +358,7 @@ class Thinker(nn.Module):
 
 
 def _random(*shape: int) -> Tensor:
-    """Normal numbers; nothing on the meta device, for which torch would spend a second importing its compiler."""
+    """Normal numbers; nothing on the meta device, for which torch would spend a second importing
+    its compiler."""
     tensor = torch.empty(shape)
     return tensor if tensor.is_meta else tensor.normal_()

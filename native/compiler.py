@@ -26,14 +26,24 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The compiled decode.c. Raises UserError with the reason if this machine cannot compile or load it."""
+    """The compiled decode.c. Raises UserError with the reason if this machine cannot compile or
+    load it."""
     library = _load("decode.c", FLAGS)
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.run.argtypes = pointer, integer, pointer, integer
     library.sample.argtypes = pointer, integer, integer, integer, *[pointer] * 7
     library.sample_steps.argtypes = (
-        pointer, integer, pointer, pointer, integer, pointer, integer, integer, *[pointer] * 5, integer
-    )  # fmt: skip
+        pointer,
+        integer,
+        pointer,
+        pointer,
+        integer,
+        pointer,
+        integer,
+        integer,
+        *[pointer] * 5,
+        integer,
+    )
     library.max_rows.argtypes, library.max_rows.restype = (), integer
     library.run.restype = library.sample.restype = library.sample_steps.restype = None
     return library
@@ -41,22 +51,55 @@ def load_library() -> ctypes.CDLL:
 
 @cache
 def load_training_library() -> ctypes.CDLL:
-    """The compiled train.c, which takes a few seconds, not half a minute. Raises UserError as load_library() does."""
+    """The compiled train.c, which takes a few seconds, not half a minute. Raises UserError as
+    load_library() does."""
     library = _load("train.c", FLAGS + TRAINING_FLAGS)
     pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     signatures = {
         "rms_norm": (pointer, integer, pointer, number, integer, integer, pointer),
-        "rms_norm_backward": (pointer, pointer, integer, pointer, number, integer, integer, pointer, pointer, pointer),
+        "rms_norm_backward": (
+            pointer,
+            pointer,
+            integer,
+            pointer,
+            number,
+            integer,
+            integer,
+            pointer,
+            pointer,
+            pointer,
+        ),
         "rotate_heads": (pointer,),
         "rotate_heads_backward": (pointer,),
         "swiglu": (pointer, integer, integer, integer, pointer),
         "swiglu_backward": (pointer, pointer, integer, integer, integer, pointer),
         "dropout": (pointer, integer, integer, pointer, number, pointer),
-        "muon_momentum": (pointer, pointer, integer, integer, integer, number, integer, pointer, integer),
-        "muon_update": (
-            pointer, integer, pointer, pointer, integer, integer, integer, number, number, number, integer, pointer
+        "muon_momentum": (
+            pointer,
+            pointer,
+            integer,
+            integer,
+            integer,
+            number,
+            integer,
+            pointer,
+            integer,
         ),
-    }  # fmt: skip
+        "muon_update": (
+            pointer,
+            integer,
+            pointer,
+            pointer,
+            integer,
+            integer,
+            integer,
+            number,
+            number,
+            number,
+            integer,
+            pointer,
+        ),
+    }
     for name, types in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = (
@@ -88,7 +131,8 @@ def has_compiler() -> bool:
 
 
 def _find_or_compile(compiler: str, source: Path, flags: tuple[str, ...]) -> Path:
-    """Path of the library, whose name has the hash of its contents: loading a damaged one would end the process."""
+    """Path of the library, whose name has the hash of its contents: loading a damaged one would end
+    the process."""
     folder, key = _cache_folder(), _key(compiler, source, flags)
     for path in folder.glob(f"{key}-*.so"):
         if path.stem.endswith(_hash(path.read_bytes())):
@@ -118,7 +162,8 @@ def _hash(content: bytes) -> str:
 
 
 def _cache_folder() -> Path:
-    """A folder for compiled kernels: the user's cache, or a temporary one if that cannot be written."""
+    """A folder for compiled kernels: the user's cache, or a temporary one if that cannot be
+    written."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = base / "thinker" / "kernels"
@@ -131,7 +176,8 @@ def _cache_folder() -> Path:
 
 
 def _key(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
-    """Changes with source, headers, flags, compiler, CPU and torch, whose OpenMP library is linked."""
+    """Changes with source, headers, flags, compiler, CPU and torch, whose OpenMP library is
+    linked."""
     cpu = platform.machine()
     if CPU_INFO.exists():
         cpu = "".join(

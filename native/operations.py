@@ -19,10 +19,14 @@ class Cached(Structure):
     """Keys or values of a cache; see cached.h."""
 
     _fields_ = [
-        ("data", c_void_p), *[(name, c_int64) for name in ("format", "row", "head", "slot")],
-        ("scale", c_void_p), ("scale_row", c_int64), ("scale_head", c_int64),
-        ("newest", c_void_p), *[(name, c_int64) for name in ("newest_format", "newest_row", "newest_head", "n_newest")],
-    ]  # fmt: skip
+        ("data", c_void_p),
+        *[(name, c_int64) for name in ("format", "row", "head", "slot")],
+        ("scale", c_void_p),
+        ("scale_row", c_int64),
+        ("scale_head", c_int64),
+        ("newest", c_void_p),
+        *[(name, c_int64) for name in ("newest_format", "newest_row", "newest_head", "n_newest")],
+    ]
 
     def bind(self, tensor: Tensor) -> None:
         """Refer to the memory of a tensor (B, K, S, D), which must outlive the use."""
@@ -36,7 +40,8 @@ class Cached(Structure):
         self.row, self.head, self.slot, _ = tensor.stride()
 
     def bind_quantized(self, codes: Tensor, scale: Tensor, newest: Tensor, bits: int) -> None:
-        """Refer to codes (B, K, S, D or D / 2), their scale (B, K, S), and unrounded vectors, (B, K, n_newest, D)."""
+        """Refer to codes (B, K, S, D or D / 2), their scale (B, K, S), and unrounded vectors, (B,
+        K, n_newest, D)."""
         self.data, self.format, self.scale = (
             codes.data_ptr(),
             QUANTIZED_FORMATS[bits],
@@ -59,9 +64,11 @@ class Visible(Structure):
     """The slots of new keys, and the slots that each query attends to."""
 
     _fields_ = [
-        ("slots", POINTER(c_int64)), ("length", POINTER(c_int64)), ("mask", c_void_p),
+        ("slots", POINTER(c_int64)),
+        ("length", POINTER(c_int64)),
+        ("mask", c_void_p),
         *[(name, c_int64) for name in ("is_bool", "row", "head", "slot")],
-    ]  # fmt: skip
+    ]
 
 
 class Operation(Structure):
@@ -72,9 +79,13 @@ class Operation(Structure):
         *[(name, c_void_p) for name in ("weight", "scale", "bias", "norm")],
         *[(name, c_float) for name in ("eps", "attention_scale", "softcap")],
         *[(name, c_int64) for name in ("H", "K", "D", "rotates")],
-        ("sinks", c_void_p), ("keys", Cached), ("values", Cached), ("visible", POINTER(Visible)), ("x", c_void_p),
+        ("sinks", c_void_p),
+        ("keys", Cached),
+        ("values", Cached),
+        ("visible", POINTER(Visible)),
+        ("x", c_void_p),
         ("out", c_void_p),
-    ]  # fmt: skip
+    ]
 
 
 class Activations(Structure):
@@ -87,10 +98,13 @@ class Step(Structure):
     """What all operations of a step share; see decode.c."""
 
     _fields_ = [
-        ("n_rows", c_int64), *[(name, POINTER(c_int64)) for name in ("tokens", "cache_rows", "positions")],
-        *[(name, c_void_p) for name in ("cosines", "sines", "transformed")], ("activations", Activations),
-        ("scores", c_void_p), ("n_scores", c_int64),
-    ]  # fmt: skip
+        ("n_rows", c_int64),
+        *[(name, POINTER(c_int64)) for name in ("tokens", "cache_rows", "positions")],
+        *[(name, c_void_p) for name in ("cosines", "sines", "transformed")],
+        ("activations", Activations),
+        ("scores", c_void_p),
+        ("n_scores", c_int64),
+    ]
 
 
 class Workspace:
@@ -127,31 +141,49 @@ class Workspace:
         )
 
     def sample_steps(
-        self, operations: ctypes.Array, visible: Visible, logits: Tensor, n_ids: int, temperatures: list[float],
+        self,
+        operations: ctypes.Array,
+        visible: Visible,
+        logits: Tensor,
+        n_ids: int,
+        temperatures: list[float],
         uniforms: list[float],
-    ) -> tuple[list[int], list[float]]:  # fmt: skip
-        """Sample tokens of each row of logits (B, V), one per step and row in `uniforms`, and run the operations
-        between two steps. Returns tokens and log-probabilities, as in sample()."""
+    ) -> tuple[list[int], list[float]]:
+        """Sample tokens of each row of logits (B, V), one per step and row in `uniforms`, and run
+        the operations between two steps. Returns tokens and log-probabilities, as in sample()."""
         n, n_rows = len(uniforms), len(logits)
         tokens, logprobs, numbers = (c_int64 * n)(), (c_float * n)(), (c_double * n)(*uniforms)
         terms = torch.empty(n_ids + 32, dtype=torch.float64, device="cpu")
         by_row = (c_double * n_rows)(*temperatures)
         self.step.n_rows = n_rows
         load_library().sample_steps(
-            operations, len(operations), ctypes.byref(self.step), ctypes.byref(visible), self.n_threads,
-            logits.data_ptr(), logits.stride(0), n_ids, by_row, numbers, terms.data_ptr(), tokens, logprobs,
+            operations,
+            len(operations),
+            ctypes.byref(self.step),
+            ctypes.byref(visible),
+            self.n_threads,
+            logits.data_ptr(),
+            logits.stride(0),
+            n_ids,
+            by_row,
+            numbers,
+            terms.data_ptr(),
+            tokens,
+            logprobs,
             n // n_rows,
-        )  # fmt: skip
+        )
         return list(tokens), list(logprobs)
 
 
 def max_rows() -> int:
-    """The largest number of rows for which the kernels are as fast as torch's matrix products on this processor."""
+    """The largest number of rows for which the kernels are as fast as torch's matrix products on
+    this processor."""
     return load_library().max_rows()
 
 
 def linear_operation(weight: Tensor | Packed, bias: Tensor | None = None) -> Operation:
-    """x weightᵀ + bias, for a contiguous weight (n_out, n_in) in fp32 or bf16, or a packed one; bias in fp32."""
+    """x weightᵀ + bias, for a contiguous weight (n_out, n_in) in fp32 or bf16, or a packed one;
+    bias in fp32."""
     operation = Operation(kind=LINEAR, bias=None if bias is None else bias.data_ptr())
     if isinstance(weight, Packed):
         operation.format, operation.n_in, operation.n_out = (
@@ -174,11 +206,12 @@ def sample(
     uniforms: list[float],
     allowed: Tensor | None = None,
 ) -> tuple[list[int], list[float]]:
-    """Sample a token from each row of contiguous logits (N, V) in fp32, of which the first `n_ids` are valid.
+    """Sample a token from each row of contiguous logits (N, V) in fp32, of which the first `n_ids`
+    are valid.
 
-    As generation.sampler.sample() with a temperature per row, without filters and penalties. `allowed`: (N, V / 32)
-    int32, a bit for each token that may be sampled; by default, all may. Returns tokens and their log-probabilities
-    under the unmodified model.
+    As generation.sampler.sample() with a temperature per row, without filters and penalties.
+    `allowed`: (N, V / 32) int32, a bit for each token that may be sampled; by default, all may.
+    Returns tokens and their log-probabilities under the unmodified model.
     """
     n_rows = len(uniforms)
     tokens, logprobs, numbers = (
@@ -190,9 +223,17 @@ def sample(
     terms = torch.empty(n_ids + 32, dtype=torch.float64, device="cpu")
     masked = None if allowed is None else torch.empty(n_ids, dtype=torch.float32, device="cpu")
     load_library().sample(
-        logits.data_ptr(), n_rows, logits.stride(0), n_ids, by_row, numbers, terms.data_ptr(), tokens, logprobs,
+        logits.data_ptr(),
+        n_rows,
+        logits.stride(0),
+        n_ids,
+        by_row,
+        numbers,
+        terms.data_ptr(),
+        tokens,
+        logprobs,
         *(None if tensor is None else tensor.data_ptr() for tensor in (allowed, masked)),
-    )  # fmt: skip
+    )
     return list(tokens), list(logprobs)
 
 

@@ -12,7 +12,8 @@ SCALE_FACTORS = (1.0, 0.92, 0.85)  # of the scale without clipping, tried for 4 
 
 
 class Quantized(NamedTuple):
-    """codes (n_out, groups, 32) int8 and scale (n_out, groups) bf16: weight ≈ codes · scale, padded with zeros."""
+    """codes (n_out, groups, 32) int8 and scale (n_out, groups) bf16: weight ≈ codes · scale, padded
+    with zeros."""
 
     codes: Tensor
     scale: Tensor
@@ -36,8 +37,8 @@ class Packed(NamedTuple):
 def quantize(weight: Tensor, bits: int) -> Quantized:
     """Round a matrix (n_out, n_in) to `bits` bits.
 
-    With 8 bits, the largest weight of a group determines its scale. With 4 bits, the scale with the smallest squared
-    error among a few is used (docs/development/experiments.md compares the forms).
+    With 8 bits, the largest weight of a group determines its scale. With 4 bits, the scale with the
+    smallest squared error among a few is used (docs/development/experiments.md compares the forms).
     """
     n_in = weight.shape[1]
     groups = F.pad(weight.detach().float(), (0, -n_in % GROUP)).unflatten(
@@ -107,14 +108,16 @@ def unpack(packed: Packed) -> Quantized:
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (N, n_in) fp32 -> codes (N, groups, 32) in fp32 and scale (N, groups), as the kernels round them."""
+    """x (N, n_in) fp32 -> codes (N, groups, 32) in fp32 and scale (N, groups), as the kernels round
+    them."""
     groups = F.pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
     scale = (groups.abs().amax(dim=-1) / 127).clamp_min(1e-30)
     return (groups / scale[..., None]).round(), scale
 
 
 def quantized_linear(x: Tensor, quantized: Quantized) -> Tensor:
-    """What the kernels compute: x (N, n_in) -> (N, n_out), from quantized activations, in float64."""
+    """What the kernels compute: x (N, n_in) -> (N, n_out), from quantized activations, in
+    float64."""
     codes, scale = quantize_activations(x)
     sums = torch.einsum("ngi,ogi->nog", codes.double(), quantized.codes.double())  # exact integers
     return torch.einsum("nog,ng,og->no", sums, scale.double(), quantized.scale.double())

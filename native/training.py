@@ -1,4 +1,5 @@
-"""Fused operations of a training step on a CPU; see train.c. For fp32 and bf16 activations, with fp32 inside."""
+"""Fused operations of a training step on a CPU; see train.c. For fp32 and bf16 activations, with
+fp32 inside."""
 
 import ctypes
 from ctypes import Structure, c_double, c_int64, c_void_p
@@ -25,10 +26,17 @@ class _Rotation(Structure):
 
     _fields_ = [
         *[(name, c_int64) for name in ("is_bf16", "B", "T", "H", "K", "D")],
-        ("x", c_void_p), ("norms", c_void_p * 2), ("eps", c_double), ("cosines", c_void_p), ("sines", c_void_p),
-        ("table_batch", c_int64), ("heads", _Heads * 3), ("x_grad", c_void_p), ("norm_grads", c_void_p * 2),
+        ("x", c_void_p),
+        ("norms", c_void_p * 2),
+        ("eps", c_double),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("table_batch", c_int64),
+        ("heads", _Heads * 3),
+        ("x_grad", c_void_p),
+        ("norm_grads", c_void_p * 2),
         ("partial", c_void_p),
-    ]  # fmt: skip
+    ]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -37,12 +45,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate_heads(
-    qkv: Tensor, H: int, K: int, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+    qkv: Tensor,
+    H: int,
+    K: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
     rope: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Split qkv (B, T, (H + 2K) · D) into q (B, H, T, D), k and v (B, K, T, D), with RMSNorm and RoPE of q and k.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split qkv (B, T, (H + 2K) · D) into q (B, H, T, D), k and v (B, K, T, D), with RMSNorm and
+    RoPE of q and k.
 
-    The norms have weights (D,), or None: no norm. rope: the tables of model.positions.Rope in qkv's dtype, or None.
+    The norms have weights (D,), or None: no norm. rope: the tables of model.positions.Rope in qkv's
+    dtype, or None.
     """
     return _RotateHeads.apply(qkv, H, K, q_weight, k_weight, eps, rope)
 
@@ -53,14 +68,16 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Set elements to zero with probability p and divide the others by 1 - p; uses torch's default generator."""
+    """Set elements to zero with probability p and divide the others by 1 - p; uses torch's default
+    generator."""
     return _Dropout.apply(x, p)
 
 
 def muon_momentum(
     grads: list[Tensor], momenta: list[Tensor], momentum: float, nesterov: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Update the momenta of matrices of one shape, fp32. Returns their updates (n, rows, columns) in fp32 or bf16."""
+    """Update the momenta of matrices of one shape, fp32. Returns their updates (n, rows, columns)
+    in fp32 or bf16."""
     grads = [grad.contiguous() for grad in grads]
     updates = grads[0].new_empty(len(grads), *grads[0].shape, dtype=dtype)
     _run(
@@ -77,19 +94,35 @@ def muon_momentum(
 
 
 def muon_update(
-    updates: Tensor, row_second_moments: list[Tensor], weights: list[Tensor], weight: float, lr: float, decay: float,
+    updates: Tensor,
+    row_second_moments: list[Tensor],
+    weights: list[Tensor],
+    weight: float,
+    lr: float,
+    decay: float,
     is_cautious: bool,
-) -> None:  # fmt: skip
-    """Normalize the rows of updates (n, rows, columns), decay the weights and move them, as training.muon.Muon does.
+) -> None:
+    """Normalize the rows of updates (n, rows, columns), decay the weights and move them, as
+    training.muon.Muon does.
 
-    row_second_moments (rows, 1) and weights (rows, columns) of each matrix, fp32; `weight`: of the new squares.
+    row_second_moments (rows, 1) and weights (rows, columns) of each matrix, fp32; `weight`: of the
+    new squares.
     """
     updates = updates.contiguous()
     factors = updates.new_empty(updates.shape[:2], dtype=torch.float32)
     _run(
-        "muon_update", updates, _is_bf16(updates), row_second_moments, weights, *updates.shape, weight, lr, decay,
-        is_cautious, factors,
-    )  # fmt: skip
+        "muon_update",
+        updates,
+        _is_bf16(updates),
+        row_second_moments,
+        weights,
+        *updates.shape,
+        weight,
+        lr,
+        decay,
+        is_cautious,
+        factors,
+    )
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -114,17 +147,33 @@ class _RMSNorm(torch.autograd.Function):
             _partial(width),
         )
         _run(
-            "rms_norm_backward", grad, x, _is_bf16(x), w, ctx.eps, x.numel() // width, width, x_grad, w_grad, partial
-        )  # fmt: skip
+            "rms_norm_backward",
+            grad,
+            x,
+            _is_bf16(x),
+            w,
+            ctx.eps,
+            x.numel() // width,
+            width,
+            x_grad,
+            w_grad,
+            partial,
+        )
         return x_grad, w_grad.to(weight.dtype), None
 
 
 class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, H: int, K: int, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+        ctx: Any,
+        qkv: Tensor,
+        H: int,
+        K: int,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
         rope: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:
         qkv, (B, T, width) = qkv.contiguous(), qkv.shape
         D = width // (H + 2 * K)
         q, k, v = (
@@ -146,8 +195,17 @@ class _RotateHeads(torch.autograd.Function):
             None if w is None else torch.empty_like(w, dtype=torch.float32) for w in weights
         ]
         _rotate(
-            "rotate_heads_backward", qkv, ctx.H, ctx.K, weights, ctx.eps, (cos, sin), grads, qkv_grad, weight_grads
-        )  # fmt: skip
+            "rotate_heads_backward",
+            qkv,
+            ctx.H,
+            ctx.K,
+            weights,
+            ctx.eps,
+            (cos, sin),
+            grads,
+            qkv_grad,
+            weight_grads,
+        )
         q_grad, k_grad = (
             None if w is None else grad.to(w.dtype) for w, grad in zip(weights, weight_grads)
         )
@@ -195,10 +253,17 @@ def _drop(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
 
 def _rotate(
-    name: str, qkv: Tensor, H: int, K: int, weights: tuple[Tensor | None, Tensor | None], eps: float,
-    rope: tuple[Tensor | None, Tensor | None], heads: tuple[Tensor, ...], qkv_grad: Tensor | None = None,
+    name: str,
+    qkv: Tensor,
+    H: int,
+    K: int,
+    weights: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    rope: tuple[Tensor | None, Tensor | None],
+    heads: tuple[Tensor, ...],
+    qkv_grad: Tensor | None = None,
     weight_grads: list[Tensor | None] = [None, None],  # noqa: B006
-) -> None:  # fmt: skip
+) -> None:
     B, T, width = qkv.shape
     D = width // (H + 2 * K)
     cos, sin = (None if table is None else table.contiguous() for table in rope)
@@ -208,10 +273,22 @@ def _rotate(
     if isinstance(qkv, FakeTensor):
         return
     rotation = _Rotation(
-        is_bf16=_is_bf16(qkv), B=B, T=T, H=H, K=K, D=D, x=qkv.data_ptr(), norms=_pointers(weights), eps=eps,
-        cosines=_pointer(cos), sines=_pointer(sin), x_grad=_pointer(qkv_grad), norm_grads=_pointers(weight_grads),
-        table_batch=T * D if cos is not None and cos.dim() == 4 and len(cos) > 1 else 0, partial=_pointer(partial),
-    )  # fmt: skip
+        is_bf16=_is_bf16(qkv),
+        B=B,
+        T=T,
+        H=H,
+        K=K,
+        D=D,
+        x=qkv.data_ptr(),
+        norms=_pointers(weights),
+        eps=eps,
+        cosines=_pointer(cos),
+        sines=_pointer(sin),
+        x_grad=_pointer(qkv_grad),
+        norm_grads=_pointers(weight_grads),
+        table_batch=T * D if cos is not None and cos.dim() == 4 and len(cos) > 1 else 0,
+        partial=_pointer(partial),
+    )
     for place, tensor in zip(rotation.heads, heads):
         place.data = tensor.data_ptr()
         place.batch, place.head, place.position, _ = tensor.stride()
@@ -219,7 +296,8 @@ def _rotate(
 
 
 def _run(name: str, *arguments: Tensor | list[Tensor] | int | float) -> None:
-    """Call a function of train.c, whose last argument is the number of threads; fake tensors have no data to read."""
+    """Call a function of train.c, whose last argument is the number of threads; fake tensors have
+    no data to read."""
     if any(isinstance(argument, FakeTensor) for argument in arguments):
         return
     values = []

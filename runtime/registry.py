@@ -66,45 +66,52 @@ class Feature:
 
     # Config: the classes whose keys join a section, by the name of that section.
     keys: Mapping[str, str] = field(default_factory=dict)
-    # (tree) -> None: fill in defaults that depend on other keys, before a config is validated. The tree has all
-    # sections as dictionaries. A key that is set to None stays open.
+    # (tree) -> None: fill in defaults that depend on other keys, before a config is validated. The
+    # tree has all sections as dictionaries. A key that is set to None stays open.
     complete_config: str = ""
     check_config: str = ""  # (config) -> None: raise ValueError if keys contradict each other
 
     # Training.
-    # (config, device, precision, previous, dist) -> config: make choices that depend on the text and the machine.
-    # `previous`: settings of the resumed run or None. All ranks call it.
+    # (config, device, precision, previous, dist) -> config: make choices that depend on the text
+    # and the machine. `previous`: settings of the resumed run or None. All ranks call it.
     resolve_config: str = ""
-    # (config, ThinkerConfig, corpus, device, objective) -> objective: what a step minimizes. Return `objective` if the
-    # config does not ask for another, or wrap it. Asked in the order of the list of features.
+    # (config, ThinkerConfig, corpus, device, objective) -> objective: what a step minimizes. Return
+    # `objective` if the config does not ask for another, or wrap it. Asked in the order of the list
+    # of features.
     objective: str = ""
     callbacks: str = ""  # (settings) -> list of callbacks, empty if the config does not ask for any
-    # Keys that decide weights or batches, such as "train.prune", and for each a function that says whether it may
-    # change when a run resumes: (training.resume.KeyChange) -> the reason why not, or "". "": it may not.
+    # Keys that decide weights or batches, such as "train.prune", and for each a function that says
+    # whether it may change when a run resumes: (training.resume.KeyChange) -> the reason why not,
+    # or "". "": it may not.
     fixed_keys: Mapping[str, str] = field(default_factory=dict)
 
     # Data.
-    # (config, tokenizer or its name) -> Corpus: the tokens of a config, or None if the road can prepare them.
+    # (config, tokenizer or its name) -> Corpus: the tokens of a config, or None if the road can
+    # prepare them.
     corpus: str = ""
-    # (config.data, sha256, tokenizer hash) -> Corpus: the tokens of an existing run in the cache, or None.
+    # (config.data, sha256, tokenizer hash) -> Corpus: the tokens of an existing run in the cache,
+    # or None.
     find_corpus: str = ""
-    # (training.batches.DatasetOptions) -> OrderedDataset: the training windows of all sources, or None.
+    # (training.batches.DatasetOptions) -> OrderedDataset: the training windows of all sources, or
+    # None.
     dataset: str = ""
-    # (DatasetOptions, TextSource, name, number) -> OrderedDataset: the windows of one source, or None.
+    # (DatasetOptions, TextSource, name, number) -> OrderedDataset: the windows of one source, or
+    # None.
     source_dataset: str = ""
-    # (settings, corpus, loader, dist) -> what measures the validation loss, as evaluation.loss.Evaluator does; or None.
+    # (settings, corpus, loader, dist) -> what measures the validation loss, as
+    # evaluation.loss.Evaluator does; or None.
     evaluator: str = ""
     # (settings, corpus, loader) -> lines that describe the data before a run.
     describe_data: str = ""
     # (a line of metrics.jsonl with val_loss) -> lines that describe the evaluation after a run.
     describe_evaluation: str = ""
-    # (settings, corpus, loader, lines of metrics.jsonl, best val_loss) -> lines whose losses are those of equal texts, to
-    # see whether the model fits them; or None if all lines are so already.
+    # (settings, corpus, loader, lines of metrics.jsonl, best val_loss) -> lines whose losses are
+    # those of equal texts, to see whether the model fits them; or None if all lines are so already.
     comparable_losses: str = ""
 
-    # Generation: the names of the options of Generator() that the feature reads. A factory is called
-    # only if one of them is given. It gets them as keywords, after the parts that are built already,
-    # checks them, and returns None if they are off.
+    # Generation: the names of the options of Generator() that the feature reads. A factory is
+    # called only if one of them is given. It gets them as keywords, after the parts that are built
+    # already, checks them, and returns None if they are off.
     generator_options: tuple[str, ...] = ()
     cache: str = ""  # (setup, **options) -> CacheFactory | None
     decoder: str = ""  # (setup, caches, **options) -> Decoder | None

@@ -14,7 +14,10 @@ def main() -> int:
         "configs/mixture.yaml --html data.html",
         "configs/quickstart.yaml --png lengths.png --step 100",
     )
-    description = "Show the training data of a config: sources, lengths of documents, and the sequences of a step."
+    description = (
+        "Show the training data of a config: sources, lengths of documents, and the "
+        "sequences of a step."
+    )
     parser = ConfigArgumentParser(description=description, examples=examples)
     group = parser.add_argument_group("output")
     group.add_argument("--step", type=int, default=0, help="step whose sequences are shown, from 0")

@@ -114,7 +114,8 @@ def parse_arguments() -> argparse.Namespace:
     needs_path = arguments.source in ("text", "jsonl", "parquet")
     if needs_path != (arguments.path is not None):
         raise UserError(
-            "--source text, jsonl or parquet needs --path FILE, and --path needs one of these sources"
+            "--source text, jsonl or parquet needs --path FILE, and --path needs one of these "
+            "sources"
         )
     return arguments
 
@@ -136,7 +137,8 @@ def check_numbers(arguments: argparse.Namespace) -> None:
 def make_parser() -> ArgumentParser:
     """The parser, with its flags by group."""
     parser = ArgumentParser(
-        description="Evaluate a model: loss, perplexity, bits per byte, long contexts and benchmark tasks.",
+        description="Evaluate a model: loss, perplexity, bits per byte, long contexts and "
+        "benchmark tasks.",
         examples=EXAMPLES,
     )
     parser.add_model("run", "PATH")
@@ -144,7 +146,10 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument_group("text").add_argument
     source_help = "text to evaluate on (default: the run's validation split)"
     add("--source", choices=SOURCES, help=source_help)
-    read_help = "read files named in the run's config if the token cache lacks them; use only with trusted configs"
+    read_help = (
+        "read files named in the run's config if the token cache lacks them; use only "
+        "with trusted configs"
+    )
     add("--read-data", action="store_true", help=read_help)
     part_help = "evaluate on one source of a mixture (default: all tokens)"
     add("--part", metavar="NAME", help=part_help)
@@ -205,7 +210,8 @@ def context_lengths(text: str) -> list[int]:
 def open_text(
     arguments: argparse.Namespace, folder: Path, tokenizer: Tokenizer, scratch: Path
 ) -> Text:
-    """The text of --source, or the validation split of the run. Raises UserError if it cannot be read."""
+    """The text of --source, or the validation split of the run. Raises UserError if it cannot be
+    read."""
     from thinker.training.data.open_run import load_run_config, load_validation_data
 
     if arguments.source is not None:
@@ -246,7 +252,8 @@ def read_source(
 def plot(
     loss: PositionLosses, needles: list[dict[str, Any]], arguments: argparse.Namespace, source: str
 ) -> None:
-    """Plot loss by position, one point per eighth of the trained length, and needle accuracy by distance."""
+    """Plot loss by position, one point per eighth of the trained length, and needle accuracy by
+    distance."""
     from thinker.runtime.plot_style import BLUE, GREY, new_figure, plain_text, save_figure
 
     width, n_panels = (11, 2) if needles else (6, 1)
@@ -313,7 +320,8 @@ def evaluate_text(
     lengths = arguments.context or [min(trained, longest)]
     if max(lengths) > longest:
         raise UserError(
-            f"--context is {max(lengths)}, longer than the text ({longest} tokens); use at most {longest}"
+            f"--context is {max(lengths)}, longer than the text ({longest} tokens); use at "
+            f"most {longest}"
         )
     prefix = model.config.prefix
     # As Generator.score() does.

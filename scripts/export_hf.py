@@ -11,7 +11,10 @@ from thinker.runtime.errors import UserError, run_command
 def main() -> int:
     """Write to a temporary folder, verify it, then rename it. Returns the exit status."""
     examples = "runs/quickstart my-model", "runs/finetune my-adapter --adapter"
-    description = "Export a model as a Hugging Face folder, and verify that transformers computes the same logits."
+    description = (
+        "Export a model as a Hugging Face folder, and verify that transformers "
+        "computes the same logits."
+    )
     parser = ArgumentParser(description=description, examples=examples)
     parser.add_model("path", "RUN")
     parser.add_argument("out", metavar="OUT", type=Path, help="output folder, new or empty")
@@ -52,7 +55,8 @@ def main() -> int:
             if not is_hf_folder(base):
                 problem = f"run.init_from is {base}"
                 raise UserError(
-                    f"--adapter needs a run that starts from a Hugging Face folder, but {problem}; remove --adapter"
+                    f"--adapter needs a run that starts from a Hugging Face folder, but "
+                    f"{problem}; remove --adapter"
                 )
             adapter = save_adapter(
                 find_checkpoint(path, arguments.checkpoint), model.config, base.resolve(), temporary

@@ -90,19 +90,34 @@ def parse_arguments() -> argparse.Namespace:
         )
 
     once, goat = '--prompt "Once upon a time"', '--prompt "Noah has a goat. Noah has a"'
-    explain = add_command("explain", "compute one attention row step by step", [], f"{once} --layer 0 --head 3",
-                          f"{once} --query 2 --png row.png")  # fmt: skip
+    explain = add_command(
+        "explain",
+        "compute one attention row step by step",
+        [],
+        f"{once} --layer 0 --head 3",
+        f"{once} --query 2 --png row.png",
+    )
     explain.add_argument(
         "--prompt", metavar="TEXT", help="text to run the model on; omit if MODEL is JSON"
     )
-    attention_map = add_command("map", "show what each token attends to in one head", [prompt],
-                                f"{once} --layer 0 --head 3", f"{once} --html page.html")  # fmt: skip
+    attention_map = add_command(
+        "map",
+        "show what each token attends to in one head",
+        [prompt],
+        f"{once} --layer 0 --head 3",
+        f"{once} --html page.html",
+    )
     for command in (explain, attention_map):
         command.add_argument("--layer", type=int, default=0, help="layer, counted from 0")
         command.add_argument("--head", type=int, default=0, help="head, counted from 0")
     explain.add_argument("--query", dest="position", **index)
-    heads = add_command("heads", "score all heads: entropy, distance, induction, importance", [optional_prompt, texts],
-                        f"{once} --png heads.png", "--importance zero --texts 64")  # fmt: skip
+    heads = add_command(
+        "heads",
+        "score all heads: entropy, distance, induction, importance",
+        [optional_prompt, texts],
+        f"{once} --png heads.png",
+        "--importance zero --texts 64",
+    )
     over = heads.add_mutually_exclusive_group()
     over.add_argument(
         "--over-training",
@@ -123,27 +138,57 @@ def parse_arguments() -> argparse.Namespace:
     content.add_argument(
         "--stories", type=int, default=32, help="number of new stories, on which no run was trained"
     )
-    add_command("flow", "trace attention from a position to the tokens: rollout, maximum flow", [prompt, position],
-                once, f"{once} --position 3 --png flow.png")  # fmt: skip
-    add_command("attribute", "attribute a prediction to tokens, heads and MLPs", [prompt, target, position],
-                once, f'{goat} --contrast-token " pony" --png why.png')  # fmt: skip
-    add_command("lens", "show what the model would predict after each layer", [prompt, position],
-                once, f"{once} --position 3 --png lens.png")  # fmt: skip
+    add_command(
+        "flow",
+        "trace attention from a position to the tokens: rollout, maximum flow",
+        [prompt, position],
+        once,
+        f"{once} --position 3 --png flow.png",
+    )
+    add_command(
+        "attribute",
+        "attribute a prediction to tokens, heads and MLPs",
+        [prompt, target, position],
+        once,
+        f'{goat} --contrast-token " pony" --png why.png',
+    )
+    add_command(
+        "lens",
+        "show what the model would predict after each layer",
+        [prompt, position],
+        once,
+        f"{once} --position 3 --png lens.png",
+    )
     corrupt = '--corrupt "Noah has a pony. Noah has a"'
-    patch = add_command("patch", "find activations that restore a prediction in another prompt", [prompt, target],
-                        f"{goat} {corrupt}", f"{goat} {corrupt} --png patch.png")  # fmt: skip
+    patch = add_command(
+        "patch",
+        "find activations that restore a prediction in another prompt",
+        [prompt, target],
+        f"{goat} {corrupt}",
+        f"{goat} {corrupt} --png patch.png",
+    )
     corrupt_help = "prompt with the same number of tokens but a different prediction"
     patch.add_argument("--corrupt", metavar="TEXT", required=True, help=corrupt_help)
-    compare = add_command("compare", "compare two models, or two checkpoints of a run", [optional_prompt],
-                          "--other runs/pruned", "--other-checkpoint best")  # fmt: skip
+    compare = add_command(
+        "compare",
+        "compare two models, or two checkpoints of a run",
+        [optional_prompt],
+        "--other runs/pruned",
+        "--other-checkpoint best",
+    )
     compare.add_argument("--other", metavar="MODEL", help="second model (default: MODEL)")
     compare.add_argument(
         "--other-checkpoint",
         metavar="NAME",
         help="checkpoint of the second model (default: latest)",
     )
-    prune = add_command("prune", "remove heads from a model permanently", [prune_texts], "--count 2 --out runs/pruned",
-                        "--groups 0.1,2.3 --out runs/pruned")  # fmt: skip
+    prune = add_command(
+        "prune",
+        "remove heads from a model permanently",
+        [prune_texts],
+        "--count 2 --out runs/pruned",
+        "--groups 0.1,2.3 --out runs/pruned",
+    )
     prune.add_argument("--importance", **importance, default="zero")
     groups = prune.add_mutually_exclusive_group(required=True)
     groups.add_argument(
@@ -182,7 +227,8 @@ def parse_groups(text: str) -> list[tuple[int, int]]:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Reject contradicting flags and files that cannot be written before long work begins. Raises UserError."""
+    """Reject contradicting flags and files that cannot be written before long work begins. Raises
+    UserError."""
     command = arguments.command
     if command == "explain":
         from thinker.interpretability.explain import check_arguments as check_vectors
@@ -201,13 +247,15 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             )
         if arguments.over_training and arguments.checkpoint != "latest":
             raise UserError(
-                "--checkpoint has no effect with --over-training, which reads every checkpoint; remove it"
+                "--checkpoint has no effect with --over-training, which reads every "
+                "checkpoint; remove it"
             )
     if command in ("heads", "prune") and arguments.texts is not None and arguments.texts < 2:
         raise UserError(f"--texts is {arguments.texts}; use at least 2")
     if arguments.target is not None and arguments.target == arguments.contrast_token:
         raise UserError(
-            f"--target and --contrast-token are both {arguments.target!r}; give two different tokens"
+            f"--target and --contrast-token are both {arguments.target!r}; give two different "
+            f"tokens"
         )
     if command == "compare" and arguments.other is None and arguments.other_checkpoint is None:
         raise UserError(
@@ -247,7 +295,8 @@ def encode_token(tokenizer: Any, flag: str, text: str | None) -> int | None:
 def report_on_prompt(
     arguments: argparse.Namespace, model: Any, tokenizer: Any, prompt: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Make the report of a command on one prompt, and the initial state of its interactive report."""
+    """Make the report of a command on one prompt, and the initial state of its interactive
+    report."""
     from thinker.interpretability import prompt_reports
     from thinker.interpretability.explain import explain
     from thinker.interpretability.reports import Prompt
@@ -299,7 +348,10 @@ def report_on_heads(
         if arguments.over_training:
             paths = checkpoint.list_checkpoints(Path(arguments.model) / "checkpoints")
             if len(paths) < 2:
-                problem = f"--over-training needs at least 2 checkpoints; {arguments.model} has {len(paths)}"
+                problem = (
+                    f"--over-training needs at least 2 checkpoints; {arguments.model} "
+                    f"has {len(paths)}"
+                )
                 raise UserError(f"{problem} (set train.keep_every to keep more)")
             steps = [
                 (int(path.name.split("-")[1]), lambda path=path: load(path, model.device)[0])
@@ -315,7 +367,8 @@ def report_on_heads(
             other_tokenizer is None or other_tokenizer.encode(text) != tokenizer.encode(text)
         ):
             raise UserError(
-                "the models tokenize --prompt differently; remove it, or use models with equal tokenizers"
+                "the models tokenize --prompt differently; remove it, or use models with "
+                "equal tokenizers"
             )
         names = f"{arguments.model} {arguments.checkpoint}", f"{path} {name}"
         return comparison.compare(model, other, *measured_on, names)
@@ -341,7 +394,8 @@ def report_on_heads(
 
 
 def make_report(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], Any, Any, Any]:
-    """Load the model, if any. Returns report, initial state of the interactive report, model, tokenizer, prompt."""
+    """Load the model, if any. Returns report, initial state of the interactive report, model,
+    tokenizer, prompt."""
     if arguments.command == "explain" and arguments.prompt is None:
         from thinker.interpretability.explain import explain_vectors
 
@@ -357,7 +411,8 @@ def make_report(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], Any
     model, tokenizer = load(folder, device)
     if tokenizer is None and (arguments.prompt is not None or arguments.importance is not None):
         raise UserError(
-            f"{arguments.model} has no tokenizer, so it cannot read text; use a model saved with one"
+            f"{arguments.model} has no tokenizer, so it cannot read text; use a model saved "
+            f"with one"
         )
     prompt = (
         None if arguments.prompt is None else Prompt.from_text(model, tokenizer, arguments.prompt)

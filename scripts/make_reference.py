@@ -1,4 +1,5 @@
-"""Write the generated pages of docs/reference/ and configs/schema.json: python scripts/make_reference.py."""
+"""Write the generated pages of docs/reference/ and configs/schema.json: python
+scripts/make_reference.py."""
 
 import argparse
 import ast
@@ -166,7 +167,8 @@ def commands_markdown() -> str:
 
 
 def parser_of(name: str, main: Callable[[], int]) -> argparse.ArgumentParser:
-    """The parser of a command, caught when it is about to parse: commands build and parse in one function."""
+    """The parser of a command, caught when it is about to parse: commands build and parse in one
+    function."""
     names, caught = ("parse_known_args", "parse_known_intermixed_args"), []
 
     def catch(parser: argparse.ArgumentParser, *arguments: Any) -> None:

@@ -1,4 +1,5 @@
-"""Remove heads, neurons, layers and weights from a model: python scripts/prune.py PATH --out FOLDER."""
+"""Remove heads, neurons, layers and weights from a model: python scripts/prune.py PATH --out
+FOLDER."""
 
 from thinker.runtime.errors import run_command
 from thinker.runtime.registry import feature_command

@@ -1,4 +1,5 @@
-"""Find learning rates and a batch size on short runs: python scripts/tune.py CONFIG [section.key=value ...]."""
+"""Find learning rates and a batch size on short runs: python scripts/tune.py CONFIG
+[section.key=value ...]."""
 
 from pathlib import Path
 
@@ -13,7 +14,10 @@ def main() -> int:
         "configs/small-text.yaml data.path=my.txt --minutes 10",
         "configs/quickstart.yaml --batch-sizes 14",
     )
-    description = "Find the learning rates and the batch size of a config by successive halving on short runs."
+    description = (
+        "Find the learning rates and the batch size of a config by successive "
+        "halving on short runs."
+    )
     parser = ConfigArgumentParser(description=description, examples=examples)
     group = parser.add_argument_group("search")
     group.add_argument(

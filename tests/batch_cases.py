@@ -65,7 +65,8 @@ def new_sequence(generator, prompt, params):
 
 
 def run_batch(generator, requests, numbers, max_rows=4, n_removed=0):
-    """Add requests (prompt, params) at random times, remove some; returns the sequences and the joined pieces."""
+    """Add requests (prompt, params) at random times, remove some; returns the sequences and the
+    joined pieces."""
     batch = ContinuousBatch(generator, max_rows)
     sequences, pieces, sampled = [], {}, {}
     removed, waiting = [], list(requests)

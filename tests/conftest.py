@@ -1,4 +1,5 @@
-"""What the tests share: real commands in processes of their own, a tiny trained run, random models."""
+"""What the tests share: real commands in processes of their own, a tiny trained run, random
+models."""
 
 import multiprocessing
 import os
@@ -40,9 +41,11 @@ TINY_OVERRIDES = [
 
 
 def run_script(*args, cwd=ROOT, timeout=600, input="", **variables):
-    """Run a script as a user does, with these environment variables and this input; returns its status and output.
+    """Run a script as a user does, with these environment variables and this input; returns its
+    status and output.
 
-    Our own scripts are forked from a process that has imported torch already. `timeout` only guards against hanging.
+    Our own scripts are forked from a process that has imported torch already. `timeout` only guards
+    against hanging.
     """
     args, environment = (
         [str(argument) for argument in args],
@@ -78,7 +81,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     global in_full
     in_full = config.getoption("--stress")
-    # No deadline: a busy machine is no failure. The same examples every time, and new ones with --stress.
+    # No deadline: a busy machine is no failure. The same examples every time, and new ones with
+    # --stress.
     settings.register_profile(
         "thinker", deadline=None, max_examples=examples(100), derandomize=not in_full
     )
@@ -90,8 +94,8 @@ def examples(number):
     return number if in_full else number // 3
 
 
-# The tests of `make test-more`: lessons, pages in a browser, documentation commands, benchmarks, products of options.
-# A path names a file, or a folder with all its files.
+# The tests of `make test-more`: lessons, pages in a browser, documentation commands, benchmarks,
+# products of options. A path names a file, or a folder with all its files.
 MORE = (
     "commands/test_benchmark_command.py",
     "commands/test_gpu_benchmark.py",
@@ -130,7 +134,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_neighbours_of_the_clone():
-    """pytest imports the clone's __init__.py from the folder around it, whose files would then be importable."""
+    """pytest imports the clone's __init__.py from the folder around it, whose files would then be
+    importable."""
     sys.path[:] = [path for path in sys.path if path != str(ROOT.parent)]
 
 
@@ -142,7 +147,8 @@ def stress(request):
 
 @pytest.fixture
 def quickly_compiled(monkeypatch, stress):
-    """Without --stress, Inductor writes kernels without vector instructions, which compile in half the time.
+    """Without --stress, Inductor writes kernels without vector instructions, which compile in half
+    the time.
 
     It must not find those of a run with --stress in its cache, whose keys do not tell them apart.
     """
@@ -156,7 +162,8 @@ def quickly_compiled(monkeypatch, stress):
 
 @pytest.fixture(autouse=True)
 def reset_flush_denormal():
-    """Undo what a test that trains or evaluates in this process sets: denormal numbers become zero."""
+    """Undo what a test that trains or evaluates in this process sets: denormal numbers become
+    zero."""
     yield
     torch.set_flush_denormal(False)
 
@@ -188,7 +195,8 @@ def text_file(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train_args(text_file, tmp_path_factory):
-    """train.py with the arguments of a tiny run on text_file; append run.dir=... and other overrides."""
+    """train.py with the arguments of a tiny run on text_file; append run.dir=... and other
+    overrides."""
     cache = tmp_path_factory.mktemp("cache")
     data = [
         "data.source=text",
@@ -209,7 +217,8 @@ def tiny_run(train_args, tmp_path_factory):
 
 
 def random_model(seed=0, norm_mean=0.5, std=0.3, **options):
-    """A model whose every parameter is random; a fresh one has zero output projections, which would hide mistakes."""
+    """A model whose every parameter is random; a fresh one has zero output projections, which would
+    hide mistakes."""
     torch.manual_seed(seed)
     shape = {
         "vocab_size": 61,

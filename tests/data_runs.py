@@ -1,4 +1,5 @@
-"""What the tests of mixtures and of streams share: a small run of a config, its kills, and its samples."""
+"""What the tests of mixtures and of streams share: a small run of a config, its kills, and its
+samples."""
 
 import itertools
 import random
@@ -41,7 +42,8 @@ def trainer_of(folder, tmp_path, *overrides):
 
 
 def check_killed_runs(folder, whole, run, count, n_steps, after_kill=lambda draw: None):
-    """Kill runs of config.yaml at `count` random moments. Each resumes and ends at the bits of the run `whole`."""
+    """Kill runs of config.yaml at `count` random moments. Each resumes and ends at the bits of the
+    run `whole`."""
     draw, kills = random.Random(3), 0
     command = [ROOT / "train.py", folder / "config.yaml", f"run.dir={run}"]
     while kills < count:
@@ -61,7 +63,8 @@ def check_killed_runs(folder, whole, run, count, n_steps, after_kill=lambda draw
 
 
 def check_samples(folder, tmp_path, size, n_workers, n_steps):
-    """Ranks with some number of workers train on the samples that one rank reads with the default one."""
+    """Ranks with some number of workers train on the samples that one rank reads with the default
+    one."""
     options = [f"run.dir={tmp_path / 'run'}", f"data.num_workers={n_workers}", "train.parallel=ddp"]
     seen = run_ranks(
         size, rank_workers.train_and_record_inputs, str(folder / "config.yaml"), options

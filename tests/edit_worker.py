@@ -1,4 +1,5 @@
-"""Run in a copy of the package: what training, sampling, evaluation and inspection compute there, as JSON."""
+"""Run in a copy of the package: what training, sampling, evaluation and inspection compute there,
+as JSON."""
 
 import contextlib
 import io

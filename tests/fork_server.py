@@ -1,4 +1,5 @@
-"""Commands and ranks in processes that a server forks, which spares each of them the seconds to import torch."""
+"""Commands and ranks in processes that a server forks, which spares each of them the seconds to
+import torch."""
 
 import atexit
 import contextlib
@@ -60,7 +61,8 @@ def fork_context():
 
 
 def run_ranks(n_ranks, target, *args, timeout=600):
-    """Call target(dist, *args) in `n_ranks` processes, its ranks; returns what each of them returns, as JSON has it.
+    """Call target(dist, *args) in `n_ranks` processes, its ranks; returns what each of them
+    returns, as JSON has it.
 
     Raises AssertionError with the ranks' standard error if one fails.
     """
@@ -73,7 +75,8 @@ def run_ranks(n_ranks, target, *args, timeout=600):
 def run_ranks_to_exit(n_ranks, target, *args, timeout=600, folder, hanging=()):
     """As run_ranks(), for ranks that may fail: returns (exit status, standard error) of each rank.
 
-    Ranks in `hanging` are killed when the others have ended; `timeout` (seconds) only guards against a hanging test.
+    Ranks in `hanging` are killed when the others have ended; `timeout` (seconds) only guards
+    against a hanging test.
     """
     port, context = free_port(), fork_context()
     processes = [
@@ -136,10 +139,11 @@ def _run_rank(rank, n_ranks, port, folder, target, args):
 
 
 class ForkedCommand:
-    """A script of ours in a process of its own, with the methods of subprocess.Popen that tests use.
+    """A script of ours in a process of its own, with the methods of subprocess.Popen that tests
+    use.
 
-    Its output goes to files, standard error to `stderr` if given ("closed": to nowhere). It ignores the signals in
-    `ignored`, as under nohup. Its standard input is the text `input`.
+    Its output goes to files, standard error to `stderr` if given ("closed": to nowhere). It ignores
+    the signals in `ignored`, as under nohup. Its standard input is the text `input`.
     """
 
     def __init__(self, args, cwd=ROOT, environment=None, stderr=None, ignored=(), input=""):
@@ -165,7 +169,8 @@ class ForkedCommand:
         return self._process.exitcode
 
     def wait(self, timeout=600):
-        """The exit status; raises subprocess.TimeoutExpired, and kills the process, after `timeout` seconds."""
+        """The exit status; raises subprocess.TimeoutExpired, and kills the process, after `timeout`
+        seconds."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             self.kill()

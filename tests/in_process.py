@@ -1,4 +1,5 @@
-"""Fixtures for commands that start processes: the command runs in this process, and what it starts is forked."""
+"""Fixtures for commands that start processes: the command runs in this process, and what it starts
+is forked."""
 
 import multiprocessing
 import runpy
@@ -17,7 +18,8 @@ from thinker.benchmarks import processes
 
 @pytest.fixture
 def fork_processes(monkeypatch, stress):
-    """Processes that benchmarks start in this one are forked, which spares each the seconds to import torch."""
+    """Processes that benchmarks start in this one are forked, which spares each the seconds to
+    import torch."""
     if stress:
         return
     context, starting = fork_server.fork_context(), threading.Lock()
@@ -34,7 +36,8 @@ def fork_processes(monkeypatch, stress):
 
 @pytest.fixture
 def run_in_process(monkeypatch, capsys, stress, tmp_path):
-    """Runs a script's main() in this process, or as a user does under --stress; returns its standard output."""
+    """Runs a script's main() in this process, or as a user does under --stress; returns its
+    standard output."""
     monkeypatch.chdir(tmp_path)
 
     def run(script, *arguments):

@@ -33,7 +33,8 @@ def peak_of_two_steps(dist, tree, shape):
 
 @torch.no_grad()
 def peak_of_mapping_a_layer(dist, attention, length):
-    """The bytes that recording a layer's attention weights takes at most, and those of the weights."""
+    """The bytes that recording a layer's attention weights takes at most, and those of the
+    weights."""
     return_freed_memory_at_once()
     shape = {
         "vocab_size": 64,

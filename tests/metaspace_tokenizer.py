@@ -7,7 +7,8 @@ from thinker.data.tokenizers.tokenizer_factory import load_tokenizer
 
 
 def metaspace_tokenizer(folder, more_pieces, byte_fallback, normalizer=None):
-    """Unigram pieces: ASCII characters, spaces written as ▁, and `more_pieces` with their scores."""
+    """Unigram pieces: ASCII characters, spaces written as ▁, and `more_pieces` with their
+    scores."""
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
     pieces += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)] if byte_fallback else []
     pieces += [(chr(code), -4.0) for code in range(33, 127)] + [("▁", -2.0), *more_pieces.items()]

@@ -4,10 +4,11 @@ from itertools import combinations, product
 
 
 def pairwise(options: dict[str, list]) -> list[dict]:
-    """Cases, {option: value}, such that any two values of two options occur together in one of them; always the same.
+    """Cases, {option: value}, such that any two values of two options occur together in one of
+    them; always the same.
 
-    Greedy: each case begins with a pair that is still missing, and each further option takes the value that makes the
-    most missing pairs.
+    Greedy: each case begins with a pair that is still missing, and each further option takes the
+    value that makes the most missing pairs.
     """
     names = list(options)
     missing = {

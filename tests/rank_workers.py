@@ -41,7 +41,8 @@ CONFIG = ThinkerConfig(**SHAPE, max_seq_len=T)  # nothing divides by two or four
 
 
 def batch(step, dist, isolate=False):
-    """A rank's rows of a step's batch; in the last rows hardly a target is counted, and in the first all are."""
+    """A rank's rows of a step's batch; in the last rows hardly a target is counted, and in the
+    first all are."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(97, (ROWS, T + 1), generator=generator)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
@@ -82,7 +83,8 @@ def full_state(step):
 
 
 def train_steps(dist, out, steps, options):
-    """Make so many steps. Returns (loss, gradient norm) of each; `out` gets all that there is then."""
+    """Make so many steps. Returns (loss, gradient norm) of each; `out` gets all that there is
+    then."""
     step = make_step(dist, **options)
     found = [
         [float(number) for number in step(batch(number, dist), 1.0)] for number in range(steps)
@@ -94,7 +96,8 @@ def train_steps(dist, out, steps, options):
 
 
 def compare_gradients(dist, folder, steps, options):
-    """The clipped gradients of each step, into a file each; where there are files already, from the weights in them.
+    """The clipped gradients of each step, into a file each; where there are files already, from the
+    weights in them.
 
     Returns: for each step how far each gradient is, relative to its norm, from that in the file.
     """
@@ -138,7 +141,8 @@ def compare_gradients(dist, folder, steps, options):
 
 
 def save_checkpoints(dist, folder, parallel):
-    """Two steps with each optimizer, then checkpoints of them, whole and sharded, and what was saved in them."""
+    """Two steps with each optimizer, then checkpoints of them, whole and sharded, and what was
+    saved in them."""
     for optimizer in ("adamw", "muon"):
         step = make_step(dist, optimizer=optimizer, parallel=parallel)
         for number in range(2):
@@ -162,7 +166,8 @@ def save_checkpoints(dist, folder, parallel):
 
 
 def restore_checkpoints(dist, folder, parallel, places):
-    """Take checkpoints up. Returns what is not bit for bit as it was saved, and the loss of a step from each."""
+    """Take checkpoints up. Returns what is not bit for bit as it was saved, and the loss of a step
+    from each."""
     changed, losses = [], {}
     for place in (Path(folder, name) for name in places):
         step = make_step(dist, optimizer=place.name.split("-")[0], parallel=parallel)
@@ -178,7 +183,8 @@ def restore_checkpoints(dist, folder, parallel, places):
 
 
 def train_and_record_inputs(dist, config, overrides):
-    """Train by a config, from where its run stands. Returns the inputs of each step as this rank saw them."""
+    """Train by a config, from where its run stands. Returns the inputs of each step as this rank
+    saw them."""
     trainer, seen = build_trainer(load_config(config, overrides), dist), []
 
     class Noting:
@@ -195,8 +201,8 @@ def train_and_record_inputs(dist, config, overrides):
 
 
 def gradients_of_a_frequent_token(dist, precision, parallel):
-    """The gradients of a batch in which every other one of 12,288 tokens is the same, unclipped; and how many of a
-    matrix's numbers bf16 could hold.
+    """The gradients of a batch in which every other one of 12,288 tokens is the same, unclipped;
+    and how many of a matrix's numbers bf16 could hold.
     """
     rows = 512 // dist.world_size
     step = make_step(
@@ -226,7 +232,8 @@ def gradients_of_a_frequent_token(dist, precision, parallel):
 
 
 def gradients_missing_before_micro_batches(dist, parallel):
-    """Before each of two micro-batches: whether a matrix has no gradient yet, which FSDP2 sums before it is there."""
+    """Before each of two micro-batches: whether a matrix has no gradient yet, which FSDP2 sums
+    before it is there."""
     step, seen = make_step(dist, parallel=parallel, micro_batch_size=2), []
     weight = step.optimizers.optimizers[0].param_groups[0]["params"][0]
     step.model.register_forward_pre_hook(lambda *given: seen.append(weight.grad is None))
@@ -235,7 +242,8 @@ def gradients_missing_before_micro_batches(dist, parallel):
 
 
 def evaluate_and_signal(dist, config, overrides):
-    """A signal to the last rank alone, as all hear of it, and what an evaluation says before and after."""
+    """A signal to the last rank alone, as all hear of it, and what an evaluation says before and
+    after."""
     trainer = build_trainer(load_config(config, overrides), dist)
     before = trainer.evaluator(trainer.model, trainer.poll_signals)
     if dist.rank == dist.world_size - 1:
@@ -253,7 +261,8 @@ def count_gloo_threads(dist):
 
 
 class RollCallClock:
-    """A clock for rank 0 of four: it stands until all but rank 1 have answered, or left; then each look is a second."""
+    """A clock for rank 0 of four: it stands until all but rank 1 have answered, or left; then each
+    look is a second."""
 
     def __init__(self, store):
         self.store, self.now = store, 0.0
@@ -267,9 +276,11 @@ class RollCallClock:
 
 
 def fail_on_rank_1(dist, failure, seconds=None):
-    """Rank 1 fails before the third step, while the others wait for it, for an answer and for the roll call, so long.
+    """Rank 1 fails before the third step, while the others wait for it, for an answer and for the
+    roll call, so long.
 
-    Without `seconds` every wait that is not bound to last its time ends with an event, however busy the machine is.
+    Without `seconds` every wait that is not bound to last its time ends with an event, however busy
+    the machine is.
     """
     process_group.ROLL_CALL_SECONDS = seconds or 600.0
     dist.init_process_group("cpu", seconds or 600.0)

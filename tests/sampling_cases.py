@@ -13,8 +13,9 @@ TOKENIZER = make_tokenizer("byte", [])
 EOS = TOKENIZER.eos_id
 NO_EOS = {EOS: -math.inf}
 
-# The same examples every time: a pass over several positions differs from one over a single position in its last
-# bits, and one draw in a million stands so near to a border that it could fall on either side.
+# The same examples every time: a pass over several positions differs from one over a single
+# position in its last bits, and one draw in a million stands so near to a border that it could fall
+# on either side.
 SAME_EXAMPLES = {"derandomize": True, "deadline": None}
 
 
@@ -32,7 +33,8 @@ def small_model(seed=0, **shape):
 
 
 def few(letters, **more):
-    """A logit bias that leaves these tokens only: a text of so few soon repeats itself, and drafts are accepted."""
+    """A logit bias that leaves these tokens only: a text of so few soon repeats itself, and drafts
+    are accepted."""
     return {**dict.fromkeys(letters, 60.0), **more}
 
 

@@ -16,7 +16,8 @@ from fork_server import ROOT, ForkedCommand, run_script
 class ServerProcess:
     """thinker-serve with these arguments, on a free port.
 
-    A forked one (tests/fork_server.py) starts in a second less than one that is started as a user does.
+    A forked one (tests/fork_server.py) starts in a second less than one that is started as a user
+    does.
     """
 
     def __init__(self, *arguments, cwd=ROOT, forked=True):

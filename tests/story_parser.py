@@ -1,4 +1,5 @@
-"""A parser of `tales`: it finds the choices that made a story, and whether they are the only ones."""
+"""A parser of `tales`: it finds the choices that made a story, and whether they are the only
+ones."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ State = tuple[
 
 
 def parse(text: str) -> tales.Story:
-    """The story that has this text, with its choices. Raises ValueError if the grammar has no such story."""
+    """The story that has this text, with its choices. Raises ValueError if the grammar has no such
+    story."""
     found = [
         events
         for end, _, events in _derive(tales.GRAMMAR.story, text, (0, {}, ()))

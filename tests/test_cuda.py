@@ -153,7 +153,8 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
 
 
 def random_inputs(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
-    """A pattern, TokenInfo, ALiBi slopes, soft-cap; leaves q, k, v (and sinks) in fp32 that `dtype` holds exactly."""
+    """A pattern, TokenInfo, ALiBi slopes, soft-cap; leaves q, k, v (and sinks) in fp32 that `dtype`
+    holds exactly."""
     from thinker.model.patterns.pattern_parser import parse_pattern
     from thinker.model.patterns.patterns import TokenInfo
     from thinker.model.positions import alibi_slopes
@@ -223,7 +224,8 @@ FLEX = [
 @pytest.mark.parametrize(("text", "features", "width"), FLEX)
 @pytest.mark.usefixtures("_exact_fp32")
 def test_flex_equals_the_reference(text, features, width):
-    # Twelve heads: the kernel counts them in 32 bits, which the random blocks' hash overflows from the eleventh on.
+    # Twelve heads: the kernel counts them in 32 bits, which the random blocks' hash overflows from
+    # the eleventh on.
     given = random_inputs(text, features, torch.float32, H=12, K=4, D=width)
     _, known = values_and_gradients("reference", torch.float32, *given)
     assert_near(values_and_gradients("flex", torch.float32, *given)[1], known, 1e-4)
@@ -342,7 +344,8 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 def test_two_gpus_learn_as_one_and_save_for_one(tmp_path, parallel):
-    """NCCL: each rank on a GPU of its own, from the commands that docs/guides/scaling-out.md gives."""
+    """NCCL: each rank on a GPU of its own, from the commands that docs/guides/scaling-out.md
+    gives."""
     common = [
         "data.max_documents=200",
         "data.seq_len=64",

@@ -1,4 +1,5 @@
-"""What the documentation promises: its commands and its Python run, its links lead somewhere, the site builds."""
+"""What the documentation promises: its commands and its Python run, its links lead somewhere, the
+site builds."""
 
 import itertools
 import os
@@ -123,7 +124,8 @@ def test_tables_fit_and_code_has_a_language(path):
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    """A small run of the quickstart, and what the commands read: a text, conversations, the configs."""
+    """A small run of the quickstart, and what the commands read: a text, conversations, the
+    configs."""
     folder = tmp_path_factory.mktemp("docs")
     for name in ("configs", "scripts"):
         (folder / name).symlink_to(ROOT / name)
@@ -306,7 +308,8 @@ def test_start_pages_do_not_open_with_jargon(path, end):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The documentation as a site. Strict: each page is in the navigation, each link and anchor exists."""
+    """The documentation as a site. Strict: each page is in the navigation, each link and anchor
+    exists."""
     folder = tmp_path_factory.mktemp("site")
     # Not --quiet: mkdocs would drop the warnings before --strict counts them.
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]

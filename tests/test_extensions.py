@@ -1,4 +1,5 @@
-"""Extensions: modules of the user that a config names, and that every command imports again with the run."""
+"""Extensions: modules of the user that a config names, and that every command imports again with
+the run."""
 
 import json
 import subprocess

@@ -1,4 +1,5 @@
-"""What can be proved about a GPU without one: tests/fake_cuda, in processes where torch believes in one."""
+"""What can be proved about a GPU without one: tests/fake_cuda, in processes where torch believes in
+one."""
 
 import shutil
 import subprocess

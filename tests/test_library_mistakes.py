@@ -1,4 +1,5 @@
-"""What a user of the library passes by mistake: one line that says what would be right, and no error of torch's."""
+"""What a user of the library passes by mistake: one line that says what would be right, and no
+error of torch's."""
 
 import math
 from fractions import Fraction
@@ -118,7 +119,8 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def all_refused(make, expected):
-    """Every one of VALUES that is not of a type in `expected` is refused; the others may or may not be in range."""
+    """Every one of VALUES that is not of a type in `expected` is refused; the others may or may not
+    be in range."""
     for value in VALUES:
         if type(value) in expected:
             try:
@@ -280,7 +282,8 @@ def test_names_of_activations():
     ids=str,
 )
 def test_a_generator_under_other_defaults(options):
-    """torch.set_default_dtype() and torch.set_default_device() of the program around it change nothing."""
+    """torch.set_default_dtype() and torch.set_default_device() of the program around it change
+    nothing."""
     params = SamplingParams(4, seed=1, repetition_penalty=1.2, logit_bias={3: -1.0})
     expected = Generator(MODEL, TOKENIZER, **options).generate(["abc", "de"], params)
     score = Generator(MODEL, TOKENIZER, **options).score("abc")

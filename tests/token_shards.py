@@ -10,7 +10,8 @@ TOKENIZER = make_tokenizer("byte", [])
 
 
 def write_tokens(folder, lengths, shard_tokens=1 << 20, log_probs=None):
-    """Documents of these lengths, their tokens counting 0, 1, 2, ... modulo 256 through the whole set."""
+    """Documents of these lengths, their tokens counting 0, 1, 2, ... modulo 256 through the whole
+    set."""
     writer = ShardWriter(folder, "train", TOKENIZER, shard_tokens)
     start = 0
     for i, length in enumerate(lengths):

@@ -1,4 +1,5 @@
-"""What every objective and every callback of training must fulfil: tests call these functions for each of them."""
+"""What every objective and every callback of training must fulfil: tests call these functions for
+each of them."""
 
 import shutil
 

@@ -114,9 +114,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def kill_inside_checkpoints(folder, kind, first_step, n_events):
-    """What to put before the arguments of train.py, so that it kills itself "saving" or "removing" a checkpoint.
+    """What to put before the arguments of train.py, so that it kills itself "saving" or "removing"
+    a checkpoint.
 
-    It is the checkpoint of `first_step` or a later one, after `n_events` accesses to its hidden folder.
+    It is the checkpoint of `first_step` or a later one, after `n_events` accesses to its hidden
+    folder.
     """
     script = folder / "kill.py"
     script.write_text(KILL)

@@ -8,6 +8,7 @@ from thinker.training.run import build_trainer
 
 
 def train_each(dist, config, runs):
-    """Train by a config with each of some lists of overrides, one after the other; their exit statuses."""
+    """Train by a config with each of some lists of overrides, one after the other; their exit
+    statuses."""
     trainer.print_summary = lambda *arguments: None  # without the picture of the losses
     return [build_trainer(load_config(Path(config), overrides), dist).train() for overrides in runs]

@@ -1,8 +1,8 @@
 """What happens around training steps: averages of weights, pruning, logs, samples.
 
-The order of the list of callbacks is the order in which their hooks run; after_eval() runs in the opposite order. The
-list has objectives that are callbacks, the average of the weights, what features offer, the callbacks of the user, then
-samples and trackers.
+The order of the list of callbacks is the order in which their hooks run; after_eval() runs in the
+opposite order. The list has objectives that are callbacks, the average of the weights, what
+features offer, the callbacks of the user, then samples and trackers.
 """
 
 import contextlib
@@ -49,20 +49,24 @@ class Callback:
         """Training is about to start or resume. From here on files may be written."""
 
     def before_clip(self) -> None:
-        """The gradients of the whole batch are in place. They are clipped next, then the optimizers step."""
+        """The gradients of the whole batch are in place. They are clipped next, then the optimizers
+        step."""
 
     def after_step(self, info: StepInfo) -> None:
         """The optimizers have stepped."""
 
     def metrics(self) -> dict[str, float]:
-        """More keys of a line in metrics.jsonl. Called after a step that is logged; its time counts not as training."""
+        """More keys of a line in metrics.jsonl. Called after a step that is logged; its time counts
+        not as training."""
         return {}
 
     def on_log(self, line: Mapping[str, Any]) -> None:
-        """A line was written to metrics.jsonl. While one with `val_loss` is, the model has the evaluated weights."""
+        """A line was written to metrics.jsonl. While one with `val_loss` is, the model has the
+        evaluated weights."""
 
     def on_step_end(self, info: StepInfo) -> None:
-        """A step is complete: logged, evaluated and saved where that was due. The time here counts not as training."""
+        """A step is complete: logged, evaluated and saved where that was due. The time here counts
+        not as training."""
 
     def before_eval(self) -> None:
         """The model is about to be evaluated or saved. Put the weights for that into it."""
@@ -77,11 +81,13 @@ class Callback:
         """The run ends or pauses. is_complete: the last step has its evaluation, if one was due."""
 
     def has_final_form(self) -> bool:
-        """Whether the model has its final form. Only then are the best weights so far worth keeping."""
+        """Whether the model has its final form. Only then are the best weights so far worth
+        keeping."""
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What state.json keeps of the callback: JSON values by names that no other part of the run uses."""
+        """What state.json keeps of the callback: JSON values by names that no other part of the run
+        uses."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -91,7 +97,8 @@ class Callback:
         """
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps of the callback, by names such as "mine.total". Shapes never change.
+        """What a checkpoint keeps of the callback, by names such as "mine.total". Shapes never
+        change.
 
         Called between before_eval() and after_eval() when a checkpoint is written.
         """

@@ -1,7 +1,7 @@
 """Training on several ranks with DDP or FSDP2.
 
-Each rank computes its own rows of a batch. Losses and gradients are summed over the ranks and divided by the total
-number of targets, so that a step does not depend on the number of ranks.
+Each rank computes its own rows of a batch. Losses and gradients are summed over the ranks and
+divided by the total number of targets, so that a step does not depend on the number of ranks.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ from thinker.training.settings.settings import TrainSettings
 
 
 def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.Module:
-    """Wrap the model for training: compilation, then activation checkpointing, then DDP or FSDP2."""
+    """Wrap the model for training: compilation, then activation checkpointing, then DDP or
+    FSDP2."""
     if train.compile:
         _compile_blocks(model)
     if train.checkpoint_every_n_blocks:  # Chen et al. 2016 (arXiv:1604.06174)
@@ -32,7 +33,8 @@ def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.M
 
 
 def _compile_blocks(model: Thinker) -> None:
-    # Each kind of layer needs a graph. Beyond this limit (default: 8) torch silently stops compiling.
+    # Each kind of layer needs a graph. Beyond this limit (default: 8) torch silently stops
+    # compiling.
     torch._dynamo.config.recompile_limit = 256
     for block in model.blocks:  # in place, which keeps the names of parameters
         block.forward = torch.compile(block.forward)
@@ -50,11 +52,12 @@ def _with_ddp(model: Thinker) -> nn.Module:
 
 
 def _with_fsdp(model: Thinker, dist: DistContext) -> nn.Module:
-    """Every rank has some rows of each parameter, and gathers the parameters of a block when it runs.
+    """Every rank has some rows of each parameter, and gathers the parameters of a block when it
+    runs.
 
-    That is ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054). Blocks are gathered in the precision of the activations.
-    Embedding and head are gathered in fp32: in bf16, the sum of the thousands of gradients of a frequent token was 40%
-    off.
+    That is ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054). Blocks are gathered in the precision
+    of the activations. Embedding and head are gathered in fp32: in bf16, the sum of the thousands
+    of gradients of a frequent token was 40% off.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -72,13 +75,15 @@ def _with_fsdp(model: Thinker, dist: DistContext) -> nn.Module:
 
 
 def _sum_gradients(state, bucket):  # noqa: ANN001, ANN202 - not every build of torch has the types
-    """Sum gradients. DDP's average would divide by the number of ranks, which is exact only for powers of two."""
+    """Sum gradients. DDP's average would divide by the number of ranks, which is exact only for
+    powers of two."""
     work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
 def gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-    """Context in which a backward pass sums gradients over the ranks only for the last micro-batch of a batch."""
+    """Context in which a backward pass sums gradients over the ranks only for the last micro-batch
+    of a batch."""
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
         model.set_requires_gradient_sync(is_last)
     elif hasattr(model, "no_sync") and not is_last:  # DDP

@@ -13,7 +13,8 @@ from thinker.training.config.config import ARCHITECTURE, Config
 from thinker.training.config.load import validate_config
 from thinker.training.settings.settings import Settings
 
-# Keys that may differ from the initial model's; `init` and `head_init_std` have no effect in fine-tuning.
+# Keys that may differ from the initial model's; `init` and `head_init_std` have no effect in
+# fine-tuning.
 MAY_CHANGE = (
     "dropout",
     "max_seq_len",
@@ -27,9 +28,11 @@ MAY_CHANGE = (
 def load_initial_model(
     config: Config, previous: Settings | None = None, own_tokenizer: Tokenizer | None = None
 ) -> tuple[Config, Thinker | None, Tokenizer | None]:
-    """Load the model in run.init_from. A resumed run (with `previous`) has its own weights and `own_tokenizer`.
+    """Load the model in run.init_from. A resumed run (with `previous`) has its own weights and
+    `own_tokenizer`.
 
-    Returns: the config, completed with the model's architecture and tokenizer; the model, or None for random weights
+    Returns: the config, completed with the model's architecture and tokenizer; the model, or None
+    for random weights
         and resumed runs; the tokenizer, or None if it has yet to be made from the config.
 
     Raises UserError if the config contradicts the model.
@@ -43,7 +46,8 @@ def load_initial_model(
         model, tokenizer = load(source)
         if tokenizer is None:
             raise UserError(
-                f"run.init_from={source} has no tokenizer; use a model that is saved with its tokenizer"
+                f"run.init_from={source} has no tokenizer; use a model that is saved with its "
+                f"tokenizer"
             )
         own = load_tokenizer(spec) if spec is not None and check_spec(spec) == "path" else None
         if spec is not None and (own is None or own.content_hash != tokenizer.content_hash):
@@ -60,11 +64,13 @@ def load_initial_model(
     if seq_len > model_config.max_seq_len:
         raise UserError(
             f"data.seq_len ({seq_len}) is longer than the context of the model in run.init_from "
-            f"({model_config.max_seq_len}); lower it, or raise model.max_seq_len (see also model.rope_scaling)"
+            f"({model_config.max_seq_len}); lower it, or raise model.max_seq_len (see also "
+            f"model.rope_scaling)"
         )
     if (config.train.lora_rank or 0) > model_config.d_model:
         raise UserError(
-            f"train.lora_rank is {config.train.lora_rank}; use at most d_model={model_config.d_model}"
+            f"train.lora_rank is {config.train.lora_rank}; use at most "
+            f"d_model={model_config.d_model}"
         )
     tree = config.model_dump()
     tree["model"] = model_config.to_dict()
@@ -80,7 +86,8 @@ def load_initial_model(
 
 
 def config_for_model(config: Config, model: Thinker) -> Config:
-    """The config with the architecture of a model that train() was given. Raises UserError if it has another one."""
+    """The config with the architecture of a model that train() was given. Raises UserError if it
+    has another one."""
     if config.run.init_from is not None:
         raise UserError("run.init_from has no effect with a model that is passed; remove it")
     values = model.config.to_dict()
@@ -89,7 +96,8 @@ def config_for_model(config: Config, model: Thinker) -> Config:
         if given is not None and given != values.get(name):
             has = json.dumps(values.get(name))
             raise UserError(
-                f"model.{name} is {json.dumps(given)}, but the model that was passed has {has}; remove it"
+                f"model.{name} is {json.dumps(given)}, but the model that was passed has "
+                f"{has}; remove it"
             )
     return validate_config(config.model_dump() | {"model": values})
 
@@ -105,7 +113,8 @@ def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
         elif value not in (None, values[name]):
             source, has = f"run.init_from={config.run.init_from}", json.dumps(values[name])
             raise UserError(
-                f"model.{name} is {json.dumps(value)}, but the model in {source} has {has}; remove it"
+                f"model.{name} is {json.dumps(value)}, but the model in {source} has {has}; "
+                f"remove it"
             )
     return ThinkerConfig.from_dict(values)
 
@@ -118,7 +127,8 @@ def _with_chat_template(config: Config, tokenizer: Tokenizer | None) -> Tokenize
     if tokenizer is None:
         if check_spec(config.data.tokenizer) != "path":
             raise UserError(
-                "data.chat_template needs an existing tokenizer; set run.init_from or data.tokenizer=PATH"
+                "data.chat_template needs an existing tokenizer; set run.init_from or "
+                "data.tokenizer=PATH"
             )
         tokenizer = load_tokenizer(config.data.tokenizer)
     if not Path(path).is_file():

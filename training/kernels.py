@@ -1,7 +1,9 @@
-"""Faster forms of modules in a training step: kernels of native/ on a CPU, and matrices that are cast once.
+"""Faster forms of modules in a training step: kernels of native/ on a CPU, and matrices that are
+cast once.
 
-Outside a step the model runs as written. Within it, one method of each known module is replaced on the instance. A form
-is used only if it has proved that it computes the same as the module (model/proof.py).
+Outside a step the model runs as written. Within it, one method of each known module is replaced on
+the instance. A form is used only if it has proved that it computes the same as the module
+(model/proof.py).
 """
 
 import contextlib
@@ -42,7 +44,8 @@ def rms_norm_of_torch(norm: RMSNorm, x: Tensor) -> Tensor:
 
 
 def project(attention: Attention, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention.project() with one matrix product, and one kernel for the norms and the rotation."""
+    """Attention.project() with one matrix product, and one kernel for the norms and the
+    rotation."""
     qkv = project_jointly(x, attention.q_proj, attention.k_proj, attention.v_proj)
     q_weight = k_weight = None
     eps = 0.0
@@ -67,7 +70,8 @@ def dropout(module: nn.Dropout, x: Tensor) -> Tensor:
 
 
 def project_jointly(x: Tensor, *linears: nn.Module) -> Tensor:
-    """Apply each matrix to x in one product, or one by one if any is not a Linear. Returns all outputs, concatenated."""
+    """Apply each matrix to x in one product, or one by one if any is not a Linear. Returns all
+    outputs, concatenated."""
     if any(type(linear) is not Linear for linear in linears):
         return torch.cat([linear(x) for linear in linears], dim=-1)
     weight = torch.cat([linear.cast_weight(x.dtype) for linear in linears])
@@ -89,7 +93,8 @@ OF_TORCH: Forms = {RMSNorm: ("forward", rms_norm_of_torch)}
 
 @dataclass(frozen=True)
 class Kernels:
-    """Faster forms for the modules of a model. `is_native`: of native/, so that optimizers use its kernels, too."""
+    """Faster forms for the modules of a model. `is_native`: of native/, so that optimizers use its
+    kernels, too."""
 
     forms: Forms
     is_native: bool = False
@@ -117,7 +122,8 @@ def choose_kernels(
 
 @contextlib.contextmanager
 def fused_kernels(model: nn.Module, kernels: Kernels | None) -> Iterator[None]:
-    """Context in which known modules of the model use their faster form; outside, it runs as written."""
+    """Context in which known modules of the model use their faster form; outside, it runs as
+    written."""
     replaced: list[tuple[nn.Module, str]] = []
     try:
         if kernels is not None and kernels.forms:
@@ -156,7 +162,8 @@ def is_known(module: nn.Module, method: str) -> bool:
 
 
 def _are_unchanged(*parts: nn.Module) -> bool:
-    """Whether a form may leave out the calls of these modules: no hooks, no forward() of an instance."""
+    """Whether a form may leave out the calls of these modules: no hooks, no forward() of an
+    instance."""
     for part in parts:
         if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
             return False
@@ -172,7 +179,8 @@ def _are_alike(*matrices: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def cached_weight_casts(model: Thinker) -> Iterator[None]:
-    """Context in which Linear.cast_weight() of each matrix casts once; gradients accumulate in the fp32 weights."""
+    """Context in which Linear.cast_weight() of each matrix casts once; gradients accumulate in the
+    fp32 weights."""
     dtype = model.dtype
     # FSDP2 gathers the weights of blocks in the activation dtype.
     is_cast = dtype != model.embedding.weight.dtype and not hasattr(model, "unshard")
@@ -199,7 +207,8 @@ def _cast_once(
 
 
 def proven(kernels: Kernels, model: Thinker) -> Kernels:
-    """The kernels without those forms that compute something else than the model as it is written now."""
+    """The kernels without those forms that compute something else than the model as it is written
+    now."""
     if not kernels.forms or proof.is_fake(model):
         return kernels
     used = {type(module) for module in model.modules()} & set(kernels.forms)
@@ -275,7 +284,8 @@ def _width(module: nn.Module) -> int:
 
 
 def keeps_contract(p: float) -> bool:
-    """Whether the kernel drops this share, divides by the rest, and has the same mask in the backward pass."""
+    """Whether the kernel drops this share, divides by the rest, and has the same mask in the
+    backward pass."""
     if p == 0:
         return True
     with torch.enable_grad():

@@ -11,16 +11,28 @@ from thinker.evaluation.loss import Evaluation
 from thinker.model import Thinker
 from thinker.training.callback import TrainingParts
 
-# Dense peak FLOP/s in bf16 and fp16 with fp32 accumulation, from the vendors' data sheets. Keys are parts of the device
-# names that torch reports. Other devices have no MFU.
+# Dense peak FLOP/s in bf16 and fp16 with fp32 accumulation, from the vendors' data sheets. Keys are
+# parts of the device names that torch reports. Other devices have no MFU.
 PEAK_FLOPS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
-    "A10G": 70e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-}  # fmt: skip
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
 
 
 def part_losses(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
-    """The mean of each part of the loss that has targets. sums: of each part its sum, then its number of targets."""
+    """The mean of each part of the loss that has targets. sums: of each part its sum, then its
+    number of targets."""
     losses = {}
     for name, total, n_targets in zip(names, sums[::2], sums[1::2]):
         if n_targets:
@@ -38,7 +50,8 @@ def evaluation_line(evaluation: Evaluation) -> dict[str, float]:
 
 
 def speed(parts: TrainingParts, device: torch.device, tokens_per_second: float) -> dict[str, float]:
-    """Tokens and FLOPs per second of all ranks, and the share of the devices' peak if that is known."""
+    """Tokens and FLOPs per second of all ranks, and the share of the devices' peak if that is
+    known."""
     flops = tokens_per_second * flops_per_token(parts.model, parts.settings.data.seq_len)
     speeds = {"tokens_per_second": tokens_per_second, "flops_per_second": flops}
     peak = peak_flops(device, parts.settings.train.precision)
@@ -50,7 +63,8 @@ def speed(parts: TrainingParts, device: torch.device, tokens_per_second: float) 
 def flops_per_token(model: Thinker, seq_len: int) -> int:
     """FLOPs per token of a training step, counted as in appendix B of PaLM (arXiv:2204.02311).
 
-    6 per parameter, excluding an untied embedding, plus 12 · T · the total width of all heads for attention.
+    6 per parameter, excluding an untied embedding, plus 12 · T · the total width of all heads for
+    attention.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if not model.config.tie_embeddings:
@@ -71,7 +85,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class MemoryMeter:
-    """Peak memory since creation: allocated memory on a GPU, otherwise growth of the process's resident set."""
+    """Peak memory since creation: allocated memory on a GPU, otherwise growth of the process's
+    resident set."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,4 +1,5 @@
-"""Steps with a non-finite loss or gradient: a report, and the end of the run if there are too many."""
+"""Steps with a non-finite loss or gradient: a report, and the end of the run if there are too
+many."""
 
 import json
 import math
@@ -36,7 +37,8 @@ class NonfiniteSteps:
     n_allowed: int  # train.max_nonfinite_steps
 
     def report(self, step: int, loss: float, grad_norm: float, n_skipped: int) -> str:
-        """Write a report on a step, counted from 0. `n_skipped`: non-finite steps so far, with this one.
+        """Write a report on a step, counted from 0. `n_skipped`: non-finite steps so far, with this
+        one.
 
         Returns one line for users. All ranks must call this.
         """
@@ -79,12 +81,13 @@ class NonfiniteSteps:
 def diagnose(
     model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: int
 ) -> dict[str, Any]:
-    """Run each sample of a step (from 0) separately, forward and backward without dropout, on the current weights.
+    """Run each sample of a step (from 0) separately, forward and backward without dropout, on the
+    current weights.
 
     Returns "samples": id, loss (nats per token), gradient norm and first characters of each sample;
-    "first_not_finite": the first module with a non-finite output; "gradients_not_finite": the parameters with a
-    non-finite gradient; "largest_weight": [name, absolute value]. Non-finite numbers become None. Samples whose text is
-    no longer on the disk are left out.
+    "first_not_finite": the first module with a non-finite output; "gradients_not_finite": the
+    parameters with a non-finite gradient; "largest_weight": [name, absolute value]. Non-finite
+    numbers become None. Samples whose text is no longer on the disk are left out.
     """
     copy = unwrapped_copy(model)
     modules = _record_nonfinite_outputs(copy)
@@ -120,7 +123,8 @@ def diagnose(
 
 
 def _record_nonfinite_outputs(model: Thinker) -> list[str]:
-    """A list that gets the names of modules with a non-finite output, in the order of the forward pass."""
+    """A list that gets the names of modules with a non-finite output, in the order of the forward
+    pass."""
     names: list[str] = []
 
     def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -22,7 +22,8 @@ class Loss(NamedTuple):
     n_targets: Tensor
     """The number of targets in the micro-batch."""
     parts: Mapping[str, tuple[Tensor, Tensor]] = {}
-    """More losses for metrics.jsonl, by key: a sum and a number of targets. The log has their quotient.
+    """More losses for metrics.jsonl, by key: a sum and a number of targets. The log has their
+    quotient.
 
     Every call returns the same keys. Nothing flows back through these tensors.
     """
@@ -36,8 +37,9 @@ class Objective(Protocol):
     def __call__(self, model: nn.Module, batch: Batch) -> Loss:
         """Run the model on a micro-batch, whose tokens are on the device.
 
-        `model` is called as a Thinker; it may be wrapped for several ranks. If `batch.target_losses` is there, it must
-        be filled with the loss of each target in nats. The step divides the sum by the targets of the whole batch.
+        `model` is called as a Thinker; it may be wrapped for several ranks. If
+        `batch.target_losses` is there, it must be filled with the loss of each target in nats. The
+        step divides the sum by the targets of the whole batch.
         """
         ...
 
@@ -60,7 +62,8 @@ def build_objective(
     device: torch.device,
     objective: Objective | None = None,
 ) -> tuple[Objective, list[Callback]]:
-    """What a step minimizes: `objective`, or the cross-entropy with the text, as the features change it.
+    """What a step minimizes: `objective`, or the cross-entropy with the text, as the features
+    change it.
 
     Also returns those of the objectives that are callbacks.
     """

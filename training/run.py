@@ -1,4 +1,5 @@
-"""Train from a config: open the run, resolve settings, prepare data, build the model, restore, fit."""
+"""Train from a config: open the run, resolve settings, prepare data, build the model, restore,
+fit."""
 
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ from thinker.training.state import resume
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.trainer import Trainer
 
-# Of a core, for saves in the background, as training needs every core (docs/benchmarks/exactness.md).
+# Of a core, for saves in the background, as training needs every core
+# (docs/benchmarks/exactness.md).
 BACKGROUND_CPU_SHARE = 0.005
 
 
@@ -45,16 +47,19 @@ def train(
     dataset: AnyDataset | None = None,
     model: type[Thinker] = Thinker,
 ) -> int:
-    """Start or resume the run of a config. Returns the exit status: 0, or 128 + the signal that ended it.
+    """Start or resume the run of a config. Returns the exit status: 0, or 128 + the signal that
+    ended it.
 
     Args:
-        callbacks: what happens around steps, in this order (training/callback.py). To resume a run, pass the same ones.
-        objective: what a step minimizes (training/objective.py). None: the cross-entropy with the text.
-        dataset: the training windows (data/batches/dataset.py), such as a list of pairs (inputs, targets), or any object
-            with len() and window(index). None: those of the config, which also has the tokenizer and the text for
-            validation. To resume a run, pass an equal one.
-        model: a subclass of Thinker, which is made with its ThinkerConfig alone. List its module in `extensions`, so
-            that commands can open the run.
+        callbacks: what happens around steps, in this order (training/callback.py). To resume a run,
+            pass the same ones.
+        objective: what a step minimizes (training/objective.py). None: the cross-entropy with the
+            text.
+        dataset: the training windows (data/batches/dataset.py), such as a list of pairs (inputs,
+            targets), or any object with len() and window(index). None: those of the config, which
+            also has the tokenizer and the text for validation. To resume a run, pass an equal one.
+        model: a subclass of Thinker, which is made with its ThinkerConfig alone. List its module in
+            `extensions`, so that commands can open the run.
     """
     return build_trainer(config, dist, callbacks, objective, dataset, model).train()
 
@@ -67,7 +72,8 @@ def build_trainer(
     dataset: AnyDataset | None = None,
     model: type[Thinker] = Thinker,
 ) -> Trainer:
-    """Check the config before writing any file, build the trainer, and restore the newest checkpoint of the run."""
+    """Check the config before writing any file, build the trainer, and restore the newest
+    checkpoint of the run."""
     if config.train.deterministic:
         enable_determinism()
     if model is not Thinker and config.run.init_from is not None:
@@ -151,7 +157,8 @@ def build_trainer(
 
 
 def _model_device(settings: Settings, device: torch.device, dist: DistContext) -> torch.device:
-    """Where the model is made: with FSDP2 on the host, as the whole model need not fit on a device."""
+    """Where the model is made: with FSDP2 on the host, as the whole model need not fit on a
+    device."""
     is_sharded = dist.world_size > 1 and settings.train.parallel == "fsdp"
     return torch.device("cpu") if is_sharded else device
 

@@ -12,11 +12,13 @@ from thinker.runtime import interrupts
 
 
 class SignalHandler:
-    """Context in which the first SIGINT, SIGTERM or SIGHUP sets `number`, and a second one ends the process at once.
+    """Context in which the first SIGINT, SIGTERM or SIGHUP sets `number`, and a second one ends the
+    process at once.
 
-    A signal that is ignored when the process starts (nohup, a shell's background job) stays ignored. The launcher of
-    several ranks (`together`) forwards a signal that the ranks may also receive directly, so signals within
-    ECHO_SECONDS of the first count as the same one. In any process, so do signals within TWICE_SECONDS.
+    A signal that is ignored when the process starts (nohup, a shell's background job) stays
+    ignored. The launcher of several ranks (`together`) forwards a signal that the ranks may also
+    receive directly, so signals within ECHO_SECONDS of the first count as the same one. In any
+    process, so do signals within TWICE_SECONDS.
     """
 
     ECHO_SECONDS = 5.0
@@ -60,7 +62,10 @@ class SignalHandler:
         with contextlib.suppress(
             OSError
         ):  # not Python's stream, which the signal may have interrupted
-            message = f"\n{signal.Signals(number).name}: finishing this step and saving; repeat to stop at once\n"
+            message = (
+                f"\n{signal.Signals(number).name}: finishing this step and saving; "
+                f"repeat to stop at once\n"
+            )
             os.write(sys.stderr.fileno(), message.encode())
 
     def _handle_all(self, handler: Any) -> None:

@@ -25,9 +25,10 @@ from thinker.training.settings.settings import Settings
 class TrainingStep:
     """A model, its optimizers, and the training step.
 
-    With `skip_nonfinite`, a step with a non-finite loss or gradient changes nothing. `n_nonfinite` counts such steps on
-    the device (in fp16 by their losses only, as gradients overflow by design). After more than
-    train.max_nonfinite_steps no step changes anything, so the weights are intact when the host reads the count.
+    With `skip_nonfinite`, a step with a non-finite loss or gradient changes nothing. `n_nonfinite`
+    counts such steps on the device (in fp16 by their losses only, as gradients overflow by design).
+    After more than train.max_nonfinite_steps no step changes anything, so the weights are intact
+    when the host reads the count.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class TrainingStep:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=train.precision == "fp16")
         self.n_nonfinite = torch.zeros((), dtype=torch.int64, device=self.device)
 
-        # The parts of the newest loss: their keys in metrics.jsonl, and (P, 2) sums and numbers of targets.
+        # The parts of the newest loss: their keys in metrics.jsonl, and (P, 2) sums and numbers of
+        # targets.
         self.part_names: list[str] = []
         self.part_sums = torch.zeros(0, 2, device=self.device)
 
@@ -74,9 +76,11 @@ class TrainingStep:
             self._warm_up_buckets(settings)
 
     def _warm_up_buckets(self, settings: Settings) -> None:
-        """Run a backward pass with zero gradients, so that all later passes, also of a resumed run, are equal.
+        """Run a backward pass with zero gradients, so that all later passes, also of a resumed run,
+        are equal.
 
-        DDP assigns gradients to buckets in its first pass, and the last bits of a sum depend on the position there.
+        DDP assigns gradients to buckets in its first pass, and the last bits of a sum depend on the
+        position there.
         """
         shape = (self.train.micro_batch_size, settings.data.seq_len)
         tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -88,15 +92,17 @@ class TrainingStep:
 
     @contextlib.contextmanager
     def fast_model(self) -> Iterator[None]:
-        """Context in which the model runs as fast as it can: with kernels, and with weights that are cast once."""
+        """Context in which the model runs as fast as it can: with kernels, and with weights that
+        are cast once."""
         with cached_weight_casts(self.model), fused_kernels(self.model, self.kernels):
             yield
 
     def __call__(self, batch: Batch, lr_multiplier: float) -> tuple[Tensor, Tensor]:
-        """Run a step. Returns loss (nats per token) and gradient norm before clipping, both on the device.
+        """Run a step. Returns loss (nats per token) and gradient norm before clipping, both on the
+        device.
 
-        Each rank passes its own rows and the total number of targets. All ranks get the same result. `part_names` and
-        `part_sums` then have the parts of the loss.
+        Each rank passes its own rows and the total number of targets. All ranks get the same
+        result. `part_names` and `part_sums` then have the parts of the loss.
         """
         self.optimizers.set_lr(lr_multiplier)
         n_targets = max(batch.n_targets, 1)  # of all ranks
@@ -152,7 +158,8 @@ def loss_values(loss: Loss) -> Tensor:
 
 
 def clip_gradients(model: Thinker, limit: float | None) -> Tensor:
-    """Scale all gradients down if their joint norm is above `limit`. Returns the norm before, on the device."""
+    """Scale all gradients down if their joint norm is above `limit`. Returns the norm before, on
+    the device."""
     limit = limit or math.inf
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     if any(hasattr(grad, "to_local") for grad in grads):  # sharded
@@ -170,7 +177,8 @@ def build_model(
     initial: Thinker | None = None,
     kind: type[Thinker] = Thinker,
 ) -> Thinker:
-    """A new model of a class, or `initial`, on the device. Random weights come from the CPU and are equal on all devices."""
+    """A new model of a class, or `initial`, on the device. Random weights come from the CPU and are
+    equal on all devices."""
     torch.manual_seed(seed)
     model = kind(config) if initial is None else initial
     return model.to(device)

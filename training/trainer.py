@@ -72,7 +72,8 @@ class Trainer:
         self.bar = tqdm(disable=True)
         self.last_evaluation: Evaluation | None = None
         self.unread: list[tuple[int, Tensor]] = []  # steps, and their results on the device
-        # At the last logged line: seconds of training, tokens, and seconds that steps waited for data.
+        # At the last logged line: seconds of training, tokens, and seconds that steps waited for
+        # data.
         self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)
         self._start_callbacks()
         if self.is_finished:
@@ -109,7 +110,8 @@ class Trainer:
         return 0
 
     def fit(self) -> None:
-        """Run all steps with their evaluations and checkpoints; then evaluate and save a last time."""
+        """Run all steps with their evaluations and checkpoints; then evaluate and save a last
+        time."""
         try:
             self._run_steps()
         except UserError as error:  # the text of a stream cannot be read
@@ -175,7 +177,8 @@ class Trainer:
         return info
 
     def sync_step(self, started: float | None = None) -> None:
-        """Fetch the next batch; share its number of targets, the time since `started`, and signals with all ranks."""
+        """Fetch the next batch; share its number of targets, the time since `started`, and signals
+        with all ranks."""
         is_alone = self.dist.world_size == 1  # then a signal need not wait for the text of a stream
         batch = self.batches.batch(
             self.state.step, lambda: bool(is_alone and self.signal_handler.number)
@@ -233,20 +236,24 @@ class Trainer:
 
     @property
     def epochs(self) -> float:
-        """Number of epochs: how often the training split, or that of its sources that repeats most, was read."""
+        """Number of epochs: how often the training split, or that of its sources that repeats most,
+        was read."""
         return max(self.loader.epochs(self.state.step))
 
     def progress(self) -> float:
-        """Fraction of the run that is done, in [0, 1]: of steps or time, whichever is larger; 1 if it stops early."""
+        """Fraction of the run that is done, in [0, 1]: of steps or time, whichever is larger; 1 if
+        it stops early."""
         return self.state.progress(self.train_config)
 
     def is_due(self, every: int | None) -> bool:
-        """Whether an action is due that repeats every `every` steps. False at the end, where fit() acts anyway."""
+        """Whether an action is due that repeats every `every` steps. False at the end, where fit()
+        acts anyway."""
         step = self.state.step
         return bool(every and step and step % every == 0 and self.progress() < 1)
 
     def poll_signals(self) -> bool:
-        """Whether any rank has received a signal that should end the run. All ranks must call this."""
+        """Whether any rank has received a signal that should end the run. All ranks must call
+        this."""
         numbers = self.dist.all_gather_scalars(self.signal_handler.number)
         self.signal = int(max(number for (number,) in numbers))
         return bool(self.stopping)
@@ -255,7 +262,10 @@ class Trainer:
         """Say where the run would resume."""
         if self.saved is None:
             return "the same command starts over, as there is no checkpoint"
-        return f"the same command resumes from step {self.saved.step}; to start earlier, delete that checkpoint"
+        return (
+            f"the same command resumes from step {self.saved.step}; to start earlier, "
+            f"delete that checkpoint"
+        )
 
     def show_status(self, text: str) -> None:
         """Show what is being done beside the progress bar."""
@@ -264,7 +274,8 @@ class Trainer:
     # ---------------------------------------------------------------- metrics
 
     def read_losses(self) -> None:
-        """Fetch the losses and gradient norms of recent steps. Nothing else in a step waits for the device."""
+        """Fetch the losses and gradient norms of recent steps. Nothing else in a step waits for the
+        device."""
         if not self.unread:
             return
         steps = [step for step, _ in self.unread]
@@ -279,7 +290,8 @@ class Trainer:
                 self.skip_nonfinite_step(step, loss, grad_norm)
 
     def skip_nonfinite_step(self, step: int, loss: float, grad_norm: float) -> None:
-        """Report a non-finite step (from 0), which changed no weights. Raises RunError if no more are allowed."""
+        """Report a non-finite step (from 0), which changed no weights. Raises RunError if no more
+        are allowed."""
         self.state.skipped += 1
         message = self.nonfinite_steps.report(step, loss, grad_norm, self.state.skipped)
         if self.state.skipped > self.train_config.max_nonfinite_steps:
@@ -328,7 +340,8 @@ class Trainer:
     # ---------------------------------------------------------------- evaluations and checkpoints
 
     def evaluate(self) -> None:
-        """Measure and log the validation loss, unless that was done or a signal comes. Save the best weights."""
+        """Measure and log the validation loss, unless that was done or a signal comes. Save the
+        best weights."""
         self.read_losses()
         if self.state.evaluated_at == self.state.step:
             return

@@ -36,7 +36,8 @@ ENTRY_MODULES = (
 
 
 class Stage(NamedTuple):
-    """One kind of measurement. `weight`: its share of the time, relative to that of the stages after it."""
+    """One kind of measurement. `weight`: its share of the time, relative to that of the stages
+    after it."""
 
     name: str
     weight: float
@@ -136,7 +137,8 @@ class Recorder:
 
 
 def run_stage(stage: Stage, campaign: Campaign, deadline: float, recorder: Recorder) -> None:
-    """Record a stage's results, its error if it fails or outlasts its deadline, and how long it took."""
+    """Record a stage's results, its error if it fails or outlasts its deadline, and how long it
+    took."""
     start = time.monotonic()
     try:
         for result in stage.run(campaign, deadline):
@@ -150,12 +152,14 @@ def run_stage(stage: Stage, campaign: Campaign, deadline: float, recorder: Recor
 
 
 def try_device(device: torch.device) -> Results:
-    """Show that a worker can use the device; a forked one cannot where an import has touched a GPU."""
+    """Show that a worker can use the device; a forked one cannot where an import has touched a
+    GPU."""
     yield {"name": "worker", "sum": float(torch.ones(2, device=device).sum())}
 
 
 def import_closure() -> dict[str, list[str]]:
-    """Top-level modules outside the standard library that the campaign imports, and optional ones that it can use."""
+    """Top-level modules outside the standard library that the campaign imports, and optional ones
+    that it can use."""
     code = (
         f"import sys, json\nfor name in {ENTRY_MODULES}: __import__(name)\n"
         "names = {name.split('.')[0] for name, module in sys.modules.items() if getattr(module, '__file__', None)}\n"

@@ -31,7 +31,8 @@ MAX_CORPUS_BYTES = 100_000_000
 
 
 def cuda_tests(campaign: Campaign, deadline: float) -> Results:
-    """The tests that need a GPU, in parallel if pytest-xdist is there, and the long training test beside them."""
+    """The tests that need a GPU, in parallel if pytest-xdist is there, and the long training test
+    beside them."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         command = [
@@ -70,7 +71,8 @@ def cuda_tests(campaign: Campaign, deadline: float) -> Results:
 
 
 class Command:
-    """A command whose output goes to a file; it is killed, with what it has started, at the end of the block."""
+    """A command whose output goes to a file; it is killed, with what it has started, at the end of
+    the block."""
 
     def __init__(self, arguments: list[str], log: Path) -> None:
         self.log = log
@@ -136,7 +138,8 @@ class RealRun:
         tokenizer = "bpe:32768" if importlib.util.find_spec("rustbpe") and not toy else "byte"
         yield {"name": "corpus", "bytes": n_bytes, "tokenizer": tokenizer}
         self.write_config(tokenizer)
-        # Afterwards: a second start with compiling, the last evaluation, and the two commands below.
+        # Afterwards: a second start with compiling, the last evaluation, and the two commands
+        # below.
         train_s = 1.5 if toy else max(30.0, self.deadline - time.monotonic() - 120)
         yield self.train_until(train_s, interrupt_after=0.1 if toy else train_s / 3)
         lines = self.read_metrics()
@@ -179,7 +182,8 @@ class RealRun:
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config))
 
     def train_until(self, seconds: float, interrupt_after: float | None = None) -> dict[str, Any]:
-        """Train until `seconds` of training in all; with SIGTERM after `interrupt_after` of them."""
+        """Train until `seconds` of training in all; with SIGTERM after `interrupt_after` of
+        them."""
         start = time.monotonic()
         line = [
             sys.executable,
@@ -211,7 +215,8 @@ class RealRun:
 
 
 def write_corpus(path: Path, max_bytes: int) -> int:
-    """Write the UTF-8 Python files of site-packages and the standard library into one; returns its size in bytes."""
+    """Write the UTF-8 Python files of site-packages and the standard library into one; returns its
+    size in bytes."""
     n_bytes = 0
     folders = dict.fromkeys(
         sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")

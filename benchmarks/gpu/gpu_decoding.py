@@ -25,7 +25,8 @@ MAX_SCORES_LENGTH = 4096  # for patterns whose reference holds all scores
 
 
 def decode(shape: str, campaign: Campaign, deadline: float) -> Results:
-    """Decoding by precision and batch, beside transformers with a static cache; names as in benchmarks.decode."""
+    """Decoding by precision and batch, beside transformers with a static cache; names as in
+    benchmarks.decode."""
     names, (n_prompt, n_new) = DECODING, (32, 128)
     if campaign.is_rehearsal:  # importing transformers once is enough
         names, (n_prompt, n_new) = (
@@ -63,7 +64,8 @@ def decoding_calls(shape: str, name: str, n_prompt: int, n_new: int, device: tor
 
 
 def attention(campaign: Campaign, deadline: float) -> Results:
-    """Time and memory of each pattern, and of each backend of SDPA for full attention, by length."""
+    """Time and memory of each pattern, and of each backend of SDPA for full attention, by
+    length."""
     lengths = (64, 128) if campaign.is_rehearsal else (1024, 4096, 16384)
     is_cuda = campaign.device.type == "cuda"
     backends = (

@@ -58,7 +58,8 @@ class Campaign(NamedTuple):
 
 
 def facts(campaign: Campaign, deadline: float) -> Results:
-    """Versions, clocks, power, and what the device can do: copies, and products of the models' shapes."""
+    """Versions, clocks, power, and what the device can do: copies, and products of the models'
+    shapes."""
     return stream(
         measure_facts, campaign.device, campaign.is_rehearsal, deadline=deadline, **campaign.options
     )
@@ -160,7 +161,8 @@ def profile(campaign: Campaign, deadline: float) -> Results:
 
 
 def profile_steps(shape: Shape, device: torch.device, precision: str, n_steps: int = 3) -> Results:
-    """Seconds per step of each group of kernels, the idle share, and the longest kernels (on a CPU: operations)."""
+    """Seconds per step of each group of kernels, the idle share, and the longest kernels (on a CPU:
+    operations)."""
     from thinker.model import transformer
 
     configure_backend(device)
@@ -227,7 +229,8 @@ def precisions(campaign: Campaign, deadline: float) -> Results:
 
 
 def compare_precisions(shape: Shape, device: torch.device, n_steps: int) -> Results:
-    """Train on the bytes of the standard library twice; the last result is the ratio of the last losses."""
+    """Train on the bytes of the standard library twice; the last result is the ratio of the last
+    losses."""
     configure_backend(device)
     n_bytes = shape.batch_size * (shape.seq_len + 1)
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))

@@ -77,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train every variant, time its steps alternately with the others, and print a table for each corpus."""
+    """Train every variant, time its steps alternately with the others, and print a table for each
+    corpus."""
     for name in arguments.only or ():
         if name not in VARIANTS:
             raise UserError(f"unknown variant {name!r}; choose from: {'; '.join(VARIANTS)}")
@@ -136,7 +137,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def time_variants(
     corpus: str, variants: dict[str, list[str]], rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Median training speed of each variant, and its median ratio to full attention in the same round."""
+    """Median training speed of each variant, and its median ratio to full attention in the same
+    round."""
     device, steps = torch.device("cpu"), []
     configure_backend(device)
     file, batch_size, _ = CORPORA[corpus]
@@ -166,7 +168,8 @@ def time_variants(
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """One panel per corpus: each variant's loss minus that of full attention, its std, and the relative speed."""
+    """One panel per corpus: each variant's loss minus that of full attention, its std, and the
+    relative speed."""
     corpora = list(dict.fromkeys(row["corpus"] for row in rows))
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     figure, panels = new_figure(11, 1.2 + 0.27 * len(variants), columns=len(corpora))

@@ -1,8 +1,9 @@
 """A minute of training on pysource compared with a bigram model.
 
-Trains configs/pysource.yaml on the CPU, counts bigrams in the same training tokens and evaluates both on the same
-validation windows. The bigram model is interpolated with the unigram model by Witten and Bell's rule: the more distinct
-tokens have followed a token, the more weight the unigram model has after it.
+Trains configs/pysource.yaml on the CPU, counts bigrams in the same training tokens and evaluates
+both on the same validation windows. The bigram model is interpolated with the unigram model by
+Witten and Bell's rule: the more distinct tokens have followed a token, the more weight the unigram
+model has after it.
 """
 
 import argparse

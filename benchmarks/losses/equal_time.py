@@ -1,4 +1,5 @@
-"""Validation loss of a config with named sets of overrides, each trained for the same time with several seeds."""
+"""Validation loss of a config with named sets of overrides, each trained for the same time with
+several seeds."""
 
 import argparse
 import math
@@ -83,7 +84,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_variant(text: str) -> tuple[str, list[str]]:
-    """Split "name: a.b=1 c.d=2" into the name and its overrides. Raises UserError without a name."""
+    """Split "name: a.b=1 c.d=2" into the name and its overrides. Raises UserError without a
+    name."""
     name, colon, overrides = text.partition(":")
     if not (name.strip() and colon):
         raise UserError(f"{text!r} is not a variant; write it as 'NAME: section.key=value ...'")
@@ -91,7 +93,8 @@ def parse_variant(text: str) -> tuple[str, list[str]]:
 
 
 def mean_and_interval(values: list[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95% interval (Student's t); 0 for a single value or equal ones."""
+    """Mean, and half the width of its 95% interval (Student's t); 0 for a single value or equal
+    ones."""
     if len(values) < 2:
         return values[0], 0.0
     from scipy.stats import t  # slow to import
@@ -101,8 +104,8 @@ def mean_and_interval(values: list[float]) -> tuple[float, float]:
 
 
 def plot(runs: dict[str, list[TrainingRun]], line: str | None, path: Path) -> None:
-    """Left the loss of every run over minutes, or tokens if all have about as many; right how far each variant
-    ends from the first one, seed by seed.
+    """Left the loss of every run over minutes, or tokens if all have about as many; right how far
+    each variant ends from the first one, seed by seed.
     """
     figure, (curves, ends) = new_figure(
         12, max(4.0, 0.5 + 0.45 * len(runs)), columns=2, share=False

@@ -1,6 +1,7 @@
 """Loss at 1, 2 and 4 times the trained length, by position encoding and RoPE scaling.
 
-The same tokens are predicted each time, the last ones of the longest windows; only the length of their context differs.
+The same tokens are predicted each time, the last ones of the longest windows; only the length of
+their context differs.
 """
 
 import argparse
@@ -57,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train each kind of positions, evaluate the same tokens with each length of context, and print a table."""
+    """Train each kind of positions, evaluate the same tokens with each length of context, and print
+    a table."""
     if arguments.windows < 1:
         raise UserError(f"--windows is {arguments.windows}; use at least 1")
     file, batch_size, _ = CORPORA["pysource"]
@@ -66,7 +68,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trained_length = config.data.seq_len
     runs: dict[tuple[str, int], TrainingRun] = {}
     for positions in POSITIONS:
-        # Learned positions need rows for the lengths beyond the training, which stay at their initial values.
+        # Learned positions need rows for the lengths beyond the training, which stay at their
+        # initial values.
         max_seq_len = trained_length * LONGEST if positions == "learned" else trained_length
         for seed in range(1, arguments.seeds + 1):
             overrides = [*COMMON_OVERRIDES, f"model.positions={positions}", f"model.max_seq_len={max_seq_len}",

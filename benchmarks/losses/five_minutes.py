@@ -1,7 +1,8 @@
-"""Bits per byte after five minutes of training on each of two texts that need no download: pysource and tales.
+"""Bits per byte after five minutes of training on each of two texts that need no download: pysource
+and tales.
 
-With `--out benchmarks/results/five_minutes.jsonl` it records the result of this machine. With `--table` it writes
-benchmarks/leaderboard.md, which has a row per result.
+With `--out benchmarks/results/five_minutes.jsonl` it records the result of this machine. With
+`--table` it writes benchmarks/leaderboard.md, which has a row per result.
 """
 
 import argparse
@@ -21,7 +22,8 @@ QUIET = [
     "train.max_steps=null",
     "data.val_fraction=0.05",
 ]
-# By text: config and overrides. Validation splits are equal on all machines with the same version of Python.
+# By text: config and overrides. Validation splits are equal on all machines with the same version
+# of Python.
 RUNS = {
     "pysource": ("small-text.yaml", ["data.source=pysource", *QUIET]),
     "tales": ("quickstart.yaml", QUIET),
@@ -44,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train on both texts, one after the other, and measure bits per byte of the validation split."""
+    """Train on both texts, one after the other, and measure bits per byte of the validation
+    split."""
     if arguments.table:
         rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
         atomic_write(LEADERBOARD, leaderboard(rows))
@@ -66,7 +69,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(training: TrainingRun) -> dict[str, Any]:
-    """Bits per byte of a finished run on its validation split, with a 95% interval, and what was trained."""
+    """Bits per byte of a finished run on its validation split, with a 95% interval, and what was
+    trained."""
     from thinker.data.batches.windows import PackedDataset
     from thinker.data.tokenizers.text_bytes import scaled_byte_lengths
     from thinker.evaluation.perplexity import text_loss

@@ -1,4 +1,5 @@
-"""GPT-2 baseline: GPT2LMHeadModel of transformers, trained with a Thinker config on the same windows."""
+"""GPT-2 baseline: GPT2LMHeadModel of transformers, trained with a Thinker config on the same
+windows."""
 
 import time
 from dataclasses import dataclass
@@ -25,13 +26,16 @@ from thinker.training.optim.schedule import lr_multiplier
 
 @dataclass
 class Gpt2Run(TrainingRun):
-    """Learned positions, LayerNorm, GELU, biases, tied embeddings, normal(0.02) initialization; fp32 on the CPU.
+    """Learned positions, LayerNorm, GELU, biases, tied embeddings, normal(0.02) initialization;
+    fp32 on the CPU.
 
-    The config sets width, layers, heads, data and training. Biases and norm weights do not decay, as in nanoGPT.
+    The config sets width, layers, heads, data and training. Biases and norm weights do not decay,
+    as in nanoGPT.
     """
 
     def __post_init__(self) -> None:
-        """Raises UserError if the config leaves the optimizer, its rate or the number of steps to defaults."""
+        """Raises UserError if the config leaves the optimizer, its rate or the number of steps to
+        defaults."""
         config = load_config(self.config, self.overrides)
         if (
             config.optimizer.name != "adamw"
@@ -91,7 +95,8 @@ class Gpt2Run(TrainingRun):
 
 
 class LossModel(nn.Module):
-    """A transformers model with the forward pass of a Thinker: (sum of losses in nats, number of targets)."""
+    """A transformers model with the forward pass of a Thinker: (sum of losses in nats, number of
+    targets)."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Padding, cut documents and loss with each packing, on stories and on the functions of Python's standard library."""
+"""Padding, cut documents and loss with each packing, on stories and on the functions of Python's
+standard library."""
 
 import argparse
 import json
@@ -68,7 +69,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(overrides: list[str], arguments: argparse.Namespace) -> dict[str, float]:
-    """Shares of padding and of cut documents; mean and standard deviation of the loss over the seeds."""
+    """Shares of padding and of cut documents; mean and standard deviation of the loss over the
+    seeds."""
     config = load_config(CONFIG, [*overrides, "train.max_steps=1"])
     train = prepare_training_data(config).train
     windows = PackedDataset(train, config.data.seq_len, config.data.packing)
@@ -98,7 +100,8 @@ def _measure(overrides: list[str], arguments: argparse.Namespace) -> dict[str, f
 
 
 def _train(config: Config) -> float:
-    """Train quietly, unless the run is finished. Returns the loss on whole validation documents, in nats per token."""
+    """Train quietly, unless the run is finished. Returns the loss on whole validation documents, in
+    nats per token."""
     train_quietly(config)
     model, tokenizer = load(config.run.dir)
     windows = PackedDataset(prepare_training_data(config).val, config.data.seq_len, "documents")
@@ -106,7 +109,8 @@ def _train(config: Config) -> float:
 
 
 def _functions() -> list[str]:
-    """The top-level functions, classes and other parts of the standard library, which two empty lines separate."""
+    """The top-level functions, classes and other parts of the standard library, which two empty
+    lines separate."""
     modules = (document.text for document in open_source("pysource").documents())
     parts = (part.strip() for module in modules for part in re.split(r"\n{3,}", module))
     return [part for part in parts if len(part) > 40]

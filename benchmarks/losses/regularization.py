@@ -1,4 +1,5 @@
-"""Validation loss with each option that reduces overfitting, alone and together, by number of epochs and text."""
+"""Validation loss with each option that reduces overfitting, alone and together, by number of
+epochs and text."""
 
 import argparse
 import contextlib
@@ -92,7 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train all trials and print a table of mean losses, each with its difference from the run without options."""
+    """Train all trials and print a table of mean losses, each with its difference from the run
+    without options."""
     arguments.folder.mkdir(parents=True, exist_ok=True)
     trials: dict[Trial, list[str]] = {}
     for path in arguments.texts:
@@ -132,7 +134,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def train_in_processes(trials: dict[Trial, list[str]], n_jobs: int) -> dict[Trial, float]:
-    """Train in `n_jobs` processes that share the cores. Returns the last validation loss, in nats per byte."""
+    """Train in `n_jobs` processes that share the cores. Returns the last validation loss, in nats
+    per byte."""
     threads = max(1, (os.cpu_count() or 1) // n_jobs)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(n_jobs, context, torch.set_num_threads, (threads,)) as pool:
@@ -142,7 +145,8 @@ def train_in_processes(trials: dict[Trial, list[str]], n_jobs: int) -> dict[Tria
 
 
 def final_loss(overrides: list[str]) -> float:
-    """Train one run quietly, unless it is finished. Returns the last validation loss in nats per byte."""
+    """Train one run quietly, unless it is finished. Returns the last validation loss in nats per
+    byte."""
     config = load_config(CONFIG, overrides)
     train_quietly(config)
     return list(_evaluations(RunDirectory(config.run.dir)))[-1] * math.log(2)
@@ -163,7 +167,8 @@ def _evaluations(run: RunDirectory) -> Iterator[float]:
 
 
 def summarize(losses: dict[Trial, float], row: Trial) -> dict[str, Any]:
-    """Mean over the seeds, and of the differences from no option of the same seed, with a 95% interval."""
+    """Mean over the seeds, and of the differences from no option of the same seed, with a 95%
+    interval."""
     seeds = [trial.seed for trial in losses if trial._replace(seed=0) == row]
     differences = [
         losses[row._replace(seed=n)] - losses[row._replace(seed=n, option="none")] for n in seeds

@@ -33,9 +33,11 @@ class PowerLaw:
 
     @classmethod
     def fit(cls, compute: list[float], losses: list[float], floor: float | None = None) -> PowerLaw:
-        """Fit log(loss - floor) by a straight line with least squares; an unknown floor is found by a grid search.
+        """Fit log(loss - floor) by a straight line with least squares; an unknown floor is found by
+        a grid search.
 
-        Raises UserError unless there are more points than free parameters, or if the floor is above a loss.
+        Raises UserError unless there are more points than free parameters, or if the floor is above
+        a loss.
         """
         min_points = 4 if floor is None else 3
         if len(losses) < min_points:

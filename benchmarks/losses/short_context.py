@@ -1,8 +1,9 @@
 """Loss of a model that sees only the last 16 tokens, on tales.
 
-Trains the quickstart's model on windows of that length, for longer and longer, and measures the loss of whole
-validation stories in which each token is predicted from such a window. A lower bound that no training can beat is
-printed next to it: a fact whose last mention is outside the window is as uncertain as when it was first sampled.
+Trains the quickstart's model on windows of that length, for longer and longer, and measures the
+loss of whole validation stories in which each token is predicted from such a window. A lower bound
+that no training can beat is printed next to it: a fact whose last mention is outside the window is
+as uncertain as when it was first sampled.
 """
 
 import argparse
@@ -85,7 +86,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def sliding_window_loss(
     model: Thinker, tokenizer: Tokenizer, stories: list[str], width: int
 ) -> float:
-    """Nats per token over whole stories, with each token predicted from at most `width` tokens before it."""
+    """Nats per token over whole stories, with each token predicted from at most `width` tokens
+    before it."""
     model.eval()
     nats, n_targets = 0.0, 0
     for story in stories:
@@ -108,11 +110,13 @@ def sliding_window_loss(
 def compute_bounds(
     tokenizer: Tokenizer, stories: list[tales.Story], width: int
 ) -> tuple[float, float]:
-    """The entropy, and the lower bound of the loss with windows of `width` tokens, both in nats per token.
+    """The entropy, and the lower bound of the loss with windows of `width` tokens, both in nats per
+    token.
 
-    The bound adds the cost of each mention of a fact whose word does not occur in the window before it. Facts are
-    sampled independently and uniformly, so such a mention costs as much as the first one. Of a name only what its
-    gender leaves open is added, because a pronoun may give the gender away.
+    The bound adds the cost of each mention of a fact whose word does not occur in the window before
+    it. Facts are sampled independently and uniformly, so such a mention costs as much as the first
+    one. Of a name only what its gender leaves open is added, because a pronoun may give the gender
+    away.
     """
     entropy = lost = n_tokens = 0.0
     for story in stories:

@@ -1,4 +1,5 @@
-"""Validation loss of the size that model.size=auto chooses and of fixed sizes, by size of the text and minutes."""
+"""Validation loss of the size that model.size=auto chooses and of fixed sizes, by size of the text
+and minutes."""
 
 import argparse
 import statistics

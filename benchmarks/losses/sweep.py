@@ -80,7 +80,8 @@ def lookup(run: TrainingRun, key: str) -> Any:
 
 
 def scale_setting(config: Config, key: str, setting: str) -> str:
-    """Replace "x0.5" by half of the config's value, defaults included; any other setting stays as it is."""
+    """Replace "x0.5" by half of the config's value, defaults included; any other setting stays as
+    it is."""
     if not setting.startswith("x"):
         return setting
     section, _, name = key.partition(".")
@@ -101,7 +102,8 @@ def scale_setting(config: Config, key: str, setting: str) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """One panel per key, one line per size: the loss of each value relative to the best of its size."""
+    """One panel per key, one line per size: the loss of each value relative to the best of its
+    size."""
     keys = list(dict.fromkeys(row["key"] for row in rows if row["key"]))
     figure, panels = new_figure(4 * len(keys) + 0.5, 4, columns=len(keys))
     for axes, key in zip(panels, keys):

@@ -87,7 +87,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure(
     text: str, kernel: str, lengths: list[int], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One row of measurements per length, for a pattern and a kernel; no rows if the kernel does not support it."""
+    """One row of measurements per length, for a pattern and a kernel; no rows if the kernel does
+    not support it."""
     device, dtype, pattern = (
         torch.device(arguments.device),
         DTYPES[arguments.precision],
@@ -130,8 +131,8 @@ def measure(
 class AttentionPass:
     """One pattern computed by one kernel at one length.
 
-    `facts` holds the length, the peak memory of its tensors in bytes and the FLOPs of a forward pass.
-    Raises UserError if the kernel does not support the pattern.
+    `facts` holds the length, the peak memory of its tensors in bytes and the FLOPs of a forward
+    pass. Raises UserError if the kernel does not support the pattern.
     """
 
     def __init__(
@@ -171,7 +172,8 @@ class AttentionPass:
             with LiveTensorMeter(device) as meter:
                 self.train()
             return meter.peak
-        self.train()  # compiles, and takes workspaces that stay; LiveTensorMeter does not go with Flex on CUDA
+        # compiles, and takes workspaces that stay; LiveTensorMeter does not go with Flex on CUDA
+        self.train()
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         self.train()
@@ -249,7 +251,8 @@ def fit_exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def print_table(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> None:
-    """Print the exponents of each pattern and kernel, and the measurements at the greatest length."""
+    """Print the exponents of each pattern and kernel, and the measurements at the greatest
+    length."""
     print(
         f"{'':<33} exponents of T in {'at the longest:':>38} {'GFLOP':>7} {'ms':>9} {'ms':>9} {'MB':>8} {'µs':>9}"
     )
@@ -272,7 +275,8 @@ def print_table(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], fits: list[dict[str, Any]], path: Path) -> None:
-    """Training and decoding time by length: one color per pattern, dashed for a kernel other than auto."""
+    """Training and decoding time by length: one color per pattern, dashed for a kernel other than
+    auto."""
     figure, panels = new_figure(13, 6, columns=2, share=False)
     patterns = list(dict.fromkeys(fit["pattern"] for fit in fits))
     lengths = sorted({row["length"] for row in rows})

@@ -1,4 +1,5 @@
-"""Decoding speed by precision, batch size and compilation, compared with transformers and llama.cpp."""
+"""Decoding speed by precision, batch size and compilation, compared with transformers and
+llama.cpp."""
 
 import argparse
 import statistics
@@ -106,7 +107,8 @@ class Variant(NamedTuple):
 
     name: str
     batch: int
-    step_bytes: int  # read by a step: each matrix once, and the keys and values of each row halfway through the run
+    # read by a step: each matrix once, and the keys and values of each row halfway through the run
+    step_bytes: int
     generate: Callable[[int], Any]
 
 
@@ -162,7 +164,8 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
 
 
 def make_prompts(batch: int, n_prompt: int) -> list[list[int]]:
-    """Prompts of one length, with different first bytes, because equal prompts would share one prefill."""
+    """Prompts of one length, with different first bytes, because equal prompts would share one
+    prefill."""
     return [[row % 256, *(token % 256 for token in range(1, n_prompt))] for row in range(batch)]
 
 
@@ -181,7 +184,8 @@ def thinker_generate(generator: Generator, batch: int, n_prompt: int) -> Callabl
 def transformers_generate(
     model: Thinker, batch: int, n_prompt: int, dtype: torch.dtype, is_compiled: bool
 ) -> tuple[Callable[[int], None], int]:
-    """Greedy decoding through transformers' generate() with the same weights, and the bytes of its matrices."""
+    """Greedy decoding through transformers' generate() with the same weights, and the bytes of its
+    matrices."""
     reference = to_transformers(model).to(model.device, dtype)
     tokens = torch.randint(0, 256, (batch, n_prompt), device=model.device)
     # With a static cache generate() compiles the model by itself on a GPU.

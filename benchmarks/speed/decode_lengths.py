@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure(model: Thinker, window: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds per step at each cached length, compared with the time needed to read the additional bytes."""
+    """Milliseconds per step at each cached length, compared with the time needed to read the
+    additional bytes."""
     inference_model = fuse_for_inference(model)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     caches: dict[tuple[int, str], Any] = {}

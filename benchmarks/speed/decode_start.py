@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time a process per option and round, after a first round that compiles the kernels, and print a table."""
+    """Time a process per option and round, after a first round that compiles the kernels, and print
+    a table."""
     commands = [[sys.executable, "-c", "import torch"]]
     one_token = ["--prompt", "Once upon a time", "--max-new-tokens", "1", "--seed", "1"]
     commands += [

@@ -123,7 +123,8 @@ def fill(cache: KVCache) -> None:
 
 @torch.no_grad()
 def measure_losses(path: str, n_texts: int) -> list[dict[str, Any]]:
-    """The loss in nats per token if keys and values are read from each kind of cache, and its relative change."""
+    """The loss in nats per token if keys and values are read from each kind of cache, and its
+    relative change."""
     model, tokenizer = load(path)
     generator = Generator(model, tokenizer, dtype="fp32")
     with tempfile.TemporaryDirectory() as scratch:

@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure both implementations alternately, each time in a fresh process, and print their medians."""
+    """Measure both implementations alternately, each time in a fresh process, and print their
+    medians."""
     device = choose_device(arguments.device)
     precision = choose_precision(arguments.precision, device)
     shape = (arguments.rows, arguments.width, arguments.vocab)

@@ -17,7 +17,8 @@ TYPES = ("f32", "f16", "q8_0", "q4_0")
 
 
 class LlamaCpp:
-    """A model in llama.cpp, with as many threads as torch. Steps call its C interface, without a sampler."""
+    """A model in llama.cpp, with as many threads as torch. Steps call its C interface, without a
+    sampler."""
 
     def __init__(self, model: Thinker, dtype: str, batch: int, max_len: int) -> None:
         """`dtype`: one of TYPES. Raises UserError if the package is missing."""
@@ -56,7 +57,8 @@ class LlamaCpp:
         self.vocab_size = model.config.vocab_size
 
     def step(self, rows: list[list[int]], start: int) -> list[int]:
-        """Read tokens of each row at positions from `start`. Returns the likeliest next token of each row."""
+        """Read tokens of each row at positions from `start`. Returns the likeliest next token of
+        each row."""
         tokens, last = self.tokens, []
         for row, ids in enumerate(rows):
             for offset, token in enumerate(ids):

@@ -1,4 +1,5 @@
-"""Time per token and memory with a window, retrieval of evicted blocks, and a full cache, by cached length."""
+"""Time per token and memory with a window, retrieval of evicted blocks, and a full cache, by cached
+length."""
 
 import argparse
 import statistics

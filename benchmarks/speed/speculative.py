@@ -86,7 +86,8 @@ def measure_int8(trainer: Trainer, n_windows: int) -> dict[str, Any]:
 
 
 def measure_speculation(trainer: Trainer, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time plain and speculative decoding alternately, on continuations of validation texts that do not loop."""
+    """Time plain and speculative decoding alternately, on continuations of validation texts that do
+    not loop."""
     tokenizer, windows = trainer.corpus.tokenizer, trainer.evaluator.windows
     chosen = np.arange(0, len(windows), max(1, len(windows) // 1000))
     passages = [passage.tolist() for passage in windows.batch(chosen)[0]]
@@ -135,7 +136,8 @@ def distinct_ngram_ratio(tokens: list[int]) -> float:
 def find_varied_texts(
     generator: Generator, prompts: list[str], params: SamplingParams, threshold: float, count: int
 ) -> tuple[list[tuple[str, list[int]]], int]:
-    """Up to `count` prompts with continuations that do not loop, and the number of prompts tried."""
+    """Up to `count` prompts with continuations that do not loop, and the number of prompts
+    tried."""
     texts: list[tuple[str, list[int]]] = []
     n_examined = 0
     while n_examined < len(prompts) and len(texts) < count:
@@ -155,7 +157,8 @@ def time_drafts(
     plain: Generator, speculative: dict[int, Generator], texts: list[tuple[str, list[int]]], params: SamplingParams,
     repeats: int,
 ) -> list[dict[str, float]]:  # fmt: skip
-    """For each draft length the speedup over plain decoding, and what came of the drafted tokens."""
+    """For each draft length the speedup over plain decoding, and what came of the drafted
+    tokens."""
     plain_seconds: list[float] = []  # per token
     seconds: dict[int, list[float]] = {n: [] for n in speculative}
     completions: dict[int, list[Completion]] = {n: [] for n in speculative}

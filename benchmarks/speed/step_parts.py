@@ -94,7 +94,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_parts(step: TrainingStep, batch: Batch, timer: Timer) -> None:
-    """Run a step as TrainingStep does, without its checks and the loss scale of fp16, and time the parts."""
+    """Run a step as TrainingStep does, without its checks and the loss scale of fp16, and time the
+    parts."""
     size = step.train.micro_batch_size
     with cached_weight_casts(step.model), fused_kernels(step.model, step.kernels):
         for start in range(0, len(batch.inputs), size):
@@ -119,7 +120,8 @@ def run_parts(step: TrainingStep, batch: Batch, timer: Timer) -> None:
 
 @contextmanager
 def timed_products(timer: Timer) -> Iterator[None]:
-    """Context in which the orthogonalization of Muon, which is matrix products alone, is timed separately."""
+    """Context in which the orthogonalization of Muon, which is matrix products alone, is timed
+    separately."""
     orthogonalize = muon.orthogonalize
 
     def timed(x: Tensor) -> Tensor:

@@ -96,7 +96,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_vocabulary(vocab_size: int) -> Tokenizer:
-    """A tokenizer with the bytes, the marks of JSON, numbers and made-up words, as a trained one would have them."""
+    """A tokenizer with the bytes, the marks of JSON, numbers and made-up words, as a trained one
+    would have them."""
     rng = random.Random(0)
     pieces = dict.fromkeys([bytes([byte]) for byte in range(256)])
     marks = [
@@ -132,7 +133,8 @@ def make_vocabulary(vocab_size: int) -> Tokenizer:
 def measure(
     generator: Generator, free_params: SamplingParams, params: SamplingParams
 ) -> dict[str, float]:
-    """Median seconds of a step, and of sampling a token without and with the constraint, which take turns."""
+    """Median seconds of a step, and of sampling a token without and with the constraint, which take
+    turns."""
     texts = [start_text(generator, one) for one in (free_params, params)]
     seconds: dict[str, list[float]] = {"step": [], "free": [], "constrained": []}
     for _ in range(params.max_new_tokens):
@@ -159,7 +161,8 @@ def start_text(generator: Generator, params: SamplingParams) -> tuple[Sequence, 
 
 
 def time_masks(tokenizer: Tokenizer, params: SamplingParams, tokens: list[int]) -> float:
-    """Mean seconds that the constraint needs for a token: most are cheap, those at the end of a string are not."""
+    """Mean seconds that the constraint needs for a token: most are cheap, those at the end of a
+    string are not."""
     constraint, seconds = GrammarConstraint(tokenizer, params.json_schema, params.regex), []
     for token in tokens:
         start = time.perf_counter()

@@ -58,7 +58,8 @@ SHAPES = {
 }
 
 
-MATRIX_PRODUCT = "matrix product"  # of this size, measured in turns with the steps where the device's peak is unknown
+# of this size, measured in turns with the steps where the device's peak is unknown
+MATRIX_PRODUCT = "matrix product"
 MATRIX_SIZE = 2048
 MAX_SECONDS = 24 * 3600.0  # of all variants together
 
@@ -81,7 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time whole steps of all variants alternately, so that noise affects them alike, and print a table."""
+    """Time whole steps of all variants alternately, so that noise affects them alike, and print a
+    table."""
     device = choose_device(arguments.device)
     precision = choose_precision(arguments.precision, device)
     shape = SHAPES[arguments.shape]
@@ -151,7 +153,8 @@ def contender(
 
 
 def make_calls(name: str, shape: Shape, device: torch.device, precision: str) -> Calls:
-    """The step of a contender, its tokens and FLOPs per step, and the device's peak in FLOP/s if it is known."""
+    """The step of a contender, its tokens and FLOPs per step, and the device's peak in FLOP/s if it
+    is known."""
     if name.startswith("plain"):
         with torch.device("meta"):
             flops = PlainGPT(
@@ -174,7 +177,8 @@ def make_product(device: torch.device, precision: str) -> Calls:
 
 
 def add_rates(result: dict[str, Any]) -> dict[str, Any]:
-    """A contender's result with the median step, tokens per second and, where the peak is known, MFU."""
+    """A contender's result with the median step, tokens per second and, where the peak is known,
+    MFU."""
     step_s = statistics.median(result["seconds"]["step"])
     rates = {
         "step_s": step_s,
@@ -189,7 +193,8 @@ def add_rates(result: dict[str, Any]) -> dict[str, Any]:
 def make_step(
     name: str, shape: Shape, device: torch.device, precision: str
 ) -> Callable[[], Tensor]:
-    """A whole training step by its name, such as "thinker compiled, muon"; calling it returns the loss.
+    """A whole training step by its name, such as "thinker compiled, muon"; calling it returns the
+    loss.
 
     The first word is thinker, transformers or plain (a plain GPT); the last two know AdamW alone.
     """
@@ -206,7 +211,8 @@ def make_step(
 
 
 def make_batch(tokens: Tensor, device: torch.device) -> Batch:
-    """The batch of tokens (B, T + 1), as the data loader gives it: in pinned memory if the device is a GPU."""
+    """The batch of tokens (B, T + 1), as the data loader gives it: in pinned memory if the device
+    is a GPU."""
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if device.type == "cuda":
         inputs, targets = inputs.pin_memory(), targets.pin_memory()

@@ -93,7 +93,8 @@ def measure_steps(trainer: Trainer, rounds: int) -> dict[str, float]:
 
 
 def measure_saves(trainer: Trainer, folder: Path, n_saves: int) -> dict[str, float]:
-    """Seconds of a save, of a copy of the state, and of the delays that a background save causes."""
+    """Seconds of a save, of a copy of the state, and of the delays that a background save
+    causes."""
     foreground_folder, background_folder = folder / "foreground", folder / "background"
     foreground_folder.mkdir()
     background_folder.mkdir()

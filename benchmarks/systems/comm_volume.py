@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure DDP and FSDP2 with each number of ranks, and one process with as many threads; print a table."""
+    """Measure DDP and FSDP2 with each number of ranks, and one process with as many threads; print
+    a table."""
     print(
         f"{'ranks':>5} {'mode':>11} {'sent bytes':>12} {'computed':>12} {'ratio':>6} {'seconds':>8} {'to single':>9}"
     )
@@ -69,7 +70,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def computed_bytes(
     step: TrainingStep, n_ranks: int, parallel: str, precision: str, gloo: bool = True
 ) -> float:
-    """Bytes that a rank sends in a step with one micro-batch; docs/guides/scaling-out.md explains the formula.
+    """Bytes that a rank sends in a step with one micro-batch; docs/guides/scaling-out.md explains
+    the formula.
 
     With FSDP2, gloo reduces whole gradients where NCCL reduces only the part that a rank keeps.
     """
@@ -120,7 +122,8 @@ def run_rank(
     optimizer: str,
     queue: Queue,
 ) -> None:
-    """One rank: make steps on random tokens and read the device's counter between rounds, while nobody sends."""
+    """One rank: make steps on random tokens and read the device's counter between rounds, while
+    nobody sends."""
     variables = {"RANK": rank, "WORLD_SIZE": n_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n_ranks,
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
     os.environ.update({name: str(value) for name, value in variables.items()})
@@ -181,5 +184,6 @@ def run_rank(
 
 
 def loopback_bytes() -> int:
-    """Bytes sent over the loopback device since the machine started, TCP and IP headers included."""
+    """Bytes sent over the loopback device since the machine started, TCP and IP headers
+    included."""
     return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())

@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the page of a random model, and one whose weights cannot be compressed; print medians."""
+    """Measure the page of a random model, and one whose weights cannot be compressed; print
+    medians."""
     from playwright.sync_api import sync_playwright
 
     chromium = next(
@@ -121,7 +122,8 @@ def random_explorer(tokens: int, layers: int, heads: int) -> html_report.Explore
 
 
 def measure(browser: Any, path: Path, repeats: int) -> dict[str, float]:
-    """Medians: seconds until the first head is shown and after a click on another, and milliseconds per frame."""
+    """Medians: seconds until the first head is shown and after a click on another, and milliseconds
+    per frame."""
     opened, clicked = [], []
     frames: dict[str, list[float]] = {"slide": [], "hover": []}
     for _ in range(repeats):

@@ -1,4 +1,5 @@
-"""Tokens per second of one core that makes batches from a tokenized corpus, by packing and sequence length."""
+"""Tokens per second of one core that makes batches from a tokenized corpus, by packing and sequence
+length."""
 
 import argparse
 import itertools

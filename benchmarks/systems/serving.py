@@ -1,4 +1,5 @@
-"""Throughput of the server with many clients, compared with the engine alone and with `transformers serve`."""
+"""Throughput of the server with many clients, compared with the engine alone and with `transformers
+serve`."""
 
 import argparse
 import asyncio
@@ -246,7 +247,8 @@ async def stream_all(port: int, bodies: list[dict[str, Any]]) -> float:
 
 
 async def stream(port: int, body: dict[str, Any]) -> tuple[int, float]:
-    """Read a stream of events. Returns the number of sampled tokens, and the seconds until the first text."""
+    """Read a stream of events. Returns the number of sampled tokens, and the seconds until the
+    first text."""
     content, start, first = json.dumps(body).encode(), time.perf_counter(), 0.0
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -260,7 +262,8 @@ async def stream(port: int, body: dict[str, Any]) -> tuple[int, float]:
 
 
 def measure_first_token(tokenizer: Tokenizer, port: int, repeats: int) -> dict[str, Any]:
-    """Time to the first token of a short prompt, alone and while a long prompt is being read; medians."""
+    """Time to the first token of a short prompt, alone and while a long prompt is being read;
+    medians."""
     numbers = iter(range(1000, 2000))
     body = {"model": "model", "max_tokens": 1, **STREAM}
 

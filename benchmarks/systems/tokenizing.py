@@ -1,4 +1,5 @@
-"""Tokens per second of preparing a corpus or streaming it, compared with tiktoken alone and the library datasets."""
+"""Tokens per second of preparing a corpus or streaming it, compared with tiktoken alone and the
+library datasets."""
 
 import argparse
 import json
@@ -13,7 +14,8 @@ from typing import Any
 from thinker.data.text.tables.rows import read_tables
 from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
 
-# Each side runs in a separate process and prints tokens, seconds and the peak memory in bytes of its largest process.
+# Each side runs in a separate process and prints tokens, seconds and the peak memory in bytes of
+# its largest process.
 SIDES = {
     "thinker": """
 from thinker.data.corpus.corpus import prepare_corpus

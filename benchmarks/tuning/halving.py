@@ -1,4 +1,5 @@
-"""Successive halving (Jamieson & Talwalkar 2016, arXiv:1502.07943): how many trials train for how long."""
+"""Successive halving (Jamieson & Talwalkar 2016, arXiv:1502.07943): how many trials train for how
+long."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ class Rung:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a trial in seconds: fixed (start, evaluation, save) and per sequence, with `jobs` in parallel."""
+    """Cost of a trial in seconds: fixed (start, evaluation, save) and per sequence, with `jobs` in
+    parallel."""
 
     start_s: float
     sequence_s: float
@@ -40,11 +42,13 @@ def plan_rungs(
     seconds: float,
     max_sequences: float,
 ) -> list[Rung]:
-    """Divide the seconds among rungs. Each has half as many trials as the one before, with twice the sequences.
+    """Divide the seconds among rungs. Each has half as many trials as the one before, with twice
+    the sequences.
 
-    The number of sequences is a multiple of every batch size, so that all trials of a rung see the same number. The
-    last rung, of one or two trials, has at most `max_sequences`, unless that is less than `min_steps` steps of the
-    largest batch in the first rung. Raises UserError if the seconds do not suffice for these.
+    The number of sequences is a multiple of every batch size, so that all trials of a rung see the
+    same number. The last rung, of one or two trials, has at most `max_sequences`, unless that is
+    less than `min_steps` steps of the largest batch in the first rung. Raises UserError if the
+    seconds do not suffice for these.
     """
     sizes = [n_trials]
     while sizes[-1] > 2:
@@ -73,7 +77,8 @@ def plan_rungs(
 
 
 def better_half(losses: Sequence[float]) -> list[int]:
-    """Indices of the lower half (rounded up) of the losses, lowest first, without those that are not finite."""
+    """Indices of the lower half (rounded up) of the losses, lowest first, without those that are
+    not finite."""
     order = sorted(
         range(len(losses)), key=lambda i: losses[i] if math.isfinite(losses[i]) else math.inf
     )

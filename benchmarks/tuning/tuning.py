@@ -55,7 +55,8 @@ NULL_KEYS = ["max_minutes", "eval_every", "save_every", "sample_every", "patienc
 
 @dataclass(frozen=True)
 class Candidate:
-    """Learning rates and a batch size; `overrides` are the keys in which they differ from the config."""
+    """Learning rates and a batch size; `overrides` are the keys in which they differ from the
+    config."""
 
     multiplier: float
     batch_size: int
@@ -83,10 +84,11 @@ class Trial(TrainingRun):
 
 
 class Search:
-    """A search in a folder: the runs of its trials, and tuning.jsonl with the plan and their results.
+    """A search in a folder: the runs of its trials, and tuning.jsonl with the plan and their
+    results.
 
-    A search with the same arguments in the same folder keeps the plan and the results. Raises UserError for other
-    arguments.
+    A search with the same arguments in the same folder keeps the plan and the results. Raises
+    UserError for other arguments.
     """
 
     def __init__(self, path: Path, overrides: list[str], folder: Path) -> None:
@@ -144,7 +146,8 @@ class Search:
         return resolve_settings(config, self.model_config, self.device, self.precision)
 
     def prepare(self) -> None:
-        """Read the initial model and the data, which also puts the tokens into the cache for all trials."""
+        """Read the initial model and the data, which also puts the tokens into the cache for all
+        trials."""
         if not self.size:
             resolved = resolve_open_keys(self.config, self.device, self.precision)
             self.size = changed_overrides(self.config, resolved)
@@ -204,7 +207,8 @@ class Search:
         return Trial(name, self.path, overrides, folder, **values)
 
     def default_jobs(self, batch_size: int) -> int:
-        """How many trials run at a time: on a CPU as many as there are cores, if their memory suffices."""
+        """How many trials run at a time: on a CPU as many as there are cores, if their memory
+        suffices."""
         if self.device.type != "cpu":
             return 1
         settings = self.settings(batch_size)
@@ -216,7 +220,8 @@ class Search:
         return max(1, min(os.cpu_count() or 1, fitting))
 
     def measure_cost(self, candidates: list[Candidate], jobs: int) -> Cost:
-        """Train `jobs` candidates side by side, as later, for a few steps. Raises UserError if their loss diverges.
+        """Train `jobs` candidates side by side, as later, for a few steps. Raises UserError if
+        their loss diverges.
 
         Steps of training.plan.time_steps, in one process alone, would be faster than beside others.
         """
@@ -253,7 +258,8 @@ class Search:
         train_side_by_side(trials, jobs, 1 if self.device.type == "cpu" else None, on_end)
 
     def run(self, candidates: list[Candidate], jobs: int) -> None:
-        """Train all rungs and print their results. Raises UserError if no trial has a finite loss."""
+        """Train all rungs and print their results. Raises UserError if no trial has a finite
+        loss."""
         self.seq_len = self.complete_config.data.seq_len
         total = sum(rung.n_trials * rung.n_sequences for rung in self.rungs) * self.seq_len
         print(HEADER, flush=True)
@@ -284,7 +290,8 @@ class Search:
             )
 
     def record(self, trial: Trial) -> None:
-        """Save the result of a trial, and remove its weights, as a search may have dozens of runs."""
+        """Save the result of a trial, and remove its weights, as a search may have dozens of
+        runs."""
         candidate, is_finite = trial.candidate, math.isfinite(trial.loss)
         self.rows.append({
             "rung": trial.rung, "multiplier": candidate.multiplier, "batch_size": candidate.batch_size,
@@ -302,7 +309,8 @@ class Search:
 
 
 def tune(arguments: argparse.Namespace) -> None:
-    """Run the search, print its table and its result, and plot it. Raises UserError for arguments that cannot work."""
+    """Run the search, print its table and its result, and plot it. Raises UserError for arguments
+    that cannot work."""
     started = time.perf_counter()
     path = Path(arguments.config)
     search = Search(
@@ -358,7 +366,8 @@ def tune(arguments: argparse.Namespace) -> None:
 
 
 def parse_numbers(flag: str, text: str, kind: type) -> list[Any]:
-    """The positive numbers in "1,2", in order. Raises UserError for anything else, and for one that is repeated."""
+    """The positive numbers in "1,2", in order. Raises UserError for anything else, and for one that
+    is repeated."""
     try:
         numbers = sorted(kind(number) for number in text.split(","))
     except ValueError as error:

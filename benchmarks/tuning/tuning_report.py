@@ -1,4 +1,5 @@
-"""The table, the recommendation and the plot of a search for learning rates (benchmarks/tuning/tuning.py)."""
+"""The table, the recommendation and the plot of a search for learning rates
+(benchmarks/tuning/tuning.py)."""
 
 import math
 import shlex
@@ -47,7 +48,8 @@ def best_so_far(rows: list[dict[str, Any]]) -> str:
 def recommendation(
     rows: list[dict[str, Any]], path: Path, overrides: list[str], config: Config
 ) -> list[str]:
-    """The keys to change, the command with them, and what limits the result. `overrides`: of the config already."""
+    """The keys to change, the command with them, and what limits the result. `overrides`: of the
+    config already."""
     best, train = best_result(rows), config.train
     assert best is not None
     changes, max_steps = list(best["overrides"]), train.max_steps
@@ -80,7 +82,8 @@ def recommendation(
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Validation loss by multiplier: a panel for each rung, a line for each batch size. Crosses: not finite."""
+    """Validation loss by multiplier: a panel for each rung, a line for each batch size. Crosses:
+    not finite."""
     n_rungs = max(row["rung"] for row in rows)
     multipliers, batch_sizes = (
         sorted({row[key] for row in rows}) for key in ("multiplier", "batch_size")

@@ -9,10 +9,11 @@ from thinker.data.batches.windows import number_documents
 
 
 class BatchLoader:
-    """Training batches as pure functions of the step: the next `batch_size` samples of a dataset in each step.
+    """Training batches as pure functions of the step: the next `batch_size` samples of a dataset in
+    each step.
 
-    bos_id: the BOS token, to number the documents of each window, so that the model can mask across them. None: do not
-    number them.
+    bos_id: the BOS token, to number the documents of each window, so that the model can mask across
+    them. None: do not number them.
     """
 
     def __init__(self, dataset: OrderedDataset, batch_size: int, bos_id: int | None = None) -> None:
@@ -30,14 +31,16 @@ class BatchLoader:
         return [sample.index for sample in self.samples(step)]
 
     def batch(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) of a step, each (batch_size, T) int64; `rows` selects the rows of a rank."""
+        """(inputs, targets) of a step, each (batch_size, T) int64; `rows` selects the rows of a
+        rank."""
         windows = [self.dataset.window(sample) for sample in self.samples(step)[rows]]
         inputs = np.stack([window[0] for window in windows])
         targets = np.stack([window[1] for window in windows])
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def document_ids(self, inputs: Tensor) -> Tensor | None:
-        """The number of each token's document in its window, (B, T) int64; None if the model does not mask."""
+        """The number of each token's document in its window, (B, T) int64; None if the model does
+        not mask."""
         return None if self.bos_id is None else number_documents(inputs, self.bos_id)
 
     def epochs(self, steps: int) -> list[float]:

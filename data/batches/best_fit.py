@@ -1,7 +1,8 @@
 """Best-fit packing: whole documents into windows with little padding, in any order.
 
-Best-fit decreasing (Ding et al. 2024, arXiv:2404.10830): the longest document goes first, each into the fullest window
-that has room for it. Documents of one length are placed together, so the time depends on the number of lengths.
+Best-fit decreasing (Ding et al. 2024, arXiv:2404.10830): the longest document goes first, each into
+the fullest window that has room for it. Documents of one length are placed together, so the time
+depends on the number of lengths.
 """
 
 import numpy as np
@@ -10,16 +11,17 @@ import numpy as np
 def pack_best_fit(offsets: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack the documents between `offsets`, (n + 1,), into windows of seq_len tokens.
 
-    A document longer than a window is cut every seq_len tokens. Its last piece comes first in its window, because it
-    does not begin with a BOS token.
+    A document longer than a window is cut every seq_len tokens. Its last piece comes first in its
+    window, because it does not begin with a BOS token.
 
-    Returns (n_segments, 2) int64, the start and end of each segment of the windows, window by window; and
-    (n_windows + 1,) int64, the index of the first segment of each window.
+    Returns (n_segments, 2) int64, the start and end of each segment of the windows, window by
+    window; and (n_windows + 1,) int64, the index of the first segment of each window.
     """
     starts = offsets[:-1].astype(np.int64)
     lengths = np.diff(offsets).astype(np.int64)
 
-    # A long document fills windows of its own. What is packed is the rest: a whole document, or a last piece.
+    # A long document fills windows of its own. What is packed is the rest: a whole document, or a
+    # last piece.
     n_full = np.where(lengths > seq_len, lengths // seq_len, 0)
     rest = lengths - n_full * seq_len
     tails = np.flatnonzero((n_full > 0) & (rest > 0))
@@ -33,7 +35,8 @@ def pack_best_fit(offsets: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.nda
     n_windows = _place(lengths[whole], seq_len, rest[tails], window_of_whole)
     window_of[whole] = window_of_whole
 
-    # All segments: the packed ones in the order in which they were placed, then those that fill a window.
+    # All segments: the packed ones in the order in which they were placed, then those that fill a
+    # window.
     packed = np.concatenate([tails, whole])
     filling = np.repeat(np.arange(len(lengths)), n_full)
     piece = np.arange(len(filling)) - np.repeat(np.cumsum(n_full) - n_full, n_full)
@@ -56,7 +59,8 @@ def pack_best_fit(offsets: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.nda
 
 
 def _place(lengths: np.ndarray, seq_len: int, used: np.ndarray, out: np.ndarray) -> int:
-    """Write the window of each document to `out`, and return the number of windows. `lengths` must not increase.
+    """Write the window of each document to `out`, and return the number of windows. `lengths` must
+    not increase.
 
     used: number of tokens in each window that already exists.
     """

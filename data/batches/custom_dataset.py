@@ -21,7 +21,8 @@ from thinker.runtime.errors import UserError
 def order_dataset(
     dataset: Dataset | OrderedDataset | Iterable[Window], seed: int, n_kept: int
 ) -> OrderedDataset:
-    """Give a user's dataset an order: shuffled in each epoch if it has len() and window(), else its own.
+    """Give a user's dataset an order: shuffled in each epoch if it has len() and window(), else its
+    own.
 
     n_kept: see IterableDataset.
 
@@ -40,7 +41,8 @@ def order_dataset(
 
 
 def check_window(window: Window, seq_len: int, vocab_size: int) -> None:
-    """Raise UserError unless the first window of a user's dataset has the right shape, type and token ids."""
+    """Raise UserError unless the first window of a user's dataset has the right shape, type and
+    token ids."""
     needs = f"a window is (inputs, targets), two integer arrays of shape ({seq_len},)"
     if not isinstance(window, tuple) or len(window) != 2:
         raise UserError(f"the dataset yields {type(window).__name__}, but {needs}")
@@ -60,12 +62,13 @@ def check_window(window: Window, seq_len: int, vocab_size: int) -> None:
 class IterableDataset:
     """The windows of an iterable, in its order, and again from the start when it ends.
 
-    A run that resumes reads the iterable from the start up to where the run was, so it must yield the same windows each
-    time. All ranks read all of it.
+    A run that resumes reads the iterable from the start up to where the run was, so it must yield
+    the same windows each time. All ranks read all of it.
 
     Args:
         windows: each iteration over it yields the same windows.
-        n_kept: the last windows that are kept for threads that are behind the others, and for reports.
+        n_kept: the last windows that are kept for threads that are behind the others, and for
+            reports.
     """
 
     n_sources = 1
@@ -89,7 +92,8 @@ class IterableDataset:
                 self._size = self._n_read
             self._iterator = iter(self.windows)
         raise UserError(
-            "the dataset has no more windows; an iterable dataset must yield windows each time it is iterated over, so "
+            "the dataset has no more windows; an iterable dataset must yield windows each "
+            "time it is iterated over, so "
             "pass a list or an object with __iter__, no generator"
         )
 

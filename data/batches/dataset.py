@@ -1,7 +1,8 @@
 """Training data: windows of tokens, and the order in which a run takes them.
 
-A dataset has `len()` and `window(index)`. In training it becomes an *ordered* dataset, which says which window each
-sample of a run is. A sample is one row of a batch; samples are numbered from 0 over the whole run.
+A dataset has `len()` and `window(index)`. In training it becomes an *ordered* dataset, which says
+which window each sample of a run is. A sample is one row of a batch; samples are numbered from 0
+over the whole run.
 """
 
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -39,8 +40,9 @@ class Dataset(Protocol):
 class OrderedDataset(Protocol):
     """Windows in the order in which a run takes them.
 
-    What a sample is depends on its number alone, not on what was read before: so runs resume, and ranks and threads
-    read ahead, without an effect on the batches. Methods are called from several threads.
+    What a sample is depends on its number alone, not on what was read before: so runs resume, and
+    ranks and threads read ahead, without an effect on the batches. Methods are called from several
+    threads.
     """
 
     n_sources: int
@@ -51,7 +53,8 @@ class OrderedDataset(Protocol):
         ...
 
     def window(self, sample: Sample) -> Window:
-        """The window of a sample. May wait for it. Raises WindowRemoved if it was removed after use."""
+        """The window of a sample. May wait for it. Raises WindowRemoved if it was removed after
+        use."""
         ...
 
     def epochs(self, n: int) -> list[float]:
@@ -59,7 +62,8 @@ class OrderedDataset(Protocol):
         ...
 
     def start(self, n: int) -> None:
-        """Prepare to read from sample n on. Only the main process is told, and the others wait meanwhile."""
+        """Prepare to read from sample n on. Only the main process is told, and the others wait
+        meanwhile."""
         ...
 
     def close(self, is_finished: bool) -> None:
@@ -75,7 +79,8 @@ class ShuffledDataset:
     """Every window of a dataset once per epoch, each epoch in a new order.
 
     Args:
-        shift_windows: from the second epoch on, cut the windows of a PackedDataset at other positions in each epoch.
+        shift_windows: from the second epoch on, cut the windows of a PackedDataset at other
+            positions in each epoch.
         source: the number of the dataset among several; they have different orders.
     """
 

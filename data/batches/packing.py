@@ -1,4 +1,5 @@
-"""Tables of packed windows, kept in files beside their shards so that memory does not grow with the corpus."""
+"""Tables of packed windows, kept in files beside their shards so that memory does not grow with the
+corpus."""
 
 import hashlib
 from collections.abc import Callable
@@ -14,13 +15,15 @@ Table = FileArray | np.ndarray
 
 
 def document_starts(shard: Shard, seq_len: int) -> Table:
-    """(n_windows + 1,) int64: the start of each window of "documents" packing, and the end of the last."""
+    """(n_windows + 1,) int64: the start of each window of "documents" packing, and the end of the
+    last."""
     path = shard.path.with_suffix(f".windows-{seq_len}")
     return _kept(path, lambda: _document_starts(shard.offsets[:], seq_len))
 
 
 def best_fit_segments(shard: Shard, seq_len: int) -> tuple[Table, Table]:
-    """The segments of the windows of "best_fit" packing: (2 * n_segments,) int64, starts and ends in turns.
+    """The segments of the windows of "best_fit" packing: (2 * n_segments,) int64, starts and ends
+    in turns.
 
     And (n_windows + 1,) int64, the first segment of each window.
     """
@@ -58,7 +61,8 @@ def _kept(path: Path, make: Callable[[], np.ndarray]) -> Table:
 
 
 def _document_starts(offsets: np.ndarray, seq_len: int) -> np.ndarray:
-    # After a window that starts at document i, the next starts at next_document[i]: after all that fit, at least one.
+    # After a window that starts at document i, the next starts at next_document[i]: after all that
+    # fit, at least one.
     fitting = np.searchsorted(offsets, offsets[:-1] + seq_len, side="right") - 1
     next_document = np.maximum(fitting, np.arange(1, len(offsets)))
     following = next_document.tolist()

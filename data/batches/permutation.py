@@ -10,9 +10,10 @@ ROUNDS = 8
 def permute(indices: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     """Apply the pseudorandom permutation of range(size) that `key` selects to indices, (n,) int64.
 
-    A Feistel network over the smallest even number of bits that can represent size - 1. A value outside range(size) is
-    permuted again until it is inside (cycle walking, fewer than 4 rounds on average). There is no table, so memory does
-    not depend on size. Raises IndexError for an index outside range(size).
+    A Feistel network over the smallest even number of bits that can represent size - 1. A value
+    outside range(size) is permuted again until it is inside (cycle walking, fewer than 4 rounds on
+    average). There is no table, so memory does not depend on size. Raises IndexError for an index
+    outside range(size).
     """
     if ((indices < 0) | (indices >= size)).any():
         raise IndexError(f"index {indices} is outside range({size})")
@@ -33,7 +34,8 @@ def permute(indices: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Mix bits with SplitMix64's finalizer: every input bit affects every output bit (products wrap at 64 bits)."""
+    """Mix bits with SplitMix64's finalizer: every input bit affects every output bit (products wrap
+    at 64 bits)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

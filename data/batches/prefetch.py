@@ -40,10 +40,12 @@ class Batch(NamedTuple):
 
 
 class Prefetcher:
-    """Prepare the next batches of a loader ahead of time; each batch remains a pure function of its step.
+    """Prepare the next batches of a loader ahead of time; each batch remains a pure function of its
+    step.
 
-    pinned: use page-locked memory, which a GPU reads while the host continues. rows: the rows of this rank.
-    num_workers: number of threads, one batch each; with 0 a batch is prepared when it is requested.
+    pinned: use page-locked memory, which a GPU reads while the host continues. rows: the rows of
+    this rank. num_workers: number of threads, one batch each; with 0 a batch is prepared when it is
+    requested.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class Prefetcher:
     def batch(self, step: int, is_interrupted: Callable[[], bool] = lambda: False) -> Batch | None:
         """Return the batch of a step (from 0) and start to prepare the following batches.
 
-        is_interrupted: asked while the batch is not there. If true, returns None instead of waiting for it.
+        is_interrupted: asked while the batch is not there. If true, returns None instead of waiting
+        for it.
         """
         start = time.perf_counter()
         pending = self._pending
@@ -84,7 +87,8 @@ class Prefetcher:
         return future.result()
 
     def close(self, is_finished: bool = False) -> None:
-        """Stop the threads. is_finished: the run has ended, and needs no files of its dataset any more."""
+        """Stop the threads. is_finished: the run has ended, and needs no files of its dataset any
+        more."""
         self.loader.close(is_finished)
         self._pool.shutdown(cancel_futures=True)
 

@@ -16,22 +16,27 @@ Packing = Literal["contiguous", "documents", "best_fit"]
 
 
 class PackedDataset:
-    """Token shards split into windows of seq_len inputs and targets; targets are the tokens one position later.
+    """Token shards split into windows of seq_len inputs and targets; targets are the tokens one
+    position later.
 
-    Every token except the first BOS token of each shard is a target exactly once. Padding has BOS as input and
-    IGNORE_INDEX as target.
+    Every token except the first BOS token of each shard is a target exactly once. Padding has BOS
+    as input and IGNORE_INDEX as target.
 
     "contiguous": consecutive windows of the stream; the last window of a shard is padded.
-    "documents": a window starts at a document's BOS token and contains as many complete documents as fit, in order,
-    followed by padding. A document longer than seq_len is split into consecutive windows.
-    "best_fit": windows contain complete documents in any order, chosen so that there is little padding. Of a document
-    longer than seq_len, the last piece shares its window with other documents.
+    "documents": a window starts at a document's BOS token and contains as many complete documents
+    as fit, in order, followed by padding. A document longer than seq_len is split into consecutive
+    windows. "best_fit": windows contain complete documents in any order, chosen so that there is
+    little padding. Of a document longer than seq_len, the last piece shares its window with other
+    documents.
 
     Args:
-        stride: contiguous windows start this many tokens apart (default: seq_len). If they overlap, only the last
-            `stride` targets of a window are counted, except in the first window of a shard.
-        document_masking: number the documents of a window, so that the model can mask across them (document_ids).
-        prefix_len: the first tokens of each window are context only, without targets among themselves.
+        stride: contiguous windows start this many tokens apart (default: seq_len). If they overlap,
+            only the last `stride` targets of a window are counted, except in the first window of a
+            shard.
+        document_masking: number the documents of a window, so that the model can mask across them
+            (document_ids).
+        prefix_len: the first tokens of each window are context only, without targets among
+            themselves.
     """
 
     def __init__(
@@ -90,10 +95,11 @@ class PackedDataset:
         return int(self._first_window[-1])
 
     def spans(self, index: int, shift: int = 0) -> tuple[Shard, list[tuple[int, int]]]:
-        """The shard that contains window `index`, and the positions of the first input and last target of its parts.
+        """The shard that contains window `index`, and the positions of the first input and last
+        target of its parts.
 
-        `shift`: contiguous windows start this many tokens later, up to seq_len - 1; the last one of a shard ends with
-        the shard. The first `shift` targets of a shard are then in no window.
+        `shift`: contiguous windows start this many tokens later, up to seq_len - 1; the last one of
+        a shard ends with the shard. The first `shift` targets of a shard are then in no window.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"window index {index} is outside range({len(self)})")
@@ -148,14 +154,16 @@ class PackedDataset:
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def document_ids(self, inputs: Tensor) -> Tensor | None:
-        """Number each token's document in its window, and each padding token, (B, T) int64; None without masking."""
+        """Number each token's document in its window, and each padding token, (B, T) int64; None
+        without masking."""
         if not self.document_masking:
             return None
         return number_documents(inputs, self.tokens.shards[0].bos_id)
 
 
 def number_documents(inputs: Tensor, bos_id: int) -> Tensor:
-    """Number each token's document in its window, and each padding token: (B, T) int64 -> (B, T) int64."""
+    """Number each token's document in its window, and each padding token: (B, T) int64 -> (B, T)
+    int64."""
     return (inputs == bos_id).cumsum(dim=1)
 
 
@@ -182,9 +190,11 @@ def check_fills_a_window(tokens: TokenShards, seq_len: int) -> None:
 def sequential_batches(
     dataset: PackedDataset, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the first `limit` windows (None: all) in order as (inputs, targets); the last batch may be smaller.
+    """Yield the first `limit` windows (None: all) in order as (inputs, targets); the last batch may
+    be smaller.
 
-    Ranks take turns. A rank without a batch in the last round gets a window whose targets are all IGNORE_INDEX.
+    Ranks take turns. A rank without a batch in the last round gets a window whose targets are all
+    IGNORE_INDEX.
     """
     count = len(dataset) if limit is None else min(limit, len(dataset))
     for round_start in range(0, count, batch_size * ranks):

@@ -31,10 +31,11 @@ INDEX_FORMAT = 5  # changes with corpus.json, and with the text that a tokenizer
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenized corpus: tokenizer, both splits, the sha256 of their tokens, and the folder in the cache.
+    """A tokenized corpus: tokenizer, both splits, the sha256 of their tokens, and the folder in the
+    cache.
 
-    The sha256 (of tokens and loss masks) and the tokenizer's content_hash identify a corpus in the cache and in runs.
-    A corpus of several parts has the shards of its parts, one after the other.
+    The sha256 (of tokens and loss masks) and the tokenizer's content_hash identify a corpus in the
+    cache and in runs. A corpus of several parts has the shards of its parts, one after the other.
     """
 
     tokenizer: Tokenizer
@@ -58,24 +59,28 @@ def prepare_corpus(
     document_filter: DocumentFilter | None = None,
     **source_options: Any,
 ) -> Corpus:
-    """Tokenize a source into shards on disk, or open the shards of an earlier call with the same options.
+    """Tokenize a source into shards on disk, or open the shards of an earlier call with the same
+    options.
 
-    The validation split is the last val_fraction of a single text, or the documents whose content hash is below
-    val_fraction, so equal documents are always in the same split. The tokenizer is trained only on the training split.
-    With val_fraction=0, the validation split is empty. Documents without text are skipped with a message. Memory does
-    not grow with the corpus, except with a filter.
+    The validation split is the last val_fraction of a single text, or the documents whose content
+    hash is below val_fraction, so equal documents are always in the same split. The tokenizer is
+    trained only on the training split. With val_fraction=0, the validation split is empty.
+    Documents without text are skipped with a message. Memory does not grow with the corpus, except
+    with a filter.
 
     Args:
         tokenizer: a tokenizer or its name (see tokenizer_factory.check_spec).
         assistant_only_loss: use only the assistant's messages of conversations as targets.
         progress: print bars and messages to standard error.
         shard_tokens: a shard is closed after the document that reaches this many tokens.
-        val_tokens: a file of tokens (llmc_tokens.py) whose documents form the validation split. Equal documents of the
-            source are left out.
-        document_filter: drops documents; the source is then read once more. corpus.json counts them.
+        val_tokens: a file of tokens (llmc_tokens.py) whose documents form the validation split.
+            Equal documents of the source are left out.
+        document_filter: drops documents; the source is then read once more. corpus.json counts
+            them.
         source_options: passed to sources.open_source.
 
-    Raises UserError for invalid options, and for text that is missing, unreadable or too short to split.
+    Raises UserError for invalid options, and for text that is missing, unreadable or too short to
+    split.
     """
     kind = check_spec(tokenizer) if isinstance(tokenizer, str) else tokenizer.kind
     if not 0 <= val_fraction < 1:
@@ -98,7 +103,8 @@ def prepare_corpus(
             f"data.tokenizer={tokenizer}: use byte or char with data.source=repeated_random"
         )
 
-    # Whatever changes the tokens is in the key. Options enter only if they are on, so that old keys stay valid.
+    # Whatever changes the tokens is in the key. Options enter only if they are on, so that old keys
+    # stay valid.
     parts = [INDEX_FORMAT, FORMAT, opened.key, tokenizer_key, val_fraction, shard_tokens]
     if assistant_only_loss:
         parts.append("assistant_only_loss")
@@ -137,9 +143,13 @@ def prepare_corpus(
 def _check_val_tokens(
     val_tokens: str, kind: str, source: Source, document_filter: DocumentFilter | None
 ) -> None:
-    """Raise UserError if a file of validation tokens is missing, or does not fit the other options."""
+    """Raise UserError if a file of validation tokens is missing, or does not fit the other
+    options."""
     if kind in ("bpe", "char", "byte") or source.whole_text:
-        needs = "data.tokenizer=tiktoken:gpt2 or the path of a tokenizer, and a source other than a single text file"
+        needs = (
+            "data.tokenizer=tiktoken:gpt2 or the path of a tokenizer, and a source other "
+            "than a single text file"
+        )
         raise UserError(f"data.val_tokens needs {needs}")
     if document_filter is not None:
         key = document_filter.config_key

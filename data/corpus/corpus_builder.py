@@ -1,4 +1,5 @@
-"""Write the shards of a corpus: filter, train the tokenizer, tokenize, continue after an interruption."""
+"""Write the shards of a corpus: filter, train the tokenizer, tokenize, continue after an
+interruption."""
 
 import hashlib
 import itertools
@@ -37,7 +38,8 @@ def build_corpus(
 ) -> None:
     """Write a corpus to a folder, which may contain finished shards from before an interruption.
 
-    The source is read once, and once more each for a filter and for a tokenizer that is trained on a long text.
+    The source is read once, and once more each for a filter and for a tokenizer that is trained on
+    a long text.
     """
     _remove_unfinished(folder)
     text = _Text(source, val_fraction, document_filter)
@@ -118,7 +120,8 @@ class _Text:
     def documents(
         self, val_tokens: str | None = None, tokenizer: Tokenizer | None = None
     ) -> Iterator[SplitDocument]:
-        """Read the documents, from the start. val_tokens: a file with the validation split, and its tokenizer."""
+        """Read the documents, from the start. val_tokens: a file with the validation split, and its
+        tokenizer."""
         self.skipped.clear()
         if val_tokens is not None:
             from thinker.data.corpus.llmc_tokens import read_documents
@@ -149,7 +152,8 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def _kept_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of the finished shards in a folder; None without any. Removes shards whose tokenizer is damaged."""
+    """The tokenizer of the finished shards in a folder; None without any. Removes shards whose
+    tokenizer is damaged."""
     shards = list(folder.glob("*.tokens"))
     try:
         return load_tokenizer(folder) if shards else None
@@ -164,7 +168,8 @@ def _make_tokenizer(
 ) -> tuple[Tokenizer, Iterable[SplitDocument]]:
     """Make the tokenizer of a corpus, from a sample of its documents if it is trained.
 
-    Returns it and all documents: those that were read for the sample, if they are few, are not read again.
+    Returns it and all documents: those that were read for the sample, if they are few, are not read
+    again.
     """
     is_bpe = spec.startswith("bpe:")
     if not is_bpe and not spec.startswith("char"):

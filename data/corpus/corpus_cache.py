@@ -1,9 +1,10 @@
 """Folders of the cache, built under a lock and verified when they are opened.
 
-tokens/KEY/           a finished corpus: shards, the tokenizer, and corpus.json with the sha256 of each file
-tokens/KEY.building/  a corpus that is being built, or whose process was stopped; the next one continues it
-tokenizers/KEY/       the tokenizer of a mixture
-locks/KEY.lock        locked by the process that builds KEY; the files stay, as removing them would break the lock
+tokens/KEY/           a finished corpus: shards, the tokenizer, and corpus.json with the sha256 of
+each file tokens/KEY.building/  a corpus that is being built, or whose process was stopped; the next
+one continues it tokenizers/KEY/       the tokenizer of a mixture
+locks/KEY.lock        locked by the process that builds KEY; the files stay, as removing them would
+break the lock
 """
 
 import contextlib
@@ -31,7 +32,8 @@ ABANDONED_SECONDS = 7 * 24 * 3600
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
-    """Write corpus.json with `index`, the sha256 of each file in the folder, and the sha256 of its own content."""
+    """Write corpus.json with `index`, the sha256 of each file in the folder, and the sha256 of its
+    own content."""
     index = index | {
         "files": {path.name: sha256_of_file(path) for path in sorted(folder.iterdir())}
     }
@@ -39,7 +41,8 @@ def write_index(folder: Path, index: dict[str, Any]) -> None:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Read corpus.json and verify all files in threads. Raises DamagedShard if any file has changed."""
+    """Read corpus.json and verify all files in threads. Raises DamagedShard if any file has
+    changed."""
     index = read_json(folder / INDEX, DamagedShard)
     if index.pop("index_sha256", None) != _hash_of(index):
         raise DamagedShard(f"{folder / INDEX} does not match its sha256")
@@ -57,10 +60,12 @@ def _hash_of(index: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def building_folder(folder: Path) -> Iterator[Path]:
-    """Create or continue the folder where `folder` is built. One process at a time: the others wait.
+    """Create or continue the folder where `folder` is built. One process at a time: the others
+    wait.
 
-    It stays if the process is killed, or interrupted after a shard was finished, and is removed after any other error.
-    If it is not continued for a week, it is removed when another folder is built.
+    It stays if the process is killed, or interrupted after a shard was finished, and is removed
+    after any other error. If it is not continued for a week, it is removed when another folder is
+    built.
     """
     locks = folder.parent.parent / "locks"
     locks.mkdir(exist_ok=True)
@@ -102,7 +107,8 @@ def _remove_abandoned(parent: Path, locks: Path) -> None:
 
 
 def publish(building: Path, folder: Path) -> None:
-    """Rename a finished folder to its final name, unless another process was faster on a file system without locks."""
+    """Rename a finished folder to its final name, unless another process was faster on a file
+    system without locks."""
     try:
         os.rename(building, folder)
     except OSError:

@@ -21,7 +21,8 @@ class DocumentFilter(Protocol):
         ...
 
     def cache_key(self) -> list[Any]:
-        """Values for JSON that change with the documents that are dropped. They enter the key of the cache."""
+        """Values for JSON that change with the documents that are dropped. They enter the key of
+        the cache."""
         ...
 
     def decide(self, documents: Iterable[SplitDocument], folder: Path, progress: bool) -> None:
@@ -29,7 +30,8 @@ class DocumentFilter(Protocol):
         ...
 
     def drop(self, documents: Iterable[SplitDocument]) -> Iterator[SplitDocument]:
-        """Yield the documents that stay, of the same documents in the same order. Starts `report` anew."""
+        """Yield the documents that stay, of the same documents in the same order. Starts `report`
+        anew."""
         ...
 
     def summary(self) -> str:

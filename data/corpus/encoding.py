@@ -27,11 +27,14 @@ def encode_documents(
     assistant_only_loss: bool,
     batch_chars: int = BATCH_CHARS,
 ) -> Iterator[tuple[SplitDocument, Encoded]]:
-    """Yield documents in order with their encoding. Threads encode while the caller reads and writes.
+    """Yield documents in order with their encoding. Threads encode while the caller reads and
+    writes.
 
-    batch_chars: about how many characters are read together; BATCHES_AHEAD times as many are read ahead.
+    batch_chars: about how many characters are read together; BATCHES_AHEAD times as many are read
+    ahead.
 
-    Raises UserError if rows mix conversations and text, or do not fit the tokenizer or assistant_only_loss.
+    Raises UserError if rows mix conversations and text, or do not fit the tokenizer or
+    assistant_only_loss.
     """
     pending: deque[tuple[list[SplitDocument], list[Future[list[Encoded]]]]] = deque()
 
@@ -58,14 +61,16 @@ def encode_documents(
 
 
 def check_kinds(documents: list[Document], assistant_only_loss: bool) -> None:
-    """Raise UserError if rows mix conversations and text, or if assistant_only_loss is set for text."""
+    """Raise UserError if rows mix conversations and text, or if assistant_only_loss is set for
+    text."""
     if len({document.messages is None for document in documents}) > 1:
         raise UserError(
             "the rows mix conversations and text; put them in separate sources (data.sources)"
         )
     if documents[0].messages is None and assistant_only_loss:
         raise UserError(
-            "data.assistant_only_loss=true needs conversations; set data.column to the column that has them"
+            "data.assistant_only_loss=true needs conversations; set data.column to the column "
+            "that has them"
         )
 
 

@@ -1,4 +1,5 @@
-"""Token files in the format of llm.c, such as FineWeb's standard validation tokens, used for published losses."""
+"""Token files in the format of llm.c, such as FineWeb's standard validation tokens, used for
+published losses."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,7 +16,8 @@ HEADER_BYTES = 1024
 
 
 def read_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[Document]:
-    """Yield the documents of a file: a header, then uint16 tokens, with a BOS token before each document.
+    """Yield the documents of a file: a header, then uint16 tokens, with a BOS token before each
+    document.
 
     Skips the last document, which may be cut. Raises UserError for other formats or tokenizers.
     """

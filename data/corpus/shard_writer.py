@@ -25,14 +25,16 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write, sha256_of_file
 
-HASH_SUFFIX = ".sha256"  # of the file with the sha256 of a shard, which is removed when the corpus is finished
+# of the file with the sha256 of a shard, which is removed when the corpus is finished
+HASH_SUFFIX = ".sha256"
 READ_TOKENS = 1 << 22  # read at once
 
 
 class ShardWriter:
     """Write the documents of a split to `NAME-00000.tokens`, `NAME-00001.tokens`, ... in a folder.
 
-    Needs memory for a few numbers per document of the current shard, and for conversations one byte per token.
+    Needs memory for a few numbers per document of the current shard, and for conversations one byte
+    per token.
 
     keeps_hashes: write the sha256 of each shard to a file beside it, which resume() needs.
     number: of the first shard.
@@ -60,9 +62,11 @@ class ShardWriter:
         self._file = None
 
     def resume(self) -> int:
-        """Take over the finished shards of a stopped writer and remove an unfinished one. Returns their documents.
+        """Take over the finished shards of a stopped writer and remove an unfinished one. Returns
+        their documents.
 
-        Damaged shards, and those of conversations, whose masks are part of the digest, are removed and written again.
+        Damaged shards, and those of conversations, whose masks are part of the digest, are removed
+        and written again.
         """
         found = sorted(
             path for path in self.folder.glob(f"{self.name}-*") if path.suffix != HASH_SUFFIX
@@ -91,9 +95,11 @@ class ShardWriter:
         self, ids: np.ndarray, n_bytes: int, log_prob: float | None = None, continues: bool = False,
         loss_mask: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Append the ids and text bytes of a document, or with continues=True of the rest of the last document.
+        """Append the ids and text bytes of a document, or with continues=True of the rest of the
+        last document.
 
-        loss_mask: which ids are targets, for all documents or for none. Conversations contain their EOS tokens.
+        loss_mask: which ids are targets, for all documents or for none. Conversations contain their
+        EOS tokens.
         """
         has_mask = loss_mask is not None
         if self.started and has_mask != bool(self._loss_mask):

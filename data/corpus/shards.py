@@ -1,10 +1,11 @@
 """Token shards: files whose header is checked on opening and whose contents are read on demand.
 
-The tokens of a shard are one stream, `bos d1 bos d2 ... bos dn bos`: every document starts with the BOS token, and
-another BOS token follows the last document. If the tokenizer has a separate EOS token, it ends each document, and the
-BOS token after it is not a target. A file has these sections, each aligned to 8 bytes: the header; the tokens; the
-position of each document's BOS token and of the closing BOS token; the bytes of text per document; ln P per document,
-if known for all; for conversations, one byte per token that marks targets.
+The tokens of a shard are one stream, `bos d1 bos d2 ... bos dn bos`: every document starts with the
+BOS token, and another BOS token follows the last document. If the tokenizer has a separate EOS
+token, it ends each document, and the BOS token after it is not a target. A file has these sections,
+each aligned to 8 bytes: the header; the tokens; the position of each document's BOS token and of
+the closing BOS token; the bytes of text per document; ln P per document, if known for all; for
+conversations, one byte per token that marks targets.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ MAGIC = b"THNKTOKS"
 FORMAT = 1
 SHARD_TOKENS = 1 << 27  # a shard is closed after the document that reaches this; no document is cut
 HAS_LOG_PROBS, HAS_LOSS_MASK = 1, 2  # bits of the header's flags: the optional sections
-# magic, format, bytes per token, vocab_size, n_tokens, n_documents, bytes of text, flags, tokenizer hash
+# magic, format, bytes per token, vocab_size, n_tokens, n_documents, bytes of text, flags, tokenizer
+# hash
 HEADER = struct.Struct("<8sIIQQQQQ32s")
 HEADER_BYTES = HEADER.size + 8  # including the CRC-32, as 8 bytes
 
 
 class DamagedShard(RunError):
-    """Error for a shard file that is incomplete or from another tokenizer. It can be rebuilt from the text."""
+    """Error for a shard file that is incomplete or from another tokenizer. It can be rebuilt from
+    the text."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -111,7 +114,8 @@ class Shard:
 
 
 class TokenShards:
-    """One split of a corpus: its shards in order, and totals of tokens (with BOS) and bytes of UTF-8 text."""
+    """One split of a corpus: its shards in order, and totals of tokens (with BOS) and bytes of
+    UTF-8 text."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self.shards = shards

@@ -1,4 +1,5 @@
-"""The progress bar of tokenization: share of the source, documents, tokens per second, and the time left."""
+"""The progress bar of tokenization: share of the source, documents, tokens per second, and the time
+left."""
 
 from typing import Any
 

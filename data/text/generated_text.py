@@ -29,7 +29,8 @@ def open_repeated(name: str, options: SourceOptions) -> Source:
 def _open(
     name: str, options: SourceOptions, story: Callable[[int, int], Any], content: list[Any]
 ) -> Source:
-    """A source of max_documents texts. `story` makes a text from a seed and the number of the document."""
+    """A source of max_documents texts. `story` makes a text from a seed and the number of the
+    document."""
     n_documents = options.max_documents or GENERATED_DOCUMENTS
     return bounded_source(
         name,

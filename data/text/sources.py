@@ -46,8 +46,8 @@ class SourceOptions:
 class SourceKind:
     """How sources of one name are opened.
 
-    open: a function (name, SourceOptions) -> Source, or "module:function" to import it when it is used.
-    options: the options that it reads, besides max_documents, seed and first_bytes.
+    open: a function (name, SourceOptions) -> Source, or "module:function" to import it when it is
+    used. options: the options that it reads, besides max_documents, seed and first_bytes.
     """
 
     open: str | Callable[[str, SourceOptions], Source]
@@ -83,11 +83,13 @@ def register_source(
     """Make texts available as data.source=NAME.
 
     Args:
-        texts: called with the `options` that the config sets, such as path="poems.txt". Returns the texts, the same
-            ones in the same order each time. They may also be Documents, such as conversations.
-        version: identifies the texts in the token cache: change it whenever they change. A file at data.path is
-            compared anyway.
-        options: keys of the section data that `texts` takes: path, config, split, column, streaming.
+        texts: called with the `options` that the config sets, such as path="poems.txt". Returns the
+            texts, the same ones in the same order each time. They may also be Documents, such as
+            conversations.
+        version: identifies the texts in the token cache: change it whenever they change. A file at
+            data.path is compared anyway.
+        options: keys of the section data that `texts` takes: path, config, split, column,
+            streaming.
 
     Raises UserError if there is another source of this name.
     """
@@ -169,7 +171,8 @@ def open_source(
 
 
 def _check_options(source: str, given: dict[str, Any], max_documents: int | None) -> SourceKind:
-    """The kind of a source. Raises UserError if it is unknown, or for an option that does not fit it."""
+    """The kind of a source. Raises UserError if it is unknown, or for an option that does not fit
+    it."""
     if source not in SOURCES:
         names = SOURCES.names()
         hint = did_you_mean(source, names)
@@ -195,7 +198,8 @@ def bounded_source(
 ) -> Source:
     """A source with at most `bound` documents, and at most options.first_bytes of text.
 
-    documents: yields them from a Start on. content: JSON values that change with the documents, for the key.
+    documents: yields them from a Start on. content: JSON values that change with the documents, for
+    the key.
     """
     if options.first_bytes is not None:
         content = [*content, options.first_bytes]

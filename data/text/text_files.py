@@ -61,12 +61,14 @@ def _check_single_text(options: SourceOptions) -> None:
     """Raise UserError for a bound on documents, as a single text is one document."""
     if options.max_documents is not None:
         raise UserError(
-            f"data.max_documents is set, but data.path={options.path} is a single text, which is read as a "
+            f"data.max_documents is set, but data.path={options.path} is a single text, which "
+            f"is read as a "
             "whole; set it to null"
         )
     if options.first_bytes is not None:
         raise UserError(
-            f"data.buffer_tokens is set, but data.path={options.path} is a single text; set it to null"
+            f"data.buffer_tokens is set, but data.path={options.path} is a single text; set "
+            f"it to null"
         )
 
 
@@ -92,7 +94,8 @@ def _read_modules(files: list[str], start: Start) -> Iterator[Document]:
 def find_files(source: str, path: str, extensions: tuple[str, ...]) -> list[str]:
     """Sorted files that match a path, folder or glob, without hidden files and links to folders.
 
-    extensions: of the files in a folder. Raises MissingData that names the source if there are none.
+    extensions: of the files in a folder. Raises MissingData that names the source if there are
+    none.
     """
     if os.path.isfile(path):
         return [path]

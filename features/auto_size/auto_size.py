@@ -1,6 +1,8 @@
-"""model.size=auto: choose the model, tokenizer, batch and dropout from the size of the text and the training time.
+"""model.size=auto: choose the model, tokenizer, batch and dropout from the size of the text and the
+training time.
 
-Some constants come from short runs (docs/development/experiments.md), the others are guesses. docs/reference/sizes.md has tables.
+Some constants come from short runs (docs/development/experiments.md), the others are guesses.
+docs/reference/sizes.md has tables.
 """
 
 import math
@@ -21,9 +23,24 @@ from thinker.training.settings.settings import Settings
 
 # Width, layers and heads, smallest first.
 SHAPES = [
-    (64, 2, 2), (64, 4, 2), (96, 4, 3), (128, 4, 4), (160, 4, 5), (192, 4, 6), (224, 4, 7), (256, 4, 8), (256, 6, 8),
-    (320, 6, 5), (384, 6, 6), (448, 6, 7), (512, 8, 8), (640, 8, 10), (768, 10, 12), (768, 12, 12), (1024, 16, 16),
-]  # fmt: skip
+    (64, 2, 2),
+    (64, 4, 2),
+    (96, 4, 3),
+    (128, 4, 4),
+    (160, 4, 5),
+    (192, 4, 6),
+    (224, 4, 7),
+    (256, 4, 8),
+    (256, 6, 8),
+    (320, 6, 5),
+    (384, 6, 6),
+    (448, 6, 7),
+    (512, 8, 8),
+    (640, 8, 10),
+    (768, 10, 12),
+    (768, 12, 12),
+    (1024, 16, 16),
+]
 PARAMETERS_PER_ROOT_FLOP = (
     0.15  # parameters in the blocks, divided by the square root of the FLOPs of the run
 )
@@ -73,7 +90,8 @@ class Choice:
 
 
 def choose(n_bytes: int, minutes: float, flops_per_second: float, is_gpu: bool = False) -> Choice:
-    """Choose for `n_bytes` of training text and a device that multiplies large matrices at this rate."""
+    """Choose for `n_bytes` of training text and a device that multiplies large matrices at this
+    rate."""
     tokenizer, bytes_per_token = next(
         (name, size) for least, name, size in reversed(TOKENIZERS) if n_bytes >= least
     )
@@ -119,9 +137,11 @@ def resolve_size(
     previous: Settings | None = None,
     dist: DistContext = SINGLE_PROCESS,
 ) -> Config:
-    """Fill in the keys that model.size=auto chooses; keys that the config sets stay. Prints the choice to stderr.
+    """Fill in the keys that model.size=auto chooses; keys that the config sets stay. Prints the
+    choice to stderr.
 
-    A resumed run (with the settings `previous`) keeps its choice. Raises UserError if the text cannot be read.
+    A resumed run (with the settings `previous`) keeps its choice. Raises UserError if the text
+    cannot be read.
     """
     if config.model.size is None:
         return config
@@ -153,7 +173,8 @@ def _written_keys(config: Config) -> dict[str, Any]:
 def _choose_for(
     config: Config, device: torch.device, precision: str, dist: DistContext, written: dict[str, Any]
 ) -> dict[str, Any]:
-    """Choose by the text of a config and the speed of the device, and print the choice. All ranks call it."""
+    """Choose by the text of a config and the speed of the device, and print the choice. All ranks
+    call it."""
     with dist.main_process_first():
         n_bytes = count_bytes(config)
     rate = peak_flops(device, precision) or matmul_flops(device, precision, repeats=50)
@@ -184,22 +205,30 @@ def count_bytes(config: Config) -> int:
 def describe(
     choice: Choice, n_bytes: int, minutes: float, written: dict[str, Any] | None = None
 ) -> list[str]:
-    """The choice in one line, and a warning if there is too little text. `written`: keys that the config sets."""
+    """The choice in one line, and a warning if there is too little text. `written`: keys that the
+    config sets."""
     keys = vars(choice) | (written or {})
     text = f"{format_size(n_bytes)}: {keys['n_layers']} layers of width {keys['d_model']}"
     if not written or written.keys() <= {"dropout", "weight_decay"}:
-        text = f"{format_size(n_bytes)}: {choice.n_parameters / 1e6:.1f}M parameters ({text.partition(': ')[2]})"
+        text = (
+            f"{format_size(n_bytes)}: {choice.n_parameters / 1e6:.1f}M parameters "
+            f"({text.partition(': ')[2]})"
+        )
     text += f", {keys['tokenizer']}, dropout {keys['dropout']:g}"
     if not written or written.keys() <= {"dropout", "weight_decay"}:
         epochs = f"{choice.epochs:.0f}" if choice.epochs >= 10 else f"{choice.epochs:.1f}"
         if choice.max_steps:
-            text += f", {epochs} epochs expected; ends before {minutes:g} minutes, as more epochs would not help"
+            text += (
+                f", {epochs} epochs expected; ends before {minutes:g} minutes, as more "
+                f"epochs would not help"
+            )
         else:
             text += f", {epochs} epochs in {minutes:g} minutes expected"
     lines = [text]
     if n_bytes < FEW_BYTES:
         lines.append(
-            f"advice: {format_size(n_bytes)} is too little text to learn a language from; the model will mostly repeat "
+            f"advice: {format_size(n_bytes)} is too little text to learn a language from; the "
+            f"model will mostly repeat "
             "it; add text, or fine-tune a trained model (run.init_from)"
         )
     return lines

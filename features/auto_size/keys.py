@@ -14,7 +14,8 @@ class AutoSizeKeys(ConfigSection):
     """Keys of the section `model`."""
 
     size: Literal["auto"] | None = None
-    """auto: choose shape, tokenizer, batch, steps, dropout and decay by text and time (docs/guides/small-text.md)."""
+    """auto: choose shape, tokenizer, batch, steps, dropout and decay by text and time
+    (docs/guides/small-text.md)."""
 
 
 def leave_tokenizer_open(tree: dict[str, Any]) -> None:

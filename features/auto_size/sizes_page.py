@@ -15,7 +15,8 @@ def sizes_markdown(note: str) -> str:
     """The page. note: a line that says how it is made."""
     parts = [
         "# Sizes that model.size=auto chooses\n",
-        "Each cell: parameters in the blocks, tokenizer, dropout, expected epochs. Text means training text, without "
+        "Each cell: parameters in the blocks, tokenizer, dropout, expected epochs. Text means "
+        "training text, without "
         f"the validation split.\n\n{note}",
     ]
     for title, rate, is_gpu in DEVICES:

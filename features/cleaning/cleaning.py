@@ -1,4 +1,5 @@
-"""Cleaning of a corpus: drop documents by length, quality and duplication, and report what was dropped and why."""
+"""Cleaning of a corpus: drop documents by length, quality and duplication, and report what was
+dropped and why."""
 
 import hashlib
 import unicodedata
@@ -48,7 +49,8 @@ class CleaningRules:
 
 
 def repeated_lines(text: str) -> float:
-    """The share of the characters of a text in lines that have occurred before, without empty lines."""
+    """The share of the characters of a text in lines that have occurred before, without empty
+    lines."""
     seen: set[str] = set()
     repeated = total = 0
     for line in text.splitlines():
@@ -61,7 +63,8 @@ def repeated_lines(text: str) -> float:
 
 
 def symbols(text: str) -> float:
-    """The share of the characters of a text that are neither letters with their marks, digits nor white space."""
+    """The share of the characters of a text that are neither letters with their marks, digits nor
+    white space."""
     n = 0
     for char, count in Counter(text).items():
         is_word = unicodedata.category(char)[0] in "LMN"
@@ -71,7 +74,8 @@ def symbols(text: str) -> float:
 
 
 class Cleaning:
-    """The filter of `data.clean`: finds the documents to drop in one pass over a source, and drops them in the next.
+    """The filter of `data.clean`: finds the documents to drop in one pass over a source, and drops
+    them in the next.
 
     It is a thinker.data.corpus.document_filter.DocumentFilter.
     """
@@ -95,7 +99,8 @@ class Cleaning:
         return [FORMAT, asdict(self.rules)]
 
     def decide(self, documents: Iterable[SplitDocument], folder: Path, progress: bool) -> None:
-        """Read all documents. Of a group of near duplicates, one of the validation split is kept, or else the first."""
+        """Read all documents. Of a group of near duplicates, one of the validation split is kept,
+        or else the first."""
         near = NearDuplicates(folder) if self.rules.duplicates == "near" else None
         compared: list[int] = []  # the numbers of the documents that `near` has
         reasons = bytearray()
@@ -122,7 +127,8 @@ class Cleaning:
             self.reasons[numbers[order[~is_kept]]] = NEAR
 
     def _reason(self, document: Document, text: str, seen: set[bytes]) -> int:
-        """Why a document is dropped, without near duplicates. `seen`: hashes of the documents before it."""
+        """Why a document is dropped, without near duplicates. `seen`: hashes of the documents
+        before it."""
         violated = self.rules.violated(text)
         if violated is not None:
             if violated not in self.names:

@@ -11,7 +11,8 @@ from thinker.training.config.types import MAX_COUNT, ConfigSection, Fraction, Po
 
 
 class CleanConfig(ConfigSection):
-    """Which documents to drop before training. Rules that are null are off. Each source is cleaned on its own."""
+    """Which documents to drop before training. Rules that are null are off. Each source is cleaned
+    on its own."""
 
     min_characters: Positive | None = None
     """Drop shorter documents."""
@@ -20,10 +21,11 @@ class CleanConfig(ConfigSection):
     max_repeated_lines: Fraction | None = None
     """Drop documents with a larger share of their characters in lines that have occurred before."""
     max_symbols: Fraction | None = None
-    """Drop documents with a larger share of characters that are neither letters, digits nor white space."""
+    """Drop documents with a larger share of characters that are neither letters, digits nor white
+    space."""
     duplicates: Literal["exact", "near"] | None = None
-    """exact: of equal documents, keep one. near: of equal or similar documents, keep one, whatever their split. null:
-    keep all."""
+    """exact: of equal documents, keep one. near: of equal or similar documents, keep one, whatever
+    their split. null: keep all."""
 
     @model_validator(mode="after")
     def _check_rules(self) -> CleanConfig:
@@ -42,7 +44,8 @@ class CleanKeys(ConfigSection):
     """Keys of the section `data`."""
 
     clean: CleanConfig | None = None
-    """Rules for dropping documents, such as `{min_characters: 50, duplicates: near}` (docs/guides/cleaning.md)."""
+    """Rules for dropping documents, such as `{min_characters: 50, duplicates: near}`
+    (docs/guides/cleaning.md)."""
 
     def corpus_options(self, source: TextSource) -> dict[str, Any]:
         """As of the section without this feature, and which documents to drop."""

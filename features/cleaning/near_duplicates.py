@@ -1,9 +1,10 @@
 """Near-duplicate documents, by MinHash (Broder 1997) and locality-sensitive hashing.
 
-Two documents are near duplicates if their sets of 8-byte strings have a Jaccard similarity of about THRESHOLD or more.
-Each document has a signature: N_HASHES minima, computed by the library rensa. The share of values in which two
-signatures agree estimates the similarity. A band is three values of a signature; only documents that agree in all
-values of a band are compared. Signatures are in a file, so memory grows by a few dozen bytes per document.
+Two documents are near duplicates if their sets of 8-byte strings have a Jaccard similarity of about
+THRESHOLD or more. Each document has a signature: N_HASHES minima, computed by the library rensa.
+The share of values in which two signatures agree estimates the similarity. A band is three values
+of a signature; only documents that agree in all values of a band are compared. Signatures are in a
+file, so memory grows by a few dozen bytes per document.
 """
 
 from pathlib import Path
@@ -59,7 +60,8 @@ class NearDuplicates:
         self.n_bytes = 0
 
     def find(self) -> np.ndarray:
-        """For each document the first one of its group of near duplicates, (n,) int64; itself if it is the first."""
+        """For each document the first one of its group of near duplicates, (n,) int64; itself if it
+        is the first."""
         from scipy.sparse import coo_array  # slow to import
         from scipy.sparse.csgraph import connected_components
 

@@ -1,7 +1,9 @@
-"""Distillation: a student learns from the text and from what a teacher predicts for the same tokens.
+"""Distillation: a student learns from the text and from what a teacher predicts for the same
+tokens.
 
-Hinton et al. 2015 (arXiv:1503.02531); attention maps as in Jiao et al. 2020 (TinyBERT, arXiv:1909.10351), hidden states
-by the similarity of positions as in Tung & Mori 2019 (arXiv:1907.09682), which needs no projection between widths.
+Hinton et al. 2015 (arXiv:1503.02531); attention maps as in Jiao et al. 2020 (TinyBERT,
+arXiv:1909.10351), hidden states by the similarity of positions as in Tung & Mori 2019
+(arXiv:1907.09682), which needs no projection between widths.
 """
 
 import contextlib
@@ -45,8 +47,9 @@ def compare_all(log_probs: Tensor, teacher_logits: Tensor) -> Comparison:
 def compare_top(log_probs: Tensor, teacher: TopLogits, target: Tensor) -> Comparison:
     """As compare_all(), from the teacher's k most probable tokens.
 
-    Another token counts if it comes next in the text, `target` (n, 1). That happens as often as a good teacher expects,
-    so the mean of the gradient is right. The divergence has an extra constant, the entropy of these others.
+    Another token counts if it comes next in the text, `target` (n, 1). That happens as often as a
+    good teacher expects, so the mean of the gradient is right. The divergence has an extra
+    constant, the entropy of these others.
     """
     top_log_probs, rest_log_prob = teacher.log_probs[:, :-1], teacher.log_probs[:, -1:]
     top = top_log_probs.exp()  # (n, k)
@@ -59,9 +62,11 @@ def compare_top(log_probs: Tensor, teacher: TopLogits, target: Tensor) -> Compar
 
 
 class LogitLoss:
-    """The loss of the logits, as linear_cross_entropy() calls it: for chunks of positions, in order.
+    """The loss of the logits, as linear_cross_entropy() calls it: for chunks of positions, in
+    order.
 
-    (1 - weight) · cross-entropy + weight · T² · KL, whose gradients are comparable at any temperature T.
+    (1 - weight) · cross-entropy + weight · T² · KL, whose gradients are comparable at any
+    temperature T.
     """
 
     def __init__(
@@ -218,10 +223,12 @@ class DistillationLoss(Callback):
 
 
 def attention_kl(maps: list[tuple[Tensor, Tensor]], is_counted: Tensor) -> Tensor:
-    """KL divergence of a student's attention weights from a teacher's, in nats per query, summed over the queries.
+    """KL divergence of a student's attention weights from a teacher's, in nats per query, summed
+    over the queries.
 
-    maps: for each pair of layers the weights (B, H, T, S), where the teacher has a multiple of H heads, whose weights
-    are averaged. Keys that the student cannot see do not count. is_counted: (B, T).
+    maps: for each pair of layers the weights (B, H, T, S), where the teacher has a multiple of H
+    heads, whose weights are averaged. Keys that the student cannot see do not count. is_counted:
+    (B, T).
     """
     total = 0.0
     for student, teacher in maps:
@@ -236,7 +243,8 @@ def attention_kl(maps: list[tuple[Tensor, Tensor]], is_counted: Tensor) -> Tenso
 
 
 def similarity_error(student: Tensor, teacher: Tensor, is_counted: Tensor) -> Tensor:
-    """Squared difference of the cosine similarities of all positions of a sequence, (B, T, C) of any two widths.
+    """Squared difference of the cosine similarities of all positions of a sequence, (B, T, C) of
+    any two widths.
 
     Returns the mean over the other positions, summed over the counted ones, (B, T).
     """
@@ -251,7 +259,8 @@ def with_teacher(
 ) -> Objective:
     """The loss of a student, if the config names a teacher; otherwise `objective`.
 
-    Raises UserError if the teacher does not fit, or the caller of train() has chosen another objective.
+    Raises UserError if the teacher does not fit, or the caller of train() has chosen another
+    objective.
     """
     if config.train.distill is None:
         return objective
@@ -263,7 +272,8 @@ def with_teacher(
 
 
 def distill_reason(change: KeyChange) -> str:
-    """Why train.distill may not change so; "" if only the teacher's path differs, as its weights are compared."""
+    """Why train.distill may not change so; "" if only the teacher's path differs, as its weights
+    are compared."""
     if change.was is None or change.value is None:
         return change.reason
     is_moved = change.value | {"teacher": change.was["teacher"]} == change.was

@@ -16,9 +16,11 @@ class DistillConfig(ConfigSection):
     """Learning from a teacher beside the text (docs/guides/smaller-models.md)."""
 
     teacher: Annotated[PathText, Field(examples=["runs/large"])]
-    """Run directory, checkpoint or Hugging Face folder of the teacher, which must have the same tokenizer."""
+    """Run directory, checkpoint or Hugging Face folder of the teacher, which must have the same
+    tokenizer."""
     weight: Fraction = 1.0
-    """Share of the loss that compares the logits with the teacher's; the rest compares them with the text."""
+    """Share of the loss that compares the logits with the teacher's; the rest compares them with
+    the text."""
     temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
     """Divide the logits of both models by this before they are compared."""
     attention: Annotated[float, Field(ge=0, le=1e9)] = 0.0
@@ -26,14 +28,15 @@ class DistillConfig(ConfigSection):
     hidden: Annotated[float, Field(ge=0, le=1e9)] = 0.0
     """Weight of the difference between the similarities of positions in both models."""
     cached_logits: Positive | None = None
-    """Keep this many of the teacher's largest logits per token on disk, so that it reads the text once. null: keep
-    none."""
+    """Keep this many of the teacher's largest logits per token on disk, so that it reads the text
+    once. null: keep none."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> DistillConfig:
         if not (self.weight or self.needs_activations):
             raise ValueError(
-                "weight, attention and hidden are 0, so nothing is learned from the teacher; raise one"
+                "weight, attention and hidden are 0, so nothing is learned from the teacher; "
+                "raise one"
             )
         if self.temperature != 1 and not self.weight:
             raise ValueError("temperature has no effect without weight; remove it")
@@ -41,11 +44,13 @@ class DistillConfig(ConfigSection):
             raise ValueError("cached_logits has no effect without weight; remove it")
         if self.cached_logits and self.needs_activations:
             raise ValueError(
-                "cached_logits cannot be combined with attention or hidden, which need the whole teacher"
+                "cached_logits cannot be combined with attention or hidden, which need the "
+                "whole teacher"
             )
         if self.cached_logits and self.temperature != 1:
             raise ValueError(
-                "cached_logits cannot be combined with a temperature, which needs all logits; remove one"
+                "cached_logits cannot be combined with a temperature, which needs all logits; "
+                "remove one"
             )
         return self
 
@@ -59,11 +64,13 @@ class DistillKeys(ConfigSection):
     """Keys of the section `train`."""
 
     distill: DistillConfig | None = None
-    """Learn from a teacher, such as `{teacher: runs/large}` (docs/guides/smaller-models.md). null: from text alone."""
+    """Learn from a teacher, such as `{teacher: runs/large}` (docs/guides/smaller-models.md). null:
+    from text alone."""
 
 
 def complete_config(tree: dict[str, Any]) -> None:
-    """The student has the tokenizer of its teacher, and is not compiled if its activations are compared."""
+    """The student has the tokenizer of its teacher, and is not compiled if its activations are
+    compared."""
     distill = tree["train"].get("distill")
     if not isinstance(distill, dict):
         return

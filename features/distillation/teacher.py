@@ -84,7 +84,10 @@ def _check_fit(name: str, teacher: ThinkerConfig, student: ThinkerConfig, config
         raise UserError(f"{name} has {context}; lower data.seq_len")
     k = config.train.distill.cached_logits
     if k is not None and k >= teacher.vocab_size:
-        sizes = f"train.distill.cached_logits is {k}, but the vocabulary has {teacher.vocab_size} tokens"
+        sizes = (
+            f"train.distill.cached_logits is {k}, but the vocabulary has "
+            f"{teacher.vocab_size} tokens"
+        )
         raise UserError(f"{sizes}; use at most {teacher.vocab_size - 1}")
     if teacher.prefix > student.prefix:
         raise UserError(
@@ -100,7 +103,8 @@ def _check_heads(name: str, teacher: ThinkerConfig, student: ThinkerConfig) -> N
         is_linear = any(pattern.n_features for pattern in shape.patterns)
         if shape.attention_sinks or is_linear:
             raise UserError(
-                f"train.distill.attention cannot compare sinks or linear attention, which {kind} has"
+                f"train.distill.attention cannot compare sinks or linear attention, which "
+                f"{kind} has"
             )
     for layer in range(student.n_layers):
         n_student, _ = student.head_counts(layer)
@@ -122,5 +126,6 @@ def hash_weights(model: Thinker) -> str:
 
 
 def paired_layer(layer: int, n_student: int, n_teacher: int) -> int:
-    """The layer of a teacher whose attention a layer of the student imitates: at the same share of the depth."""
+    """The layer of a teacher whose attention a layer of the student imitates: at the same share of
+    the depth."""
     return (layer + 1) * n_teacher // n_student - 1

@@ -28,8 +28,9 @@ class TopLogits(NamedTuple):
 class TeacherLogits:
     """The k most probable tokens at every position of `n_windows` windows of T tokens, in one file.
 
-    The file has a record per window: ids, log-probabilities in fp16, and a last byte that says that it is complete.
-    What is read has passed through this rounding at first use, too, so a resumed run gets the same values.
+    The file has a record per window: ids, log-probabilities in fp16, and a last byte that says that
+    it is complete. What is read has passed through this rounding at first use, too, so a resumed
+    run gets the same values.
     """
 
     def __init__(self, folder: Path, n_windows: int, seq_len: int, vocab_size: int, k: int) -> None:
@@ -47,7 +48,8 @@ class TeacherLogits:
         self.record = np.dtype(fields)
 
     def create(self, key: str) -> None:
-        """Create an empty file, unless there is one with the same `key`, which names what its content depends on.
+        """Create an empty file, unless there is one with the same `key`, which names what its
+        content depends on.
 
         Raises UserError if the disk has too little space.
         """
@@ -62,7 +64,8 @@ class TeacherLogits:
         if needed > free:
             raise UserError(
                 f"the teacher's logits need {format_bytes(needed)} on disk, but only "
-                f"{format_bytes(free)} is free; lower train.distill.cached_logits, or set it to null"
+                f"{format_bytes(free)} is free; lower train.distill.cached_logits, or set it "
+                f"to null"
             )
         with self.path.open("wb") as file:
             file.truncate(needed)  # zeros: no record is stored
@@ -87,7 +90,8 @@ class TeacherLogits:
         return TopLogits(ids, log_probs.log_softmax(-1))  # after rounding, they sum to 1 again
 
     def write(self, windows: Tensor, x: Tensor, lm_head: nn.Module) -> None:
-        """Store the logits of these windows, (B,), except of those that are stored: a resumed run may have used them.
+        """Store the logits of these windows, (B,), except of those that are stored: a resumed run
+        may have used them.
 
         x (B · T, C): the inputs of the teacher's LM head.
         """

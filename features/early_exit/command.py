@@ -13,7 +13,8 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line. Raises UserError for values that cannot work."""
     examples = ("runs/quickstart", "runs/quickstart --early-exit 0.9,0.99 --text story.txt")
     description = (
-        "Predict a text with all layers and with early exit: layers per token, the loss, and how far the predictions "
+        "Predict a text with all layers and with early exit: layers per token, the loss, and "
+        "how far the predictions "
         "differ."
     )
     parser = ArgumentParser(description=description, examples=examples)
@@ -50,7 +51,8 @@ def parse_thresholds(text: str) -> list[float]:
         thresholds = []
     if not thresholds or not all(0 < threshold < 1 for threshold in thresholds):
         raise UserError(
-            f"--early-exit {text} is not a list of probabilities above 0 and below 1, such as 0.8,0.9"
+            f"--early-exit {text} is not a list of probabilities above 0 and below 1, such as "
+            f"0.8,0.9"
         )
     return thresholds
 

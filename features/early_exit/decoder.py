@@ -1,4 +1,5 @@
-"""Decoding steps that skip the last layers for tokens that an earlier layer predicts with confidence."""
+"""Decoding steps that skip the last layers for tokens that an earlier layer predicts with
+confidence."""
 
 import torch
 from torch import Tensor

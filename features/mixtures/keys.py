@@ -23,18 +23,22 @@ class MixedSource(TextSource):
     source: Annotated[str, Field(examples=["jsonl"])]
     """Source of the text, as in data.source."""
     name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")] | None = None
-    """Name in messages and metrics. null: the name of the file, folder or dataset, or else of the source."""
+    """Name in messages and metrics. null: the name of the file, folder or dataset, or else of the
+    source."""
     weight: float | dict[float, float] = 1.0
-    """Share of the training tokens, relative to the other sources; or several, by the fraction of the run at which they
-    start, such as `{0: 0.8, 0.7: 0.2}`."""
+    """Share of the training tokens, relative to the other sources; or several, by the fraction of
+    the run at which they start, such as `{0: 0.8, 0.7: 0.2}`."""
     max_epochs: Rate | None = None
-    """Read the source at most this many times; then the other sources share its weight. null: no limit."""
+    """Read the source at most this many times; then the other sources share its weight. null: no
+    limit."""
     max_tokens: Positive | None = None
-    """Read at most this many tokens of the source; then the other sources share its weight. null: no limit."""
+    """Read at most this many tokens of the source; then the other sources share its weight. null:
+    no limit."""
     val_fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Fraction of the documents held out for validation; 0: none. null: data.val_fraction."""
     assistant_only_loss: bool | None = None
-    """Compute the loss only on the assistant's messages in conversations. null: data.assistant_only_loss."""
+    """Compute the loss only on the assistant's messages in conversations. null:
+    data.assistant_only_loss."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> MixedSource:
@@ -104,7 +108,8 @@ class MixtureKeys(ConfigSection):
         for key in TextSource.model_fields:
             if getattr(self, key) is not None:
                 raise ValueError(
-                    f"{key} cannot be combined with data.sources; remove it, or set it in one of the sources"
+                    f"{key} cannot be combined with data.sources; remove it, or set it in one "
+                    f"of the sources"
                 )
         if self.val_tokens is not None:
             raise ValueError("val_tokens cannot be combined with data.sources; remove it")

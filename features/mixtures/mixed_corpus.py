@@ -1,4 +1,5 @@
-"""Prepare the corpus of a mixture: each source is a corpus of its own in the cache; all share one tokenizer."""
+"""Prepare the corpus of a mixture: each source is a corpus of its own in the cache; all share one
+tokenizer."""
 
 import contextlib
 import hashlib
@@ -42,10 +43,11 @@ def prepare_mixture(
     cache_dir: str | Path,
     progress: bool = True,
 ) -> Corpus:
-    """Tokenize each source, or open its shards in the cache. Their key depends on other sources only by the tokenizer.
+    """Tokenize each source, or open its shards in the cache. Their key depends on other sources
+    only by the tokenizer.
 
-    A tokenizer that is made from text ("bpe", "char") is trained on a sample of all sources, an equal amount of each,
-    and kept in the cache, too.
+    A tokenizer that is made from text ("bpe", "char") is trained on a sample of all sources, an
+    equal amount of each, and kept in the cache, too.
 
     Args:
         sources: the options of corpus.prepare_corpus for each source, by its name.
@@ -54,7 +56,8 @@ def prepare_mixture(
     """
     if not any(options["val_fraction"] for options in sources.values()):
         raise UserError(
-            "no source of the mixture has a validation split; set val_fraction above 0 in one of them"
+            "no source of the mixture has a validation split; set val_fraction above 0 in one "
+            "of them"
         )
     if isinstance(tokenizer, str):
         if check_spec(tokenizer) in ("bpe", "char"):
@@ -73,7 +76,8 @@ def prepare_mixture(
 def find_mixture(
     names: list[str], sha256: str, tokenizer_hash: str, cache_dir: str | Path
 ) -> Corpus | None:
-    """Find the undamaged corpus of a mixture in the cache by its identity; None if a part is missing."""
+    """Find the undamaged corpus of a mixture in the cache by its identity; None if a part is
+    missing."""
     hashes = sha256.split("+")
     if len(hashes) != len(names):
         return None

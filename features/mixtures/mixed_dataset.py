@@ -16,7 +16,8 @@ class MixedDataset:
     Args:
         sources: the datasets.
         mixture: the order of the sources.
-        sizes: the number of windows that each source has in the corpus, to number the windows of all.
+        sizes: the number of windows that each source has in the corpus, to number the windows of
+            all.
     """
 
     def __init__(

@@ -15,7 +15,8 @@ from thinker.training.settings.settings import Settings
 
 @dataclass
 class MixedEvaluator:
-    """Measure the loss on the validation split of each source, and the mean, weighted by `shares` of the tokens.
+    """Measure the loss on the validation split of each source, and the mean, weighted by `shares`
+    of the tokens.
 
     evaluators: by the name of the source; sources without a validation split are missing.
     """
@@ -55,14 +56,16 @@ def open_mixed_evaluator(
 
 
 def split_limit(limit: int | None, sizes: list[int]) -> list[int | None]:
-    """Split a number of windows over sources with these numbers of windows, in proportion, at least one each."""
+    """Split a number of windows over sources with these numbers of windows, in proportion, at least
+    one each."""
     if limit is None:
         return [None] * len(sizes)
     return [max(1, round(limit * size / sum(sizes))) for size in sizes]
 
 
 def _combine(parts: dict[str, Evaluation], shares: list[float]) -> Evaluation:
-    """The weighted mean over the sources. The entropy floor is known if those of all sources are."""
+    """The weighted mean over the sources. The entropy floor is known if those of all sources
+    are."""
 
     def mean(values: Iterable[float]) -> float:
         total = math.fsum(share * value for share, value in zip(shares, values))

@@ -1,4 +1,5 @@
-"""Mixtures of sources: which source each training sample comes from, as a pure function of the sample's number."""
+"""Mixtures of sources: which source each training sample comes from, as a pure function of the
+sample's number."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ UNIT = 1 << 20  # weights become integers with about this sum, which keeps the a
 class MixtureSource:
     """A source of a mixture. A sample is a window of tokens."""
 
-    # {0: weight}, relative to the other sources, or several weights, each by the share of the run where it starts.
+    # {0: weight}, relative to the other sources, or several weights, each by the share of the run
+    # where it starts.
     weights: Mapping[float, float]
     tokens_per_sample: float = 1.0  # mean; weights are shares of tokens
     max_samples: int | None = (
@@ -34,10 +36,11 @@ class _Phase:
 class Mixture:
     """The order of the sources in a run.
 
-    In a phase, the weights are constant. If w is a source's share of the samples, its sample j is due at time
-    (j + 1/2) / w. Samples are in the order of these times, rounded up; at equal times, in the order of the sources. So
-    in any part of a phase, the number of samples of a source differs from its share by less than the number of sources,
-    and any sample can be found without the ones before it.
+    In a phase, the weights are constant. If w is a source's share of the samples, its sample j is
+    due at time (j + 1/2) / w. Samples are in the order of these times, rounded up; at equal times,
+    in the order of the sources. So in any part of a phase, the number of samples of a source
+    differs from its share by less than the number of sources, and any sample can be found without
+    the ones before it.
 
     n_samples: the length of the run; weights that change need it. None: unknown.
 
@@ -60,7 +63,8 @@ class Mixture:
             weights = _integer_weights(sources, share, is_left)
             if not weights.any():
                 raise UserError(
-                    f"data.sources: no source with a weight above 0 is left after {start:,} sequences; raise a weight, "
+                    f"data.sources: no source with a weight above 0 is left after {start:,} "
+                    f"sequences; raise a weight, "
                     "max_epochs or max_tokens, or end the run before that with train.max_steps"
                 )
             self.phases.append(_Phase(start, weights, used))
@@ -79,7 +83,8 @@ class Mixture:
         return tokens / tokens.sum()
 
     def mean_token_shares(self) -> np.ndarray:
-        """The shares of the tokens of the whole run, (S,) float64; of its first phase if its length is unknown."""
+        """The shares of the tokens of the whole run, (S,) float64; of its first phase if its length
+        is unknown."""
         if self.n_samples is None:
             return self.token_shares(0)
         ends = [
@@ -95,7 +100,8 @@ class Mixture:
         return phase.used + _taken(phase.weights, n - phase.start)
 
     def samples(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sources of the samples first, ..., first + n - 1, and their numbers within them, each (n,) int64."""
+        """The sources of the samples first, ..., first + n - 1, and their numbers within them, each
+        (n,) int64."""
         parts = []
         for phase, following in zip(self.phases, [*self.phases[1:], None]):
             start = max(first, phase.start)
@@ -110,7 +116,8 @@ class Mixture:
 def _integer_weights(
     sources: Sequence[MixtureSource], share: float, is_left: Sequence[bool]
 ) -> np.ndarray:
-    """Shares of the samples at a share of the run, (S,) int64 with a sum of about UNIT; all 0 if no source is left."""
+    """Shares of the samples at a share of the run, (S,) int64 with a sum of about UNIT; all 0 if no
+    source is left."""
     weights = np.array(
         [source.weights[max(s for s in source.weights if s <= share)] for source in sources]
     )
@@ -124,7 +131,8 @@ def _integer_weights(
 
 
 def _counts(weights: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """How many samples of each source are due by each time, (n_times, S) int64; times (n_times,) int64."""
+    """How many samples of each source are due by each time, (n_times, S) int64; times (n_times,)
+    int64."""
     total = weights.sum()
     return (2 * weights * times[:, None] + total) // (2 * total)
 
@@ -132,7 +140,8 @@ def _counts(weights: np.ndarray, times: np.ndarray) -> np.ndarray:
 def _due(weights: np.ndarray, start: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The samples of a phase in order, from `start` or a little before to `end` or a little after.
 
-    Returns the number of samples of each source before them, (S,); their sources and numbers within them, (n,).
+    Returns the number of samples of each source before them, (S,); their sources and numbers within
+    them, (n,).
     """
     slack = len(weights)  # by time t, between t - slack and t + slack samples are due
     counts = _counts(weights, np.arange(max(0, start - slack), end + slack + 1))
@@ -143,7 +152,8 @@ def _due(weights: np.ndarray, start: int, end: int) -> tuple[np.ndarray, np.ndar
 
 
 def _merge(weights: np.ndarray, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Samples start to end - 1 of a phase: their sources, and their numbers within them, each (end - start,) int64."""
+    """Samples start to end - 1 of a phase: their sources, and their numbers within them, each (end
+    - start,) int64."""
     before, sources, numbers = _due(weights, start, end)
     part = slice(start - int(before.sum()), end - int(before.sum()))
     return sources[part], numbers[part]

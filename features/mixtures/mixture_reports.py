@@ -1,4 +1,5 @@
-"""Mixtures in reports: their sources before the run, the loss of each source, and comparable means of the losses."""
+"""Mixtures in reports: their sources before the run, the loss of each source, and comparable means
+of the losses."""
 
 from collections import deque
 from typing import Any
@@ -60,7 +61,8 @@ def losses_of_equal_texts(
 ) -> list[Line]:
     """Lines of metrics.jsonl with comparable losses, or all lines if no source has enough of them.
 
-    A validation loss below the best one is of other sequences, or of weights that were not pruned yet. It is left out.
+    A validation loss below the best one is of other sequences, or of weights that were not pruned
+    yet. It is left out.
     """
     shares = dict(zip(corpus.parts, loader.dataset.mixture.mean_token_shares().tolist()))
     least = best_val_loss or 0.0
@@ -69,11 +71,12 @@ def losses_of_equal_texts(
 
 
 def comparable_losses(lines: list[Line], shares: dict[str, float]) -> list[Line]:
-    """Lines of metrics.jsonl in which train_loss and val_loss are means over the same sources, weighted by `shares`.
+    """Lines of metrics.jsonl in which train_loss and val_loss are means over the same sources,
+    weighted by `shares`.
 
-    Only sources count that have a validation loss and that occur among the last fifth of the training lines. The
-    training loss of a source is the mean of its last SMOOTHED_LINES values. Lines before all sources have one are left
-    out.
+    Only sources count that have a validation loss and that occur among the last fifth of the
+    training lines. The training loss of a source is the mean of its last SMOOTHED_LINES values.
+    Lines before all sources have one are left out.
     """
     train = [line for line in lines if "train_loss" in line]
     recent = train[-max(1, len(train) // 5) :]
@@ -101,7 +104,8 @@ def comparable_losses(lines: list[Line], shares: dict[str, float]) -> list[Line]
 
 
 def describe_losses(val: Line) -> list[str]:
-    """The validation loss of each source of a mixture, as one line; none without a mixture. `val`: an evaluation."""
+    """The validation loss of each source of a mixture, as one line; none without a mixture. `val`:
+    an evaluation."""
     texts = []
     for key in val:
         if key.startswith("val_loss/"):

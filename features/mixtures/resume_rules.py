@@ -15,7 +15,8 @@ def sources_reason(change: KeyChange) -> str:
             return ""
     names = [MixedSource(**source).label for source in change.was or ()]
     return (
-        f"data.sources has changed since the run in {change.folder} started (a source that was moved "
+        f"data.sources has changed since the run in {change.folder} started (a source that "
+        f"was moved "
         f"needs the name that it had: {', '.join(names)})"
     )
 

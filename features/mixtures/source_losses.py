@@ -11,7 +11,8 @@ from thinker.training.objective import Loss, Objective
 
 
 class SourceLosses:
-    """An objective that also measures the loss of each source, `train_loss/NAME` in metrics.jsonl."""
+    """An objective that also measures the loss of each source, `train_loss/NAME` in
+    metrics.jsonl."""
 
     def __init__(self, objective: Objective, names: Sequence[str]) -> None:
         self.objective = objective

@@ -1,4 +1,5 @@
-"""The key `data.sources`: what it changes in a run. Everything else of mixtures is imported only if it is set."""
+"""The key `data.sources`: what it changes in a run. Everything else of mixtures is imported only if
+it is set."""
 
 from typing import Any
 

@@ -31,7 +31,8 @@ def layer_logs(settings: Settings) -> list[Callback]:
 
 
 class GradientLog(Callback):
-    """The norms of the gradients of each block and of the other modules, in the steps that are logged."""
+    """The norms of the gradients of each block and of the other modules, in the steps that are
+    logged."""
 
     def __init__(self, log_every: int) -> None:
         self.log_every = log_every
@@ -115,7 +116,8 @@ class AttentionLog(Callback):
 def mean_attention(model: Thinker, batch: Batch) -> dict[str, float]:
     """The largest logit and the means of the other figures of each layer, by key of metrics.jsonl.
 
-    Measured on the targets of the first sequences of the batch, except the first position of each document.
+    Measured on the targets of the first sequences of the batch, except the first position of each
+    document.
     """
     first = batch.rows(slice(MAX_SEQUENCES), model.device)
     document_ids = first.document_ids

@@ -1,4 +1,5 @@
-"""Monitor a model while it generates: figures of attention at some positions, compared with its validation set."""
+"""Monitor a model while it generates: figures of attention at some positions, compared with its
+validation set."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def describe_figure(name: str) -> str:
 
 @dataclass(frozen=True)
 class Drift:
-    """A figure outside the range of the validation set. `excess`: how far outside, 1 at its border."""
+    """A figure outside the range of the validation set. `excess`: how far outside, 1 at its
+    border."""
 
     name: str
     value: float
@@ -56,7 +58,8 @@ class Drift:
 
 @dataclass(frozen=True)
 class Reference:
-    """The figures of a run's validation set at one step: mean and standard deviation by group of positions.
+    """The figures of a run's validation set at one step: mean and standard deviation by group of
+    positions.
 
     Group i has the positions 2^i to 2^(i + 1) - 1, and the last one also all later ones.
     """
@@ -84,8 +87,9 @@ class Reference:
     def find_drift(self, measured: list[tuple[int, Values]]) -> list[Drift]:
         """Compare the means of measured positions (position, values), largest deviation first.
 
-        With n positions, a mean may deviate by 2 + 4/√n standard deviations of single positions: positions of one text
-        are alike, so that more of them tell less than as many of different texts.
+        With n positions, a mean may deviate by 2 + 4/√n standard deviations of single positions:
+        positions of one text are alike, so that more of them tell less than as many of different
+        texts.
         """
         found = []
         for name, (means, stds) in self.figures.items():
@@ -122,10 +126,12 @@ def print_warning(line: str) -> None:
 
 @dataclass
 class Monitor:
-    """Measures the newest position of a text from time to time, on a copy of its keys and values; no text changes.
+    """Measures the newest position of a text from time to time, on a copy of its keys and values;
+    no text changes.
 
-    It measures again when measuring takes at most `max_cost` of the time that decoding has taken since the last time.
-    warn(line) is called when figures begin to drift from `reference`, with the one that is farthest outside.
+    It measures again when measuring takes at most `max_cost` of the time that decoding has taken
+    since the last time. warn(line) is called when figures begin to drift from `reference`, with the
+    one that is farthest outside.
     """
 
     reference: Reference | None = None
@@ -162,7 +168,8 @@ class Monitor:
     ) -> None:
         """Called after a step, when the newest token of each sequence has not been read yet.
 
-        copy_row(index): a copy of the cache of a sequence, of which this call may change everything.
+        copy_row(index): a copy of the cache of a sequence, of which this call may change
+        everything.
         """
         now = time.perf_counter()
         if self._last_text in sequences:  # otherwise there was a pause, or a prompt was read
@@ -202,7 +209,8 @@ class Monitor:
             self.warn(f"{self.drift[0]}{others}")
 
     def summary(self) -> dict[str, Any]:
-        """For JSON: the means over the newest measured positions, per layer, and the drifting figures in words."""
+        """For JSON: the means over the newest measured positions, per layer, and the drifting
+        figures in words."""
         layers: dict[int, Values] = {}
         for name, value in self.figures.items():
             if name.startswith("blocks."):
@@ -233,10 +241,11 @@ class Monitor:
 
 
 def load_monitor(folder: Path, warn: Callable[[str], None] | None = None) -> Monitor:
-    """A monitor for the model in a folder: a checkpoint of a run, whose figures it compares with, or any other.
+    """A monitor for the model in a folder: a checkpoint of a run, whose figures it compares with,
+    or any other.
 
-    warn(line) says why there is nothing to compare with, and reports drift; by default it prints to standard error.
-    Raises UserError if the stored figures are damaged.
+    warn(line) says why there is nothing to compare with, and reports drift; by default it prints to
+    standard error. Raises UserError if the stored figures are damaged.
     """
     warn = warn or print_warning
     path, state = folder.resolve().parent.parent / FILE_NAME, folder / "state.json"

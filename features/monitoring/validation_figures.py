@@ -1,4 +1,5 @@
-"""The figures of attention on the validation set of a run, which generation compares its own with."""
+"""The figures of attention on the validation set of a run, which generation compares its own
+with."""
 
 import json
 import math
@@ -24,9 +25,9 @@ def measure_validation(
 ) -> dict[str, Any]:
     """Mean and standard deviation of each figure over positions of the validation set.
 
-    Texts are read one by one, as in generation. Positions 2^i to 2^(i + 1) - 1 are one group, as a later position has
-    more keys to attend to; position 0, which has only itself, is left out. `model`: in evaluation mode, as
-    measure_attention() wants it.
+    Texts are read one by one, as in generation. Positions 2^i to 2^(i + 1) - 1 are one group, as a
+    later position has more keys to attend to; position 0, which has only itself, is left out.
+    `model`: in evaluation mode, as measure_attention() wants it.
     """
     names, was_training = figure_names(len(model.blocks)), model.training
     sums = torch.zeros(
@@ -59,7 +60,8 @@ def measure_validation(
 def validation_texts(
     tokens: TokenShards, bos_prefix: list[int], seq_len: int, n: int
 ) -> Iterator[list[int]]:
-    """Up to n texts of 2 to seq_len tokens, at even distances: documents, or pieces of those that are longer.
+    """Up to n texts of 2 to seq_len tokens, at even distances: documents, or pieces of those that
+    are longer.
 
     Each begins as a prompt does.
     """

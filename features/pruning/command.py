@@ -79,7 +79,10 @@ def print_next_step(arguments: argparse.Namespace) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line. Raises UserError for flags that cannot be combined."""
-    description = "Remove the least important heads, neurons and layers, or set weights to zero, and write the new model."
+    description = (
+        "Remove the least important heads, neurons and layers, or set weights to "
+        "zero, and write the new model."
+    )
     parser = ArgumentParser(description=description, examples=EXAMPLES)
     parser.add_model("path", "PATH")
     out_help = "folder for the smaller model"
@@ -91,13 +94,19 @@ def parse_arguments() -> argparse.Namespace:
     heads_help = "fraction of the KV heads in each layer, with the query heads that share them"
     group.add_argument("--heads", type=float, default=0.0, help=heads_help)
     group.add_argument("--layers", type=int, default=0, help="number of layers")
-    weights_help = "fraction of the weights in each matrix of the blocks to set to zero; the file stays as large"
+    weights_help = (
+        "fraction of the weights in each matrix of the blocks to set to zero; the "
+        "file stays as large"
+    )
     group.add_argument("--weights", type=float, default=0.0, help=weights_help)
     zeros_help = (
         "remove KV heads and neurons whose weights are zero after training with train.prune"
     )
     group.add_argument("--zeros", action="store_true", help=zeros_help)
-    by_help = f"how to score them: {', '.join(METHODS)}; for weights, activation is Wanda (default: gradient)"
+    by_help = (
+        f"how to score them: {', '.join(METHODS)}; for weights, activation is Wanda "
+        f"(default: gradient)"
+    )
     group.add_argument("--by", choices=METHODS, metavar="METHOD", help=by_help)
     group.add_argument("--seed", type=int, help="seed of --by random (default: 0)")
 
@@ -128,7 +137,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         )
     if arguments.zeros and (has_share or arguments.by):
         raise UserError(
-            "--zeros removes only what is zero; leave out --neurons, --heads, --layers, --weights and --by"
+            "--zeros removes only what is zero; leave out --neurons, --heads, --layers, "
+            "--weights and --by"
         )
     if arguments.seed is not None and arguments.by != "random":
         raise UserError("--seed has no effect without --by random; remove it")
@@ -139,7 +149,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 def prune(
     model: Thinker, texts: tuple[Tensor, Tensor], arguments: argparse.Namespace
 ) -> tuple[Thinker, list[str]]:
-    """The pruned model, and what was removed, in words. texts: sequences to score on, tokens and targets."""
+    """The pruned model, and what was removed, in words. texts: sequences to score on, tokens and
+    targets."""
     from thinker.features.pruning import pruning, zeros
     from thinker.features.pruning.saliency import score_parts
 
@@ -147,7 +158,8 @@ def prune(
         model, removed = zeros.remove_zeros(model)
         if not removed:
             raise UserError(
-                f"{arguments.path} has no KV heads or neurons that are zero; train with train.prune first"
+                f"{arguments.path} has no KV heads or neurons that are zero; train with "
+                f"train.prune first"
             )
         return model, removed
     scores = score_parts(model, *texts, arguments.by, arguments.seed or 0)

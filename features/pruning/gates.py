@@ -1,9 +1,10 @@
 """Learned gates: every KV group of heads has one, and a budget says how many may stay open.
 
-A gate multiplies what a group's heads compute. While it learns it is random, with a hard concrete distribution (Louizos
-et al. 2018, arXiv:1712.01312; for heads Voita et al. 2019, arXiv:1905.09418): it is exactly 0 or 1 with some
-probability, and has a gradient in between. A penalty drives the expected number of open gates to the budget. At the end
-the gates that are least open are closed for good.
+A gate multiplies what a group's heads compute. While it learns it is random, with a hard concrete
+distribution (Louizos et al. 2018, arXiv:1712.01312; for heads Voita et al. 2019, arXiv:1905.09418):
+it is exactly 0 or 1 with some probability, and has a gradient in between. A penalty drives the
+expected number of open gates to the budget. At the end the gates that are least open are closed for
+good.
 """
 
 import hashlib
@@ -28,7 +29,8 @@ PENALTY = 30.0  # nats per squared difference between the share of open gates an
 
 
 class GatedLinear(Linear):
-    """An output projection whose input, (..., H · D), is multiplied by a gate per KV group, (K,)."""
+    """An output projection whose input, (..., H · D), is multiplied by a gate per KV group,
+    (K,)."""
 
     def __init__(self, plain: Linear, gates: Tensor) -> None:
         with torch.device("meta"):  # shares the weight and bias of `plain`
@@ -65,7 +67,8 @@ def open_share(log_alpha: Tensor) -> Tensor:
 
 
 class Gates(Callback):
-    """The gates of a model in training. Evaluations and checkpoints have them in the output projections' weights."""
+    """The gates of a model in training. Evaluations and checkpoints have them in the output
+    projections' weights."""
 
     def __init__(self, options: PruneConfig, seed: int) -> None:
         self.options = options
@@ -114,7 +117,8 @@ class Gates(Callback):
         return bool((self.log_alpha.abs() == DECIDED).all())
 
     def after_step(self, info: StepInfo) -> None:
-        """Let the gates learn, or close those that are least open, and draw the gates of the next step."""
+        """Let the gates learn, or close those that are least open, and draw the gates of the next
+        step."""
         gradient = torch.cat([gates.grad for gates in self.gates])
         for gates in self.gates:
             gates.grad = None
@@ -133,7 +137,8 @@ class Gates(Callback):
         self._use(torch.rand(len(gradient), generator=generator).clamp(1e-6, NO_NOISE))
 
     def _learn(self, gradient: Tensor, target: float) -> None:
-        """One step of Adam. gradient: of the loss for the gates in use; target: share of open gates."""
+        """One step of Adam. gradient: of the loss for the gates in use; target: share of open
+        gates."""
         log_alpha = self.log_alpha.detach().requires_grad_()
         penalty = PENALTY * (open_share(log_alpha) - target).square()
         (gradient * hard_concrete(log_alpha, self.noise)).sum().add(penalty).backward()

@@ -1,7 +1,8 @@
-"""Gradual pruning during training (Zhu & Gupta 2017, arXiv:1710.01878): more and more weights become zero.
+"""Gradual pruning during training (Zhu & Gupta 2017, arXiv:1710.01878): more and more weights
+become zero.
 
-What is pruned follows from the weights alone: a weight that is zero before an optimizer step is zero after it. So
-checkpoints need no masks, and a model that is already pruned keeps its zeros.
+What is pruned follows from the weights alone: a weight that is zero before an optimizer step is
+zero after it. So checkpoints need no masks, and a model that is already pruned keeps its zeros.
 """
 
 from typing import Any
@@ -78,11 +79,13 @@ class GradualPruning(Callback):
         return all(int(is_zero.sum()) >= round(share * is_zero.numel()) for is_zero, share in pairs)
 
     def _has_learned(self) -> bool:
-        """Whether all matrices have left the zeros that output projections begin with, and so have scores."""
+        """Whether all matrices have left the zeros that output projections begin with, and so have
+        scores."""
         return all(bool(weight.any()) for weight in self.weights.values())
 
     def after_step(self, info: StepInfo) -> None:
-        """Prune if it is time to; keep pruned weights out of the average, which comes first in the list."""
+        """Prune if it is time to; keep pruned weights out of the average, which comes first in the
+        list."""
         start, end = self.options.window
         is_due = info.step % (self.options.every or EVERY) == 0 and info.progress >= start
         is_active = (is_due or info.progress >= end) and not self.has_final_form()
@@ -132,9 +135,11 @@ class GradualPruning(Callback):
 
 
 def hold_zeros(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> None:
-    """Keep weights that are zero before a step of the optimizer zero after it; they have no gradient.
+    """Keep weights that are zero before a step of the optimizer zero after it; they have no
+    gradient.
 
-    Matrices that are zero as a whole, as output projections are at the beginning, are free to change.
+    Matrices that are zero as a whole, as output projections are at the beginning, are free to
+    change.
     """
     zeros: list[Tensor] = []
 

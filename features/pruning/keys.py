@@ -23,13 +23,17 @@ class PruneConfig(ConfigSection):
     neurons: Share = 0.0
     """Share of the neurons in the MLP of each layer that are zero at the end."""
     heads: Share = 0.0
-    """Share of the KV heads in each layer that are zero at the end, with the query heads that share them."""
+    """Share of the KV heads in each layer that are zero at the end, with the query heads that share
+    them."""
     by: Literal["magnitude", "activation", "gradient", "random", "gates"] = "magnitude"
-    """How to choose: scores as in scripts/prune.py, or learned gates, which choose heads over all layers."""
+    """How to choose: scores as in scripts/prune.py, or learned gates, which choose heads over all
+    layers."""
     start: Fraction | None = None
-    """When pruning begins, as a share of the run. null: 0.5; with gates, which must learn first, 0.1."""
+    """When pruning begins, as a share of the run. null: 0.5; with gates, which must learn first,
+    0.1."""
     end: Share | None = None
-    """When pruning is complete, as a share of the run; what is left then trains on. null: 0.9; with gates 0.7."""
+    """When pruning is complete, as a share of the run; what is left then trains on. null: 0.9; with
+    gates 0.7."""
     every: Positive | None = None
     """Steps between scores. null: 20; with gates, every step."""
 
@@ -57,7 +61,8 @@ class PruneConfig(ConfigSection):
         return start if self.start is None else self.start, end if self.end is None else self.end
 
     def share(self, final: float, progress: float) -> float:
-        """The share that should be pruned when the share `progress` of the run is done; `final` is that at the end.
+        """The share that should be pruned when the share `progress` of the run is done; `final` is
+        that at the end.
 
         It rises fast at first and slowly at the end (Zhu & Gupta 2017, arXiv:1710.01878).
         """
@@ -73,7 +78,8 @@ class PruneKeys(ConfigSection):
     """Keys of the section `train`."""
 
     prune: PruneConfig | None = None
-    """Prune during training, such as `{neurons: 0.5}` (docs/guides/smaller-models.md). null: prune nothing."""
+    """Prune during training, such as `{neurons: 0.5}` (docs/guides/smaller-models.md). null: prune
+    nothing."""
 
 
 def check_pruning(config: Config) -> None:

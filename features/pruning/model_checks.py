@@ -7,7 +7,8 @@ from thinker.runtime.errors import UserError
 
 
 def check_prunable(model: Thinker, options: PruneConfig) -> None:
-    """Raise UserError if the matrices of this model are split, or if its KV heads cannot be removed."""
+    """Raise UserError if the matrices of this model are split, or if its KV heads cannot be
+    removed."""
     if hasattr(model, "unshard"):  # FSDP2, which train.parallel=auto may choose
         raise UserError(
             "train.prune does not work with the split matrices of FSDP2; set train.parallel=ddp"

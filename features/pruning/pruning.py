@@ -15,8 +15,9 @@ from thinker.runtime.errors import UserError
 def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     """Copy the model without these (layer, KV head) groups and their query heads.
 
-    Equals the model with "blocks.i.attention.heads.h" set to zero. If layers keep different numbers of heads, the
-    config has n_kv_heads_per_layer. Raises UserError for unknown groups, layers without heads, ALiBi, patterns by head.
+    Equals the model with "blocks.i.attention.heads.h" set to zero. If layers keep different numbers
+    of heads, the config has n_kv_heads_per_layer. Raises UserError for unknown groups, layers
+    without heads, ALiBi, patterns by head.
     """
     old = model.config
     remaining = _remaining_groups(model, groups)
@@ -51,7 +52,8 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
 
 
 def _remaining_groups(model: Thinker, groups: Collection[tuple[int, int]]) -> list[list[int]]:
-    """The KV heads that each layer keeps. Raises UserError if one has none left, or has not had one of `groups`."""
+    """The KV heads that each layer keeps. Raises UserError if one has none left, or has not had one
+    of `groups`."""
     existing = set()
     remaining = []
     for layer, block in enumerate(model.blocks):
@@ -80,7 +82,8 @@ def check_count(model: Thinker, n: int) -> None:
 
 
 def least_important(importance: Tensor, n: int) -> list[tuple[int, int]]:
-    """Choose the n least important (layer, group), with at least one left per layer. See check_count().
+    """Choose the n least important (layer, group), with at least one left per layer. See
+    check_count().
 
     importance: (layers, KV heads), NaN where a layer has fewer.
     """
@@ -97,7 +100,8 @@ def least_important(importance: Tensor, n: int) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def prune_neurons(model: Thinker, kept: Sequence[Tensor]) -> Thinker:
-    """Copy the model with only these neurons of each layer's MLP, indices (n,), as many in every layer.
+    """Copy the model with only these neurons of each layer's MLP, indices (n,), as many in every
+    layer.
 
     Equals the model with all other entries of "blocks.i.mlp.hidden" set to zero.
     """
@@ -112,7 +116,8 @@ def prune_neurons(model: Thinker, kept: Sequence[Tensor]) -> Thinker:
 
 @torch.no_grad()
 def prune_layers(model: Thinker, removed: Collection[int]) -> Thinker:
-    """Copy the model without these layers, counted from 0. Raises UserError if none is left, or layers differ."""
+    """Copy the model without these layers, counted from 0. Raises UserError if none is left, or
+    layers differ."""
     config = model.config
     kept = [layer for layer in range(config.n_layers) if layer not in removed]
     if not kept:

@@ -1,9 +1,13 @@
-"""Scores of the parts of a model that can be removed: KV groups with their heads, neurons of MLPs, and layers.
+"""Scores of the parts of a model that can be removed: KV groups with their heads, neurons of MLPs,
+and layers.
 
-- "gradient": how much the loss would change to first order, |Σ z · ∂L/∂z| summed over the sequences (Molchanov et al.
+- "gradient": how much the loss would change to first order, |Σ z · ∂L/∂z| summed over the sequences
+(Molchanov et al.
   2019, arXiv:1906.10771), where z is what the part computes.
-- "activation": mean |z| times the norm of its columns in the output matrix, as in Wanda (Sun et al. 2023,
-  arXiv:2306.11695); for a layer, 1 - the cosine of its input and output (Men et al. 2024, arXiv:2403.03853).
+- "activation": mean |z| times the norm of its columns in the output matrix, as in Wanda (Sun et al.
+2023,
+  arXiv:2306.11695); for a layer, 1 - the cosine of its input and output (Men et al. 2024,
+  arXiv:2403.03853).
 - "magnitude": the product of the norms of its matrices. "random": for comparison.
 """
 

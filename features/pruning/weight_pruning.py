@@ -2,9 +2,12 @@
 
 The matrices are those of the blocks. A weight's score is
 - "magnitude": |w| (Han et al. 2015, arXiv:1506.02626);
-- "activation": |w| times the norm of its input over all positions, as in Wanda (Sun et al. 2023, arXiv:2306.11695),
-  which compares the weights of one output (row) with each other; the other methods compare those of a matrix;
-- "gradient": |w · ∂L/∂w|, the change of the loss to first order (Molchanov et al. 2019, arXiv:1906.10771);
+- "activation": |w| times the norm of its input over all positions, as in Wanda (Sun et al. 2023,
+arXiv:2306.11695),
+  which compares the weights of one output (row) with each other; the other methods compare those of
+  a matrix;
+- "gradient": |w · ∂L/∂w|, the change of the loss to first order (Molchanov et al. 2019,
+arXiv:1906.10771);
 - "random": for comparison.
 """
 
@@ -41,7 +44,8 @@ def block_matrices(model: Thinker) -> dict[str, Linear]:
 def score_weights(
     model: Thinker, tokens: Tensor, targets: Tensor, method: str, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Score every weight of the blocks on sequences, (N, T) each. Returns fp32 (n_out, n_in) by matrix."""
+    """Score every weight of the blocks on sequences, (N, T) each. Returns fp32 (n_out, n_in) by
+    matrix."""
     matrices = block_matrices(model)
     sizes = {name: matrix.weight.detach().float().abs() for name, matrix in matrices.items()}
     if method == "magnitude":
@@ -101,7 +105,8 @@ def _gradients(
 
 @torch.no_grad()
 def zero_weights(model: Thinker, scores: Mapping[str, Tensor], share: float, by_row: bool) -> None:
-    """Set this share of each matrix to zero, of each row with `by_row`: the weights with the lowest scores.
+    """Set this share of each matrix to zero, of each row with `by_row`: the weights with the lowest
+    scores.
 
     Weights that are zero already count, and come first, so a larger share only adds zeros.
     """

@@ -1,4 +1,5 @@
-"""Parts of a model whose weights are zero: setting them to zero, and finding them to remove them."""
+"""Parts of a model whose weights are zero: setting them to zero, and finding them to remove
+them."""
 
 from collections.abc import Sequence
 
@@ -49,7 +50,8 @@ def lowest(scores: Tensor, is_zero: Tensor, n: int) -> Tensor:
 
 
 def remove_zeros(model: Thinker) -> tuple[Thinker, list[str]]:
-    """Copy the model without the KV groups and neurons whose weights are zero; and what was removed, in words.
+    """Copy the model without the KV groups and neurons whose weights are zero; and what was
+    removed, in words.
 
     Every layer keeps a KV group, and as many neurons as the layer that needs most of them.
     """

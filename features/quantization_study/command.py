@@ -18,7 +18,10 @@ BITS = (8, 4, 1)
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line. Raises UserError for flags that cannot be combined."""
     examples = ("runs/quickstart --png map.png", "runs/quickstart --budget 5 --out mixed.json")
-    description = "Measure what 8, 4 and 1 bits cost each matrix and the scores of each head, and choose bits by matrix."
+    description = (
+        "Measure what 8, 4 and 1 bits cost each matrix and the scores of each head, "
+        "and choose bits by matrix."
+    )
     parser = ArgumentParser(description=description, examples=examples)
     parser.add_model("path", "PATH")
     parser.add_argument(
@@ -94,8 +97,9 @@ def main() -> int:
             with sensitivity.rounded_model(model, bits):
                 nats, counts = sensitivity.sequence_losses(model, *texts)
             result[name] = {
-                "loss": float(nats.sum() / counts.sum()), "bits_per_weight": sensitivity.mean_bits(model, bits)
-            }  # fmt: skip
+                "loss": float(nats.sum() / counts.sum()),
+                "bits_per_weight": sensitivity.mean_bits(model, bits),
+            }
         facts = {"model": str(arguments.path), **result["mixed"]}
         atomic_write(arguments.out, json.dumps(facts | {"bits": mixed}, indent=1) + "\n")
     if arguments.png is not None:
@@ -110,7 +114,8 @@ def main() -> int:
 def print_tables(result: dict[str, Any], out: Path | None) -> None:
     """Print the costs, and what the choice of bits gains."""
     print(
-        f"loss: {result['loss']:.4f} nats per token on {result['sequences']} sequences; change with fewer bits:\n"
+        f"loss: {result['loss']:.4f} nats per token on {result['sequences']} sequences; "
+        f"change with fewer bits:\n"
     )
     by_name: dict[str, dict[int, dict[str, Any]]] = {}
     for cost in result["costs"]:
@@ -126,7 +131,8 @@ def print_tables(result: dict[str, Any], out: Path | None) -> None:
     for name in ("int8", "int4", "mixed") if out is not None else ():
         row = result[name]
         print(
-            f"{name:{width}}  {row['loss'] - result['loss']:+.4f} with {row['bits_per_weight']:.2f} bits per weight"
+            f"{name:{width}}  {row['loss'] - result['loss']:+.4f} with "
+            f"{row['bits_per_weight']:.2f} bits per weight"
         )
     if out is not None:
         print(f"wrote {out}; use it with --bits mixed:{out}")

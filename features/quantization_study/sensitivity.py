@@ -1,7 +1,8 @@
-"""What it costs to store a matrix in few bits, or to compute a head's scores or its sums of values in few bits.
+"""What it costs to store a matrix in few bits, or to compute a head's scores or its sums of values
+in few bits.
 
-Each is measured alone, as the change of the loss on the same sequences. An assignment gives more bits to the matrices
-that gain most per byte.
+Each is measured alone, as the change of the loss on the same sequences. An assignment gives more
+bits to the matrices that gain most per byte.
 """
 
 import contextlib
@@ -24,15 +25,18 @@ CONFIDENCE = 0.95
 SCALE_BYTES = 2  # per group of 32 weights
 
 
-# By name and bits, a function that returns a context in which this part of the model has so many bits.
+# By name and bits, a function that returns a context in which this part of the model has so many
+# bits.
 Changes = dict[tuple[str, int], Callable[[], contextlib.AbstractContextManager]]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The change of the loss in nats per token if one part of a model has few bits, with a 95% interval."""
+    """The change of the loss in nats per token if one part of a model has few bits, with a 95%
+    interval."""
 
-    name: str  # of a matrix in fused_matrices(), "blocks.i.attention.scores.h" or "blocks.i.attention.sums.h"
+    # of a matrix in fused_matrices(), "blocks.i.attention.scores.h" or "blocks.i.attention.sums.h"
+    name: str
     bits: int
     loss: float
     low: float | None
@@ -42,8 +46,8 @@ class Cost:
 def round_weight(weight: Tensor, bits: int) -> Tensor:
     """A matrix (n_out, n_in) with weights in 8, 4 or 1 bits and a scale per 32 inputs, in fp32.
 
-    With 1 bit, a weight keeps its sign, and the scale is the mean of the absolute values (Rastegari et al. 2016,
-    arXiv:1603.05279).
+    With 1 bit, a weight keeps its sign, and the scale is the mean of the absolute values (Rastegari
+    et al. 2016, arXiv:1603.05279).
     """
     if bits != 1:
         return quantize(weight, bits).dequantize()
@@ -114,10 +118,11 @@ def rounded_scores(model: Thinker, layer: int, head: int, bits: int) -> Iterator
 
 @contextlib.contextmanager
 def rounded_sums(model: Thinker, layer: int, head: int, bits: int) -> Iterator[None]:
-    """Context manager: one head sums rounded values with rounded weights, as an integer product would.
+    """Context manager: one head sums rounded values with rounded weights, as an integer product
+    would.
 
-    A value is codes times a scale. The scale joins the weight of its key, and the weights of a query are rounded to
-    2^bits levels from 0 to the largest.
+    A value is codes times a scale. The scale joins the weight of its key, and the weights of a
+    query are rounded to 2^bits levels from 0 to the largest.
     """
     name, attention = f"blocks.{layer}.attention", model.blocks[layer].attention
     group = head // (attention.n_heads // attention.n_kv_heads)
@@ -158,8 +163,8 @@ def matrix_changes(model: Thinker, bits: tuple[int, ...] = (8, 4, 1)) -> Changes
 
 
 def head_changes(model: Thinker, bits: tuple[int, ...] = (8, 4, 1)) -> Changes:
-    """The changes for measure(): each head with scores from queries and keys of so many bits, and with its sums of
-    values in so many bits.
+    """The changes for measure(): each head with scores from queries and keys of so many bits, and
+    with its sums of values in so many bits.
 
     Raises UserError for linear attention and sinks, which have no such scores.
     """
@@ -167,7 +172,8 @@ def head_changes(model: Thinker, bits: tuple[int, ...] = (8, 4, 1)) -> Changes:
     by_content = any(pattern.by_content or pattern.n_features for pattern in config.patterns)
     if config.attention_sinks or config.positions == "alibi" or by_content:
         raise UserError(
-            "scores can be rounded only without sinks, ALiBi, linear attention and choice by content"
+            "scores can be rounded only without sinks, ALiBi, linear attention and choice by "
+            "content"
         )
     return {
         (
@@ -192,14 +198,16 @@ def check_budget(model: Thinker, bits_per_weight: float) -> None:
     least = mean_bits(model, dict.fromkeys(fused_matrices(model), 4))
     if bits_per_weight < least:
         raise UserError(
-            f"--budget {bits_per_weight:g} is too small: 4 bits and the scales take {least:.2f} per weight"
+            f"--budget {bits_per_weight:g} is too small: 4 bits and the scales take "
+            f"{least:.2f} per weight"
         )
 
 
 def assign_bits(model: Thinker, costs: list[Cost], bits_per_weight: float) -> dict[str, int]:
     """Bits of each matrix, 4 or 8, that fit the mean `bits_per_weight`, scales included.
 
-    8 bits go to the matrices where they lower the loss most per byte. Raises UserError if even 4 bits do not fit.
+    8 bits go to the matrices where they lower the loss most per byte. Raises UserError if even 4
+    bits do not fit.
     """
     check_budget(model, bits_per_weight)
     matrices = fused_matrices(model)

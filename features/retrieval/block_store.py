@@ -1,4 +1,5 @@
-"""Blocks of keys and values in host memory, in int8, and the search for those that fit a query best."""
+"""Blocks of keys and values in host memory, in int8, and the search for those that fit a query
+best."""
 
 import torch
 from torch import Tensor
@@ -8,17 +9,20 @@ from thinker.runtime.device import to_device
 
 FIRST_CAPACITY = 16  # blocks per row; doubles when it is full
 MAX_REPRESENTATIVES = 4  # keys that summarize a block, per KV head
-# Added per block, so that of equal scores the newest wins whatever the rounding. In the first layer, keys without RoPE
-# depend only on the token, so that blocks with the same token have equal scores.
+# Added per block, so that of equal scores the newest wins whatever the rounding. In the first
+# layer, keys without RoPE depend only on the token, so that blocks with the same token have equal
+# scores.
 TIE_BREAK = 2.0**-15
 
 
 class BlockStore:
-    """Blocks of consecutive positions of one layer, in the order of the text. Keys are stored without RoPE.
+    """Blocks of consecutive positions of one layer, in the order of the text. Keys are stored
+    without RoPE.
 
-    A block is summarized by a few of its own keys, as in InfLLM (arXiv:2402.04617): per KV head those farthest from the
-    mean of the block, since a key that a query looks for differs from the others. The score of a block is the largest
-    product of a query with one of them. Keys and values are in int8, with one scale per vector.
+    A block is summarized by a few of its own keys, as in InfLLM (arXiv:2402.04617): per KV head
+    those farthest from the mean of the block, since a key that a query looks for differs from the
+    others. The score of a block is the largest product of a query with one of them. Keys and values
+    are in int8, with one scale per vector.
     """
 
     def __init__(
@@ -30,7 +34,8 @@ class BlockStore:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """`device`: of queries and summaries; the rest is in host memory. `dtype`: int8, or a float, which is exact."""
+        """`device`: of queries and summaries; the rest is in host memory. `dtype`: int8, or a
+        float, which is exact."""
         B, K, N, D = batch_size, n_kv_heads, FIRST_CAPACITY, head_dim
         R = min(MAX_REPRESENTATIVES, block)
         self.keys = torch.zeros(B, K, N, block, D, dtype=dtype, device="cpu")
@@ -51,7 +56,8 @@ class BlockStore:
         return sum(getattr(self, name).nbytes for name in self.tensors)
 
     def put(self, rows: Tensor, blocks: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store a block in each of these rows, (R,): its index, (R,), its keys and values, (R, K, block, D) each."""
+        """Store a block in each of these rows, (R,): its index, (R,), its keys and values, (R, K,
+        block, D) each."""
         while self.capacity <= int(blocks.max()):
             self.grow(2 * self.capacity)
         keys, values = keys.float(), values.float()
@@ -72,8 +78,9 @@ class BlockStore:
     def search(self, q: Tensor, k: int, n_stored: int, n_stored_by_row: Tensor | None) -> Tensor:
         """Find the k best of the first `n_stored` blocks per KV head, in the order of the text.
 
-        q: queries (B, K, n, G, D), G per KV head, which share their blocks. n_stored_by_row: (B, 1, 1, 1), if rows have
-        fewer. Blocks that a row lacks are chosen only if it has less than k, and come last. Returns (B, K, n, k).
+        q: queries (B, K, n, G, D), G per KV head, which share their blocks. n_stored_by_row: (B, 1,
+        1, 1), if rows have fewer. Blocks that a row lacks are chosen only if it has less than k,
+        and come last. Returns (B, K, n, k).
         """
         n, G = q.shape[2:4]
         queries = q.float().flatten(2, 3)[:, None]  # (B, 1, K, n · G, D)
@@ -119,7 +126,8 @@ class BlockStore:
 
 
 def stored_bytes(config: ThinkerConfig, n_blocks: int, block: int) -> int:
-    """Memory of blocks in the stores of all layers: int8 and scales in host memory, representatives as fp32."""
+    """Memory of blocks in the stores of all layers: int8 and scales in host memory, representatives
+    as fp32."""
     D = config.head_dim
     n_kv_heads = sum(config.head_counts(layer)[1] for layer in range(config.n_layers))
     per_position = 2 * D + 2 * 4  # key and value, and their scales

@@ -50,7 +50,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure needle accuracy at each distance, with the same texts for each cache. Returns the exit status."""
+    """Measure needle accuracy at each distance, with the same texts for each cache. Returns the
+    exit status."""
     arguments = parse_arguments()
     from thinker.evaluation import needle
     from thinker.features.retrieval.windowed_needle import cached_log_probs
@@ -90,7 +91,8 @@ def main() -> int:
 
 
 def plot(results: dict[str, list[dict[str, Any]]], window: int, path: Path) -> None:
-    """Draw the accuracy of both caches and the chance level by distance, where the test was possible.
+    """Draw the accuracy of both caches and the chance level by distance, where the test was
+    possible.
 
     Raises UserError if it was possible nowhere.
     """

@@ -1,4 +1,5 @@
-"""KV cache that keeps the blocks which left its window, and retrieves the best of them for each query."""
+"""KV cache that keeps the blocks which left its window, and retrieves the best of them for each
+query."""
 
 import copy
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ class Eviction:
 
 @dataclass
 class Segment:
-    """n new positions per row of a pass. A block can be evicted before them, but not between them."""
+    """n new positions per row of a pass. A block can be evicted before them, but not between
+    them."""
 
     columns: slice  # of the pass
     slots: Tensor  # (n,) or (B, n), of their keys in the ring buffer
@@ -155,7 +157,8 @@ class RetrievalCache(KVCache):
         block: int = 32,
         store_dtype: torch.dtype = torch.int8,
     ) -> None:
-        """`window`: a multiple of `block`. `store_dtype`: int8, or a float type to store without rounding."""
+        """`window`: a multiple of `block`. `store_dtype`: int8, or a float type to store without
+        rounding."""
         assert window % block == 0
         self.window = window
         self.sinks = sinks
@@ -225,7 +228,8 @@ class RetrievalCache(KVCache):
         return n_stored_blocks(length, self.window, self.sinks, self.block)
 
     def _segment(self, starts: list[int], columns: slice) -> Segment:
-        """Prepare new positions: starts[row], starts[row] + 1, ... for these columns of the pass."""
+        """Prepare new positions: starts[row], starts[row] + 1, ... for these columns of the
+        pass."""
         before = [self._n_stored(start) for start in starts]  # blocks of each row
         after = [self._n_stored(start + 1) for start in starts]
         is_even = min(starts) == max(starts)

@@ -14,7 +14,8 @@ from thinker.model import KVCache, Thinker
 
 
 class DraftModel:
-    """Samples a smaller model with the same random numbers (Leviathan et al. 2023, arXiv:2211.17192).
+    """Samples a smaller model with the same random numbers (Leviathan et al. 2023,
+    arXiv:2211.17192).
 
     See Drafter.
     """

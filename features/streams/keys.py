@@ -14,8 +14,8 @@ class StreamKeys(ConfigSection):
     """Keys of a source of text."""
 
     buffer_tokens: Positive | None = None
-    """Train while the source is tokenized, with about this many tokens on disk at most (docs/guides/streams.md). null:
-    tokenize all of it first."""
+    """Train while the source is tokenized, with about this many tokens on disk at most
+    (docs/guides/streams.md). null: tokenize all of it first."""
 
     def prepared_options(self) -> dict[str, Any]:
         """Of a stream, its start is tokenized before training; the validation split is in it."""
@@ -44,6 +44,7 @@ def check_streams(config: Config) -> None:
     for number, source in enumerate(sources):
         if source.buffer_tokens and source.max_epochs:
             raise ValueError(
-                f"data.sources.{number}.max_epochs cannot be combined with buffer_tokens, as the size is unknown; "
+                f"data.sources.{number}.max_epochs cannot be combined with buffer_tokens, as "
+                f"the size is unknown; "
                 "set max_tokens"
             )

@@ -1,4 +1,5 @@
-"""The record of a stream: one line per block of tokens that was ever written, which fixes the order of the stream."""
+"""The record of a stream: one line per block of tokens that was ever written, which fixes the order
+of the stream."""
 
 import json
 import os
@@ -69,7 +70,8 @@ class StreamIndex:
             self._n_bytes += len(line)
 
     def repair(self) -> None:
-        """Remove the lines from the first damaged or incomplete one. Their blocks are recorded again."""
+        """Remove the lines from the first damaged or incomplete one. Their blocks are recorded
+        again."""
         self.refresh()
         if self.path.exists() and self.path.stat().st_size > self._n_bytes:
             atomic_write(self.path, self.path.read_bytes()[: self._n_bytes])
@@ -98,7 +100,8 @@ class StreamIndex:
         return self.blocks[n_begun - 1]
 
     def epochs(self, window: int) -> float:
-        """How often the source has been read before a window; of the windows that are recorded, at most."""
+        """How often the source has been read before a window; of the windows that are recorded, at
+        most."""
         block = self.block_of(window)
         if block is None:
             return self.blocks[-1].epochs if self.blocks else 0.0

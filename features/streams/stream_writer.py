@@ -40,7 +40,8 @@ class StreamText:
     def encoded(
         self, previous: Block | None, n_tokens: int
     ) -> Iterator[tuple[SplitDocument, Encoded]]:
-        """The documents after those of a block (None: all) with their encodings, without end; n_tokens: in a block."""
+        """The documents after those of a block (None: all) with their encodings, without end;
+        n_tokens: in a block."""
         documents = self._documents() if previous is None else self._documents_after(previous)
         batch_chars = min(n_tokens, BATCH_CHARS)  # do not read far beyond the block
         return encode_documents(self.tokenizer, documents, self.assistant_only_loss, batch_chars)
@@ -61,10 +62,11 @@ class StreamText:
             start = BEGIN
 
     def _documents_after(self, block: Block) -> Iterator[SplitDocument]:
-        """The documents after those of a block. Its last one is read again, to see that the place is right.
+        """The documents after those of a block. Its last one is read again, to see that the place
+        is right.
 
-        If it is not (files were added or renamed, or the library datasets lost the place), the source is read from the
-        start. Raises UserError if the document is not there.
+        If it is not (files were added or renamed, or the library datasets lost the place), the
+        source is read from the start. Raises UserError if the document is not there.
         """
         with contextlib.suppress(UserError):
             documents = self._documents(block.last)
@@ -85,10 +87,12 @@ class StreamText:
 
 
 class StreamWriter:
-    """Writes the blocks of a stream while training reads them, and removes those that it no longer needs.
+    """Writes the blocks of a stream while training reads them, and removes those that it no longer
+    needs.
 
-    At most BLOCKS blocks are on disk. A block ends with the document that reaches `block_tokens`. Which documents it
-    has does not depend on time or interruptions: a block that is written again has the same tokens as before.
+    At most BLOCKS blocks are on disk. A block ends with the document that reaches `block_tokens`.
+    Which documents it has does not depend on time or interruptions: a block that is written again
+    has the same tokens as before.
 
     count_windows: the number of training windows in the block of a path.
     """
@@ -117,7 +121,8 @@ class StreamWriter:
         self._thread: threading.Thread | None = None
 
     def start(self, window: int) -> None:
-        """Verify the blocks on disk from that of `window` on, remove all others, and write on in a thread."""
+        """Verify the blocks on disk from that of `window` on, remove all others, and write on in a
+        thread."""
         self.index.repair()
         self._wanted = window
         first = self.block_in_use()
@@ -136,7 +141,8 @@ class StreamWriter:
         self._thread.start()
 
     def want(self, window: int) -> None:
-        """Request the blocks up to that of a window. Raises the error that ended the thread, if any."""
+        """Request the blocks up to that of a window. Raises the error that ended the thread, if
+        any."""
         with self.changed:
             if window > self._wanted:
                 self._wanted = window
@@ -145,7 +151,8 @@ class StreamWriter:
             raise self.error
 
     def block_in_use(self) -> int:
-        """The block of the last window that training wants; the next one to be recorded, if that is not known yet."""
+        """The block of the last window that training wants; the next one to be recorded, if that is
+        not known yet."""
         block = self.index.block_of(self._wanted)
         return len(self.index.blocks) if block is None else block.number
 
@@ -258,7 +265,8 @@ class StreamWriter:
         return document.share_read or 0.0
 
     def _wait_for_room(self, number: int) -> bool:
-        """Wait until block `number` fits into the buffer, and remove old blocks. Returns False if closed."""
+        """Wait until block `number` fits into the buffer, and remove old blocks. Returns False if
+        closed."""
         with self.changed:
             while not self._is_closed and number > self.block_in_use() + BLOCKS - 2:
                 self.changed.wait()

@@ -56,15 +56,18 @@ def open_stream(
 def _check_buffer(settings: Config | Settings, buffer_tokens: int, name: str) -> None:
     """Raise UserError if a buffer is too small.
 
-    Ranks prepare batches ahead of time. None may need a block that the first rank has already left behind.
+    Ranks prepare batches ahead of time. None may need a block that the first rank has already left
+    behind.
     """
     data = settings.data
     batch_size = settings.train.batch_size
     least = BLOCKS * (data.num_workers + 2) * batch_size * data.seq_len
     if buffer_tokens < least:
         raise UserError(
-            f"buffer_tokens={buffer_tokens} of {name} is too small for train.batch_size={batch_size}, "
-            f"data.seq_len={data.seq_len} and data.num_workers={data.num_workers}; use at least {least}, or lower "
+            f"buffer_tokens={buffer_tokens} of {name} is too small for "
+            f"train.batch_size={batch_size}, "
+            f"data.seq_len={data.seq_len} and data.num_workers={data.num_workers}; use at "
+            f"least {least}, or lower "
             "data.num_workers"
         )
 

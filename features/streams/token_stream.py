@@ -1,4 +1,5 @@
-"""A source that is tokenized while it is trained on, in blocks of which only a few are on disk at a time.
+"""A source that is tokenized while it is trained on, in blocks of which only a few are on disk at a
+time.
 
 FOLDER/blocks.jsonl        the record of all blocks (stream_index.py)
 FOLDER/block-00012.tokens  a block: one shard of tokens
@@ -23,17 +24,20 @@ POLL_SECONDS = 0.05  # between looks for blocks that another process writes
 
 
 class TokenStream:
-    """The training windows of a stream of text, in the order of the stream except within a block, which is shuffled.
+    """The training windows of a stream of text, in the order of the stream except within a block,
+    which is shuffled.
 
-    An OrderedDataset: a window is a pure function of its number and of the text, as the record of blocks never changes.
-    One process writes the blocks; others, which share the folder, wait for them.
+    An OrderedDataset: a window is a pure function of its number and of the text, as the record of
+    blocks never changes. One process writes the blocks; others, which share the folder, wait for
+    them.
 
     Args:
         open_text: opens the text; called by the process that writes.
         tokenizer: that of the text.
         buffer_tokens: about how many tokens are on disk at most.
         pack: makes the windows of a block.
-        seed, source: select the order within the blocks; source is the number of the stream among several sources.
+        seed, source: select the order within the blocks; source is the number of the stream among
+            several sources.
         progress: show a bar while training waits for the first block.
     """
 
@@ -66,7 +70,8 @@ class TokenStream:
         self._is_closed = False
 
     def start(self, n: int) -> None:
-        """Begin to write, in a thread, so that training can begin at window n. Continues what is in the folder."""
+        """Begin to write, in a thread, so that training can begin at window n. Continues what is in
+        the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         block_tokens = self.buffer_tokens // BLOCKS
         self._writer = StreamWriter(
@@ -80,7 +85,8 @@ class TokenStream:
         self._writer.start(n)
 
     def close(self, is_finished: bool = False) -> None:
-        """End the thread that writes. is_finished: remove the blocks, which the end of the run no longer needs."""
+        """End the thread that writes. is_finished: remove the blocks, which the end of the run no
+        longer needs."""
         self._is_closed = True
         if self._writer is not None:
             self._writer.close()
@@ -91,7 +97,8 @@ class TokenStream:
                 path.unlink(missing_ok=True)
 
     def samples(self, first: int, n: int) -> list[Sample]:
-        """See OrderedDataset. Waits until their blocks are written. Raises UserError if the text cannot be read."""
+        """See OrderedDataset. Waits until their blocks are written. Raises UserError if the text
+        cannot be read."""
         numbers = np.arange(first, first + n)
         windows = np.empty_like(numbers)
         done = 0  # samples whose window is known
@@ -126,7 +133,8 @@ class TokenStream:
         block = self.index.block_of(window)
         number = len(self.index.blocks) if block is None else block.number
         with self._lock:
-            # Close old blocks before the writer removes their files, as the disk keeps files that are open.
+            # Close old blocks before the writer removes their files, as the disk keeps files that
+            # are open.
             for old in list(self._open):
                 if old < number - 1:
                     del self._open[old]

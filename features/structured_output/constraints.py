@@ -1,7 +1,8 @@
 """Constrained decoding: which tokens keep a text valid under a JSON schema or a regular expression.
 
-The grammars are compiled by the library llguidance. A token is allowed if its bytes can continue a valid text, however
-the tokenizer would split that text. The end of text is allowed where the text is complete.
+The grammars are compiled by the library llguidance. A token is allowed if its bytes can continue a
+valid text, however the tokenizer would split that text. The end of text is allowed where the text
+is complete.
 """
 
 import json
@@ -19,7 +20,8 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 
 N_GRAMMARS = 32  # kept per tokenizer
-# Wherever JSON allows whitespace: a space, or a line break and indentation. A model could fill a text with more.
+# Wherever JSON allows whitespace: a space, or a line break and indentation. A model could fill a
+# text with more.
 WHITESPACE = r" |\n[ \t]{0,20}"
 
 _compilers: WeakKeyDictionary[Tokenizer, Callable[[str, str], Any]] = WeakKeyDictionary()
@@ -121,7 +123,8 @@ def _compile(vocabulary: Any, kind: str, source: str) -> Any:
     else:
         options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
         body = "%json " + json.dumps(options | json.loads(source))
-    # Without no_forcing, llguidance asks the tokenizer to encode what must come next, and allows only that.
+    # Without no_forcing, llguidance asks the tokenizer to encode what must come next, and allows
+    # only that.
     grammar = f'%llguidance {{"no_forcing": true}}\nstart: {body}'
     matcher = LLMatcher(vocabulary, grammar, log_level=0)
     problems = matcher.get_grammar_warnings()

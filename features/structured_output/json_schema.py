@@ -18,21 +18,51 @@ _SCHEMA = (
 _SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _OTHERS = (
-    "$ref", "const", "enum", "type", "minItems", "maxItems", "required", "minProperties", "maxProperties", "minLength",
-    "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-)  # fmt: skip
+    "$ref",
+    "const",
+    "enum",
+    "type",
+    "minItems",
+    "maxItems",
+    "required",
+    "minProperties",
+    "maxProperties",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "format",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+)
 _ANNOTATIONS = (  # restrict nothing
-    "$anchor", "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "default", "deprecated",
-    "description", "discriminator", "examples", "id", "readOnly", "title", "writeOnly",
-)  # fmt: skip
+    "$anchor",
+    "$comment",
+    "$id",
+    "$schema",
+    "contentEncoding",
+    "contentMediaType",
+    "default",
+    "deprecated",
+    "description",
+    "discriminator",
+    "examples",
+    "id",
+    "readOnly",
+    "title",
+    "writeOnly",
+)
 KEYWORDS = frozenset((*_SCHEMA, *_SCHEMAS, *_NAMED_SCHEMAS, *_OTHERS, *_ANNOTATIONS))
 
 
 def canonical_schema(schema: Any) -> str:
-    """Return a schema (dict, JSON text, or True for any JSON object) as compact JSON text, its keys in their order.
+    """Return a schema (dict, JSON text, or True for any JSON object) as compact JSON text, its keys
+    in their order.
 
-    The order matters: objects are generated with their properties in the order of the schema. Raises UserError for
-    anything else, and for keywords that constrained decoding would ignore.
+    The order matters: objects are generated with their properties in the order of the schema.
+    Raises UserError for anything else, and for keywords that constrained decoding would ignore.
     """
     value = schema
     try:
@@ -51,11 +81,13 @@ def canonical_schema(schema: Any) -> str:
 
 
 def _check_keywords(schema: Any) -> None:
-    """Raise UserError for a keyword that is unknown or not supported. The compiler reports wrong values."""
+    """Raise UserError for a keyword that is unknown or not supported. The compiler reports wrong
+    values."""
     for keyword in schema if isinstance(schema, dict) else ():
         if keyword not in KEYWORDS:
             raise UserError(
-                f"json_schema has the keyword {keyword!r}, which is not supported; correct or remove it"
+                f"json_schema has the keyword {keyword!r}, which is not supported; correct or "
+                f"remove it"
             )
         for inner in _inner_schemas(keyword, schema[keyword]):
             _check_keywords(inner)

@@ -32,7 +32,8 @@ class StructuredOutput:
         return GrammarConstraint(tokenizer, json_schema, regex, logit_bias)
 
     def import_library(self) -> None:
-        """Import what constraints need, so that it cannot fail later. Raises ModuleNotFoundError."""
+        """Import what constraints need, so that it cannot fail later. Raises
+        ModuleNotFoundError."""
         import llguidance  # noqa: F401
 
 

@@ -168,7 +168,8 @@ class JoinedRows:
         self.kept: list[tuple[list[int], KVCache]] = []  # texts that were read, newest last
 
     def open(self, sequence: Sequence) -> Row:
-        """Create a cache for the prompt of a sequence, with what it shares with a text that was kept."""
+        """Create a cache for the prompt of a sequence, with what it shares with a text that was
+        kept."""
         least = max(1, self.generator.config.prefix)
         shared = []
         for index, (text, _) in enumerate(self.kept):

@@ -86,7 +86,8 @@ class ContinuousBatch:
 
     @torch.no_grad()
     def step(self) -> list[Progress]:
-        """Read and sample once for all sequences. Returns what was added; an ended sequence has left the batch."""
+        """Read and sample once for all sequences. Returns what was added; an ended sequence has
+        left the batch."""
         self._admit()
         reads = list(self._choose_reads())
         if not reads:
@@ -128,7 +129,8 @@ class ContinuousBatch:
         self.waiting.extendleft(reversed(passed_over))
 
     def _will_be_shared(self, sequence: Sequence) -> bool:
-        """Whether a prompt that is being read shares more with this one than has been read of it."""
+        """Whether a prompt that is being read shares more with this one than has been read of
+        it."""
         longest = len(sequence.tokens) - 1  # the last token has to be read for its logits
         if not self.rows.shares_prompts:
             return False

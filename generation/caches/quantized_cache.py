@@ -66,7 +66,8 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
 
 @dataclass
 class QuantizedLayer(LayerCache):
-    """One layer's keys and values as codes (B, K, max_len, D or D / 2), with scales (B, K, max_len).
+    """One layer's keys and values as codes (B, K, max_len, D or D / 2), with scales (B, K,
+    max_len).
 
     The vector of position p is also in slot p % n_newest of the rings (B, K, n_newest, D), which
     are empty with 8 bits.

@@ -31,7 +31,8 @@ class SinkSlots(CacheSlots):
 
 @dataclass
 class SinkLayer(RingLayer):
-    """A ring buffer whose global positions are sinks; `keys` holds them rotated for the current token."""
+    """A ring buffer whose global positions are sinks; `keys` holds them rotated for the current
+    token."""
 
     sinks: Tensor  # (B, K, n_global, D), the keys of the sinks with RoPE at their own positions
     tensors = ("keys", "values", "sinks")
@@ -40,7 +41,8 @@ class SinkLayer(RingLayer):
     def update(
         self, q: Tensor, k: Tensor, v: Tensor, slots: SinkSlots
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As RingLayer.update, but several queries get twice the width, to attend to sinks from nearer."""
+        """As RingLayer.update, but several queries get twice the width, to attend to sinks from
+        nearer."""
         n = self.n_global
         if k.shape[2] > 1 and slots.kv_len is not None:
             self.keys[:, :, :n] = self.sinks

@@ -17,8 +17,8 @@ ANSWER_SHARE = 1 / 4  # largest part of the context to reserve for an answer
 class ChatConversation(Conversation):
     """User messages and model answers, after an optional system message.
 
-    If the Generator slides, the oldest turns are dropped when the chat and an answer do not fit into
-    the context.
+    If the Generator slides, the oldest turns are dropped when the chat and an answer do not fit
+    into the context.
     """
 
     greeting = "Type a message; /help lists the commands."
@@ -67,7 +67,8 @@ class ChatConversation(Conversation):
             ]
 
     def encode(self, text: str, n_unseen: int = 0) -> list[int]:
-        """Encode the system message, the chat without its first `n_unseen` turns, and a new message."""
+        """Encode the system message, the chat without its first `n_unseen` turns, and a new
+        message."""
         start = len(self.system)
         messages = [
             *self.system,

@@ -1,4 +1,5 @@
-"""Choose the fastest form of a model for inference that computes what the model does as it is written now."""
+"""Choose the fastest form of a model for inference that computes what the model does as it is
+written now."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -33,10 +34,11 @@ READ_POSITIONS = 256  # of a prompt, where kernels read it
 def choose_inference_model(
     model: Thinker, dtype: torch.dtype, bits: Bits = None, native: bool = False
 ) -> tuple[Thinker, bool, str]:
-    """A copy for sampling as fuse_for_inference() makes it, whether the native decoder may run it, and a problem.
+    """A copy for sampling as fuse_for_inference() makes it, whether the native decoder may run it,
+    and a problem.
 
-    Modules whose faster form computes something else stay as they are written, and the native decoder is not used
-    then. The problem is one line that says so, or "".
+    Modules whose faster form computes something else stay as they are written, and the native
+    decoder is not used then. The problem is one line that says so, or "".
     """
     key = ("inference", dtype, bits if isinstance(bits, int) else None, native)
     prove = partial(_disproved, model, dtype, bits, native)
@@ -56,7 +58,8 @@ def choose_inference_model(
 def _disproved(
     model: Thinker, dtype: torch.dtype, bits: Bits, native: bool
 ) -> tuple[frozenset[type], bool]:
-    """The types of modules whose faster form computes something else, and whether the native decoder does not."""
+    """The types of modules whose faster form computes something else, and whether the native
+    decoder does not."""
     with proof.own_random_numbers() as noise:
         twin = proof.narrow_twin(model, noise).to(model.device).eval()
         wrong = _different_kinds(twin, dtype, bits, native)
@@ -65,7 +68,8 @@ def _disproved(
 
 @torch.no_grad()
 def _different_kinds(twin: Thinker, dtype: torch.dtype, bits: Bits, native: bool) -> set[type]:
-    """The types of modules whose faster form computes something else, in fp32 or in the form that is wanted."""
+    """The types of modules whose faster form computes something else, in fp32 or in the form that
+    is wanted."""
     wrong: set[type] = set()
     noise = proof.Noise()
     forms: list[tuple[torch.dtype, int | None, float]] = [(torch.float32, None, FP32_TOLERANCE)]
@@ -98,7 +102,8 @@ def _agree(
 def _pairs(
     twin: Thinker, fused: Thinker, positions: Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[type, Callable, Callable, int]]:
-    """Each module of a twin that has a faster form: its type, what both compute, and the width of their input."""
+    """Each module of a twin that has a faster form: its type, what both compute, and the width of
+    their input."""
     rope = None
     if twin.rope is not None:
         rope = twin.rope(positions, twin.config.max_seq_len, dtype)
@@ -118,7 +123,8 @@ def _pairs(
 
 @torch.no_grad()
 def _decodes_alike(twin: Thinker) -> bool:
-    """Whether the native decoder has the logits of the model, for prompts and for single tokens, up to the last."""
+    """Whether the native decoder has the logits of the model, for prompts and for single tokens, up
+    to the last."""
     native = NativeDecoder(fuse_for_inference(twin, native=True))
     if not native.is_supported:
         return True  # it calls the model

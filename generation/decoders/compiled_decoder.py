@@ -85,7 +85,8 @@ class CompiledDecoder(PlainDecoder):
 def _step(
     model: Thinker, tokens: Tensor, positions: Tensor, rope_table: Rotation, cache: KVCache
 ) -> Tensor:
-    """tokens, positions (B, 1), rope_table (S, D) each, a cache of S positions -> logits (B, 1, V)."""
+    """tokens, positions (B, 1), rope_table (S, D) each, a cache of S positions -> logits (B, 1,
+    V)."""
     S = cache.layers[0].keys.shape[2]
     n_layers = len(cache.layers)
     allowed = torch.arange(S, device=positions.device) <= positions  # (B, S)
@@ -126,7 +127,8 @@ class _Bucket:
                 torch._dynamo.maybe_mark_dynamic(tensor, [0, 2])
         self._owner: Callable[[], KVCache | None] = lambda: None  # weak, to the adopted cache
         self._keys: list[Tensor | None] = [None] * len(self.buffers.layers)  # of its layers
-        # Not a lambda, which would refer to self and keep the memory until the next garbage collection.
+        # Not a lambda, which would refer to self and keep the memory until the next garbage
+        # collection.
         self._step = partial(step, model, self.tokens, self.positions, rope_table, self.buffers)
         self._graph: torch.cuda.CUDAGraph | None = None
         if model.device.type == "cuda":

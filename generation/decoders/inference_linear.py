@@ -12,7 +12,8 @@ MAX_NATIVE_ROWS = 128
 
 
 def has_known_weight(module: nn.Module) -> bool:
-    """Whether a module multiplies by its effective_weight(): a Linear, or a subclass that says so."""
+    """Whether a module multiplies by its effective_weight(): a Linear, or a subclass that says
+    so."""
     kind = type(module)
     if not isinstance(module, Linear) or "forward" in vars(module):
         return False
@@ -20,7 +21,8 @@ def has_known_weight(module: nn.Module) -> bool:
 
 
 class FewRowsLinear(Linear):
-    """A Linear that is faster for a few rows in fp32 on a CPU, without gradients and without a bias."""
+    """A Linear that is faster for a few rows in fp32 on a CPU, without gradients and without a
+    bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
@@ -28,13 +30,15 @@ class FewRowsLinear(Linear):
         is_plain = self.bias is None and x.dtype == self.weight.dtype == torch.float32
         if not (is_plain and 4 <= rows <= 16) or torch.is_grad_enabled():
             return super().forward(x)
-        # In this order MKL reads the matrix once for all rows: 8 rows take 1.4 times as long as 1, not 2.4.
+        # In this order MKL reads the matrix once for all rows: 8 rows take 1.4 times as long as 1,
+        # not 2.4.
         columns = self.weight @ x.reshape(rows, -1).t().contiguous()  # (n_out, rows)
         return columns.t().reshape(*x.shape[:-1], -1)
 
 
 class NativeLinear(FewRowsLinear):
-    """A Linear that reads its matrix at the speed of memory for few rows on a CPU, without gradients."""
+    """A Linear that reads its matrix at the speed of memory for few rows on a CPU, without
+    gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
@@ -52,13 +56,15 @@ class NativeLinear(FewRowsLinear):
 class QuantizedLinear(nn.Module):
     """A linear layer with weights in 8 or 4 bits and a scale per 32 inputs (native.quantization).
 
-    With `native`, activations are rounded to int8, with a scale per 32 values. Sums within such a group are exact
-    integers, and a row does not depend on other rows. Otherwise the weights are cast to the dtype of the activations
-    first. This costs an extra pass, except for a single row in a compiled model.
+    With `native`, activations are rounded to int8, with a scale per 32 values. Sums within such a
+    group are exact integers, and a row does not depend on other rows. Otherwise the weights are
+    cast to the dtype of the activations first. This costs an extra pass, except for a single row in
+    a compiled model.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: int, native: bool) -> None:
-        """weight: (n_out, n_in), floating point; bias: (n_out,), in the dtype of the activations."""
+        """weight: (n_out, n_in), floating point; bias: (n_out,), in the dtype of the
+        activations."""
         super().__init__()
         self.bits, self.native = bits, native
         self.out_features, self.in_features = weight.shape
@@ -97,7 +103,8 @@ class QuantizedLinear(nn.Module):
                 .view(*x.shape[:-1], -1)
             )
         if torch.compiler.is_compiling() and x.numel() == x.shape[-1]:
-            # One position: the compiler fuses this into one kernel that reads the quantized weights.
+            # One position: the compiler fuses this into one kernel that reads the quantized
+            # weights.
             y = (
                 (self.dequantize() * x.flatten().float())
                 .sum(dim=1)

@@ -1,7 +1,8 @@
-"""A model for inference: the same forward pass, in which modules are replaced by faster forms that compute the same.
+"""A model for inference: the same forward pass, in which modules are replaced by faster forms that
+compute the same.
 
-Only modules of exactly the known types are replaced. Those of a user, or with a method that was changed on the instance,
-are copied as they are; the matrices in them are still replaced one by one.
+Only modules of exactly the known types are replaced. Those of a user, or with a method that was
+changed on the instance, are copied as they are; the matrices in them are still replaced one by one.
 """
 
 import copy
@@ -33,7 +34,8 @@ KINDS = frozenset({Attention, LinearAttention, MLP, RMSNorm, Linear})  # that ha
 
 
 class FusedProjection:
-    """The projections of Attention, with q, k and v in one product, and one norm of all query and key heads."""
+    """The projections of Attention, with q, k and v in one product, and one norm of all query and
+    key heads."""
 
     def project(self, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """As Attention.project(): x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D)."""
@@ -71,7 +73,8 @@ class FusedMLP(nn.Module):
 
 
 class InferenceNorm(RMSNorm):
-    """RMSNorm that writes its result once: by torch's kernel on a GPU, and without a copy in fp32 on a CPU."""
+    """RMSNorm that writes its result once: by torch's kernel on a GPU, and without a copy in fp32
+    on a CPU."""
 
     def __init__(self, plain: RMSNorm) -> None:
         nn.Module.__init__(self)
@@ -115,12 +118,14 @@ def fuse_for_inference(
 ) -> Thinker:
     """Copy a Thinker for sampling, and replace modules of the given kinds by faster forms.
 
-    `bits` quantizes all matrices and the LM head, tied or not, also if `kinds` leaves out Linear; embedding, activations
-    and cache have `dtype`. `native` uses the kernels of `thinker.native`, for fp32 and bf16 on a CPU.
+    `bits` quantizes all matrices and the LM head, tied or not, also if `kinds` leaves out Linear;
+    embedding, activations and cache have `dtype`. `native` uses the kernels of `thinker.native`,
+    for fp32 and bf16 on a CPU.
     """
     if has_open_hooks(model):
         raise UserError(
-            "the model has open hooks, which are not copied; record or patch generator.model instead"
+            "the model has open hooks, which are not copied; record or patch generator.model "
+            "instead"
         )
     return _Fusing(model, dtype, bits, native, kinds).run()
 
@@ -236,7 +241,8 @@ def frozen(weight: Tensor, dtype: torch.dtype) -> nn.Parameter:
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether a method was replaced on this instance, other than by training (compilation, checkpointing)."""
+    """Whether a method was replaced on this instance, other than by training (compilation,
+    checkpointing)."""
     forward = vars(module).get("forward")
     if "project" in vars(module):
         return True
@@ -246,7 +252,8 @@ def is_patched(module: nn.Module) -> bool:
 
 
 def is_known_attention(attention: nn.Module) -> bool:
-    """Whether FusedProjection computes what Attention.project() of this module does, by the types of its parts."""
+    """Whether FusedProjection computes what Attention.project() of this module does, by the types
+    of its parts."""
     if type(attention) not in FUSED_ATTENTION or is_patched(attention):
         return False
     matrices = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -268,12 +275,14 @@ def is_known_mlp(mlp: nn.Module) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether the user has registered hooks on a module or on parts of it, which fused forms would not run."""
+    """Whether the user has registered hooks on a module or on parts of it, which fused forms would
+    not run."""
     return any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
 
 
 def copy_structure(model: Thinker, dtype: torch.dtype) -> Thinker:
-    """Copy a model without the weights of known modules, which stay on the meta device; others are copied whole."""
+    """Copy a model without the weights of known modules, which stay on the meta device; others are
+    copied whole."""
     if type(model) is not Thinker or is_patched(model):
         return copy_module(model, dtype)
     with torch.device("meta"):

@@ -1,4 +1,5 @@
-"""A model on a CPU with a cache: its forward pass as a list of native operations, run by one call."""
+"""A model on a CPU with a cache: its forward pass as a list of native operations, run by one
+call."""
 
 import ctypes
 import math

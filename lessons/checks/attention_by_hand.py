@@ -71,7 +71,8 @@ def check_row(answer: Any) -> str | None:
 
 @exercise
 def check_divisor(answer: Any) -> str | None:
-    """The divisor that gives scores a standard deviation of 1, for entries of standard deviation 2 and D = 64."""
+    """The divisor that gives scores a standard deviation of 1, for entries of standard deviation 2
+    and D = 64."""
     if is_near(answer, 32.0, 0.1):
         return None
     if is_near(answer, 8.0, 0.1):

@@ -14,7 +14,8 @@ N = 5  # letters of the text that tests a score
 
 @exercise
 def check_score(answer: Any) -> str | None:
-    """A function score(weights) for weights (2n, 2n): the mean weight of the earlier copy of the same letter."""
+    """A function score(weights) for weights (2n, 2n): the mean weight of the earlier copy of the
+    same letter."""
     generator = torch.Generator().manual_seed(22)
     weights = torch.rand(2 * N, 2 * N, generator=generator, dtype=torch.float64).tril()
     weights = weights / weights.sum(dim=-1, keepdim=True)

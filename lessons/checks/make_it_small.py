@@ -52,7 +52,8 @@ def _find_rounding_mistake(found: Any, row: Tensor, bits: int) -> str | None:
 
 @exercise
 def check_bytes(answer: Any) -> str | None:
-    """The bytes of a million weights in 4 bits with scales, and an embedding of 200,000 numbers in fp32."""
+    """The bytes of a million weights in 4 bits with scales, and an embedding of 200,000 numbers in
+    fp32."""
     matrices, embedding = MATRIX_WEIGHTS * 4.5 / 8, 4 * EMBEDDING
     if is_near(answer, matrices + embedding, 1):
         return None

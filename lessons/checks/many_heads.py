@@ -31,7 +31,8 @@ def merge(y: torch.Tensor) -> torch.Tensor:
 
 @exercise
 def check_grouped(answer: Any) -> str | None:
-    """A function (q (H, T, D), k, v (K, T, D)) -> (T, H · D), causal and scaled, whose query heads share KV heads."""
+    """A function (q (H, T, D), k, v (K, T, D)) -> (T, H · D), causal and scaled, whose query heads
+    share KV heads."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(6, 5, 4, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 2, 5, 4, generator=generator, dtype=torch.float64)
@@ -67,7 +68,8 @@ def check_grouped(answer: Any) -> str | None:
 
 @exercise
 def check_cache(answer: Any) -> str | None:
-    """MiB of the cache of 24 layers with 16 query heads, 4 KV heads and D = 64, in bf16, for 4,096 tokens."""
+    """MiB of the cache of 24 layers with 16 query heads, 4 KV heads and D = 64, in bf16, for 4,096
+    tokens."""
     right = cache_bytes(24, 4, 64, 2, 4096) / MIB
     if is_near(answer, right, 0.1):
         return None
@@ -92,7 +94,8 @@ def check_cache(answer: Any) -> str | None:
 
 @exercise
 def check_layout(answer: Any) -> str | None:
-    """The letter of the layout whose cache of 32,768 tokens fits in 3 GiB, and its GiB (32 layers, bf16)."""
+    """The letter of the layout whose cache of 32,768 tokens fits in 3 GiB, and its GiB (32 layers,
+    bf16)."""
     if isinstance(answer, str) or len(answer) != 2:
         return 'Not yet: give the letter and the number of GiB, such as ("A", 1.5).'
     letter, gib = answer

@@ -24,7 +24,8 @@ def visible(text: str, length: int) -> Tensor:
 
 @exercise
 def check_pattern(answer: Any) -> str | None:
-    """A function of positions q (T, 1) and k (T,): every third of the newest 9 keys, as in `dilated(9, 3)`."""
+    """A function of positions q (T, 1) and k (T,): every third of the newest 9 keys, as in
+    `dilated(9, 3)`."""
     T = 24
     q, k = torch.arange(T)[:, None], torch.arange(T)
     try:
@@ -82,7 +83,8 @@ def check_count(answer: Any) -> str | None:
 
 @exercise
 def check_cheapest(answer: Any) -> str | None:
-    """A pattern that shows each token the first 8 tokens, itself and the 50 before it, and little else."""
+    """A pattern that shows each token the first 8 tokens, itself and the 50 before it, and little
+    else."""
     if not isinstance(answer, str):
         return 'Not yet: write the pattern in quotes, such as "full".'
     try:

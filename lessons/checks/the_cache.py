@@ -58,7 +58,8 @@ def continue_text(model: Thinker, prompt: list[int], n_new: int) -> list[int]:
 
 @exercise
 def check_decoding(answer: Any) -> str | None:
-    """A function decode(model, prompt, n_new) -> the list of n_new likeliest tokens, with a cache."""
+    """A function decode(model, prompt, n_new) -> the list of n_new likeliest tokens, with a
+    cache."""
     model = CountingModel(random_model(11, seed=28))
     right = continue_text(model.model, PROMPT, N_NEW)
     with torch.no_grad():
@@ -95,7 +96,8 @@ def describe_work(n_read: int, n_needed: int) -> str | None:
 
 @exercise
 def check_bytes(answer: Any) -> str | None:
-    """The bytes of the cache of a model with 32 layers, 8 KV heads of width 128, bf16, and 4,096 tokens."""
+    """The bytes of the cache of a model with 32 layers, 8 KV heads of width 128, bf16, and 4,096
+    tokens."""
     if is_near(answer, BYTES, 0.5):
         return None
     hints = {

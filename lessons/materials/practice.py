@@ -27,10 +27,12 @@ def is_fast() -> bool:
 def train_on_task(
     config: ThinkerConfig, make_batch: MakeBatch, n_steps: int, lr: float = 3e-3, seed: int = 0
 ) -> tuple[Thinker, list[float]]:
-    """Train a new model on batches made on the fly; returns it and the loss of each step (nats per counted target).
+    """Train a new model on batches made on the fly; returns it and the loss of each step (nats per
+    counted target).
 
     Args:
-        make_batch: from a random generator to tokens and targets, (B, T) each; targets of -1 are not counted.
+        make_batch: from a random generator to tokens and targets, (B, T) each; targets of -1 are
+            not counted.
         n_steps: one tenth of them with THINKER_LESSONS_FAST=1.
         lr: the learning rate of AdamW, which falls linearly to 0.
     """
@@ -50,7 +52,8 @@ def take_steps(
     model: nn.Module, mean_loss: Callable[[Tensor, Tensor], Tensor], make_batch: MakeBatch, n_steps: int,
     lr: float = 3e-3, seed: int = 0,
 ) -> list[float]:  # fmt: skip
-    """Train with AdamW on batches made on the fly; returns the loss of each step. See train_on_task."""
+    """Train with AdamW on batches made on the fly; returns the loss of each step. See
+    train_on_task."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     losses = []
@@ -66,7 +69,8 @@ def take_steps(
 
 
 def train_on_tales() -> tuple[Thinker, Tokenizer]:
-    """Train two layers of four heads on whole stories of tales for about a minute; returns model and tokenizer."""
+    """Train two layers of four heads on whole stories of tales for about a minute; returns model
+    and tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         config = {
             "data": {

@@ -1,4 +1,5 @@
-"""Tasks of exact recall: a text lists pairs, and the model has to find the second half of a pair by the first."""
+"""Tasks of exact recall: a text lists pairs, and the model has to find the second half of a pair by
+the first."""
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ NAMES = [
 def make_recall(
     generator: torch.Generator, n_pairs: int | None = None, n_texts: int = 64
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (B, 4n) of n pairs (by default 1 to 12), then the same pairs in another order.
+    """Tokens and targets (B, 4n) of n pairs (by default 1 to 12), then the same pairs in another
+    order.
 
     Only the values of the second half count; the other targets are -1.
     """
@@ -33,10 +35,11 @@ def make_recall(
 
 
 def make_recall_in_parts(generator: torch.Generator, B: int = 32) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, (B, 96): four parts of 24 tokens, in which letters and numbers are shown and asked for.
+    """Tokens and targets, (B, 96): four parts of 24 tokens, in which letters and numbers are shown
+    and asked for.
 
-    A part shows four pairs of a letter and a number, then eight blanks, and then the pairs in another order. Only the
-    numbers there are targets. No letter is in two pairs of a text.
+    A part shows four pairs of a letter and a number, then eight blanks, and then the pairs in
+    another order. Only the numbers there are targets. No letter is in two pairs of a text.
     """
     letters = torch.rand(B, 16, generator=generator).argsort(dim=1).view(B, 4, 4)
     pairs = torch.stack([letters, torch.randint(16, 32, (B, 4, 4), generator=generator)], dim=-1)

@@ -19,7 +19,8 @@ V = 2 * N_KEYS  # keys and values
 def train_on_stories(n_tokens: int = 96) -> tuple[Thinker, Tokenizer, Tensor]:
     """Train a model on short stories for about a minute, in windows of `n_tokens`.
 
-    Returns it, its tokenizer, and the beginnings of 20 stories (2 if is_fast()) that it has not seen, (20, n_tokens).
+    Returns it, its tokenizer, and the beginnings of 20 stories (2 if is_fast()) that it has not
+    seen, (20, n_tokens).
     """
     stories = [generate_story(0, i).text for i in range(60 if is_fast() else 3000)]
     tokenizer = make_tokenizer("bpe:512", stories)
@@ -52,7 +53,8 @@ def write(model: Thinker, tokenizer: Tokenizer, cache: KVCache, prompt: str, n_n
 
 @torch.no_grad()
 def seconds_to_write(model: Thinker, T: int, has_cache: bool) -> float:
-    """How long T passes take: each over its newest token and a cache, or each over the whole text so far."""
+    """How long T passes take: each over its newest token and a cache, or each over the whole text
+    so far."""
     tokens = torch.randint(
         model.config.vocab_size, (1, T), generator=torch.Generator().manual_seed(0)
     )
@@ -79,7 +81,8 @@ class GRU(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Three causal convolutions; each output sees the token itself and three earlier ones, d apart."""
+    """Three causal convolutions; each output sees the token itself and three earlier ones, d
+    apart."""
 
     def __init__(self, width: int = 80) -> None:
         super().__init__()

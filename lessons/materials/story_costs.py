@@ -19,14 +19,17 @@ class StoryCosts(NamedTuple):
     """Mean costs in nats."""
 
     by_position: list[float]  # per token, of the first `width` tokens, the next, ...
-    by_fact: Tensor  # (facts, 4): what the grammar pays for a word, the model at first and later mentions, and excess
+    # (facts, 4): what the grammar pays for a word, the model at first and later mentions, and
+    # excess
+    by_fact: Tensor
     excess: float  # of the model over the grammar, per story
 
 
 def story_costs(
     generator: Generator, stories: Sequence[Story], facts: Sequence[str], width: int, n_groups: int
 ) -> StoryCosts:
-    """Score stories. `facts`: names of choices whose words come back; `n_groups` of `width` tokens are averaged."""
+    """Score stories. `facts`: names of choices whose words come back; `n_groups` of `width` tokens
+    are averaged."""
     by_position, by_fact, excess = defaultdict(list), defaultdict(list), 0.0
     for story in stories:
         score = generator.score(story.text)
@@ -55,7 +58,8 @@ def story_costs(
 
 
 def fact_costs(story: Story, nats: Sequence[float]) -> dict[tuple[str, str], list[float]]:
-    """Costs of the drawn words of a story, by name and column. `nats` has the cost of each character."""
+    """Costs of the drawn words of a story, by name and column. `nats` has the cost of each
+    character."""
     costs, at = defaultdict(list), 0
     for choice in story.choices:
         if choice.kind != "plot":  # find the word, and its repetitions

@@ -1,7 +1,7 @@
 """Record and patch activations by name.
 
-The forward pass knows nothing of this. While a record() or patch() is open, hooks of torch see the inputs and outputs of
-modules, and the methods that compute the other activations are replaced.
+The forward pass knows nothing of this. While a record() or patch() is open, hooks of torch see the
+inputs and outputs of modules, and the methods that compute the other activations are replaced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ READ_ONLY = ("q", "k", "v")
 
 
 class ActivationCache(dict[str, Tensor]):
-    """Each activation of the last pass by name. `passes[name]` lists it for every pass, such as each decoding step."""
+    """Each activation of the last pass by name. `passes[name]` lists it for every pass, such as
+    each decoding step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +53,16 @@ def has_open_hooks(model: nn.Module) -> bool:
 
 
 class _Hook:
-    """Passes an activation to a function, which may return another. Cannot be copied with the model."""
+    """Passes an activation to a function, which may return another. Cannot be copied with the
+    model."""
 
     def __init__(self, function: Callable[[Tensor], Tensor | None]) -> None:
         self.function = function
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         raise UserError(
-            "cannot copy a model while its activations are recorded or patched; close the hooks first"
+            "cannot copy a model while its activations are recorded or patched; close the "
+            "hooks first"
         )
 
 
@@ -92,7 +95,8 @@ class _HookedMethod(dict[str, list[_Hook]]):
     @classmethod
     @contextmanager
     def open(cls, module: nn.Module, point: str, hook: _Hook) -> Iterator[None]:
-        """Context in which the hook is open. The first hook replaces the method, and the last one restores it."""
+        """Context in which the hook is open. The first hook replaces the method, and the last one
+        restores it."""
         hooked = vars(module).get(cls.method)
         if not isinstance(hooked, cls):
             hooked = vars(module)[cls.method] = cls(module)
@@ -107,7 +111,8 @@ class _HookedMethod(dict[str, list[_Hook]]):
                 del vars(module)[cls.method]
 
     def apply(self, point: str, x: Tensor) -> Tensor:
-        """Pass x through all hooks of a point. Returns x itself if nothing patches it, a view if a patch returns x."""
+        """Pass x through all hooks of a point. Returns x itself if nothing patches it, a view if a
+        patch returns x."""
         for hook in self.get(point, ()):
             patched = hook.function(x)
             if patched is not None:
@@ -168,7 +173,8 @@ class _HookedAttend(_HookedMethod):
 
 @dataclass(frozen=True)
 class HookPoint:
-    """Where an activation is: at the "output" or "input" of a module, or in a method such as "attend"."""
+    """Where an activation is: at the "output" or "input" of a module, or in a method such as
+    "attend"."""
 
     module: nn.Module
     place: str
@@ -193,7 +199,8 @@ class HookPoint:
 
 
 def hook_points(model: nn.Module) -> dict[str, HookPoint]:
-    """Where each activation of a Thinker is, by name, in the order of the pass (docs/guides/inspecting.md)."""
+    """Where each activation of a Thinker is, by name, in the order of the pass
+    (docs/guides/inspecting.md)."""
     points = {"embedding": HookPoint(model, "embed", "result")}
     for layer, block in enumerate(model.blocks):
         path, attention = f"blocks.{layer}", block.attention
@@ -216,9 +223,11 @@ def hook_points(model: nn.Module) -> dict[str, HookPoint]:
 def open_hooks(
     model: nn.Module, names: tuple[str, ...], patches: Mapping[str, Patch]
 ) -> Iterator[ActivationCache]:
-    """Record the named activations of every pass and apply the patches; `*` matches one part of a name.
+    """Record the named activations of every pass and apply the patches; `*` matches one part of a
+    name.
 
-    Later hooks see earlier patches. Not for compiled models or threads. Raises UserError for unknown names.
+    Later hooks see earlier patches. Not for compiled models or threads. Raises UserError for
+    unknown names.
     """
     check_types({"patches": Mapping}, {"patches": patches})
     cache, points = ActivationCache(), hook_points(model)
@@ -230,7 +239,8 @@ def open_hooks(
         for name in _matching_names(pattern, points):
             if points[name].name in READ_ONLY:
                 raise UserError(
-                    f"{name} can be recorded but not patched; patch attention.weights or attention.heads"
+                    f"{name} can be recorded but not patched; patch attention.weights or "
+                    f"attention.heads"
                 )
             hooks.append((name, partial(_apply_patch, name, patch)))
     with ExitStack() as stack:

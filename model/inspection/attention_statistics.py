@@ -1,4 +1,5 @@
-"""Figures of attention per layer and query: entropy, largest logit, and share of the first token."""
+"""Figures of attention per layer and query: entropy, largest logit, and share of the first
+token."""
 
 import threading
 from functools import partial
@@ -23,8 +24,8 @@ def row_entropy(weights: Tensor) -> Tensor:
 def entropy(weights: Tensor, normalised: bool = False) -> Tensor:
     """Mean of row_entropy(); (..., T, T) -> (...). A uniform row i has ln(i + 1).
 
-    Normalized: mean over rows i ≥ 1 of entropy / ln(n), from 0 to 1, where n is i + 1 or, in a bidirectional prefix,
-    the number of positions that the row attends to.
+    Normalized: mean over rows i ≥ 1 of entropy / ln(n), from 0 to 1, where n is i + 1 or, in a
+    bidirectional prefix, the number of positions that the row attends to.
     """
     rows = row_entropy(weights)  # (..., T)
     if not normalised:
@@ -47,21 +48,27 @@ def has_logits(attention: Attention) -> bool:
 
 @torch.no_grad()
 def measure_attention(
-    model: Thinker, tokens: Tensor, document_ids: Tensor | None = None, cache: KVCache | None = None,
+    model: Thinker,
+    tokens: Tensor,
+    document_ids: Tensor | None = None,
+    cache: KVCache | None = None,
     last_logits_only: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Run a pass, and measure each layer and query.
 
-    attention_entropy: mean over the heads, in nats. max_logit: the largest scaled q·k over the heads and the keys with
-    weight, before the soft cap and ALiBi. first_token_share: mean over the heads of the weight on the first token of
-    the query's document; 0 if the pattern or the cache leaves it out.
+    attention_entropy: mean over the heads, in nats. max_logit: the largest scaled q·k over the
+    heads and the keys with weight, before the soft cap and ALiBi. first_token_share: mean over the
+    heads of the weight on the first token of the query's document; 0 if the pattern or the cache
+    leaves it out.
 
     Args:
-        model: without compilation and sharding; in evaluation mode if the figures should not depend on dropout.
+        model: without compilation and sharding; in evaluation mode if the figures should not depend
+            on dropout.
         tokens: (B, T); with a cache, T = 1.
         cache: the position is added to it, as in the forward pass.
 
-    Returns: figures (layers, 3, B, T) in fp32, in the order of FIGURES, NaN for layers of linear attention; and the
+    Returns: figures (layers, 3, B, T) in fp32, in the order of FIGURES, NaN for layers of linear
+    attention; and the
         logits, (B, T or 1, V).
     """
     B, T = tokens.shape
@@ -108,7 +115,8 @@ def measure_attention(
 def _figures(
     attention: Attention, q: Tensor, k: Tensor, mask: AttentionMask, first_keys: Tensor
 ) -> Tensor:
-    """q (B, H, T, D), k (B, K, S, D), first_keys (B, T) -> (3, B, T), in chunks of queries to bound the memory."""
+    """q (B, H, T, D), k (B, K, S, D), first_keys (B, T) -> (3, B, T), in chunks of queries to bound
+    the memory."""
     H, K = q.shape[1], k.shape[1]
     parts = []
     for rows, weights in attention.weight_chunks(q, k, mask):  # (B, H, R, S)
@@ -124,7 +132,8 @@ def _figures(
 
 
 def figure_names(n_layers: int) -> list[str]:
-    """Names of the figures of measure_text(), in order: "blocks.0.attention_entropy", ..., "token_entropy"."""
+    """Names of the figures of measure_text(), in order: "blocks.0.attention_entropy", ...,
+    "token_entropy"."""
     return [
         *(f"blocks.{layer}.{name}" for layer in range(n_layers) for name in FIGURES),
         "token_entropy",
@@ -134,10 +143,11 @@ def figure_names(n_layers: int) -> list[str]:
 def measure_text(
     model: Thinker, tokens: Tensor, vocab_size: int, cache: KVCache | None = None
 ) -> Tensor:
-    """Measure each position of one text, (1, T), as measure_attention() does: figures (N, T) by figure_names().
+    """Measure each position of one text, (1, T), as measure_attention() does: figures (N, T) by
+    figure_names().
 
-    token_entropy: of the distribution of the next token over the first `vocab_size` ids, in nats, before temperature
-    and filters.
+    token_entropy: of the distribution of the next token over the first `vocab_size` ids, in nats,
+    before temperature and filters.
     """
     figures, logits = measure_attention(model, tokens, cache=cache)
     next_tokens = logits[0, :, :vocab_size].float().softmax(dim=-1)  # (T, V)

@@ -1,4 +1,5 @@
-"""Attention weights that are read off attend() itself, and whether those of the reference describe it."""
+"""Attention weights that are read off attend() itself, and whether those of the reference describe
+it."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -12,10 +13,12 @@ from thinker.model.attention_dispatch import AttentionMask
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q, k, v) -> y, with a mask and a cache
 
-# The largest difference between attend() and the sum by weights of the reference, relative to the largest value.
+# The largest difference between attend() and the sum by weights of the reference, relative to the
+# largest value.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.03, torch.float16: 4e-3}
 
-# What is known of each layer: the most keys for which the reference was compared, by mode and form of the mask.
+# What is known of each layer: the most keys for which the reference was compared, by mode and form
+# of the mask.
 _compared: WeakKeyDictionary[nn.Module, dict[tuple[bool, torch.dtype, str], int]] = (
     WeakKeyDictionary()
 )
@@ -31,7 +34,8 @@ class AttentionLayer(Protocol):
 
 
 def implied_weights(attend: Attend, q: Tensor, k: Tensor, n_columns: int) -> Tensor:
-    """The attention matrix of attend(), computed with unit vectors as values, `n_columns` keys at a time.
+    """The attention matrix of attend(), computed with unit vectors as values, `n_columns` keys at a
+    time.
 
     q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S), in fp32.
     """
@@ -50,8 +54,9 @@ def weights_of_attend(
 ) -> tuple[Tensor, Tensor]:
     """The weights (B, H, T, S) by which attend() sums the values, and its result, (B, H, T, D).
 
-    The weights are those of the reference, which knows nothing of attend(). The first time, and again for more keys,
-    their sum is compared with what attend() returns. If attend() was changed, they are read off it instead.
+    The weights are those of the reference, which knows nothing of attend(). The first time, and
+    again for more keys, their sum is compared with what attend() returns. If attend() was changed,
+    they are read off it instead.
     """
     weights = attention.weights(q, k, mask)
     y = attend(q, k, v)

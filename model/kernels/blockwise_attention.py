@@ -20,11 +20,13 @@ def blockwise_attention(
 ) -> Tensor:
     """Causal softmax(scale · q kᵀ + bias) v: q, k, v (B, H, T, D) -> (B, H, T, D).
 
-    `bias`, (T, T) or broadcastable to (B, H, T, T), is −inf for hidden keys; every query attends at least to itself.
-    SDPA multiplies one head at a time; these batched products are large enough for bf16 matrix units. The cost: half of
-    the (B, H, T, T) probabilities are saved for the backward pass.
+    `bias`, (T, T) or broadcastable to (B, H, T, T), is −inf for hidden keys; every query attends at
+    least to itself. SDPA multiplies one head at a time; these batched products are large enough for
+    bf16 matrix units. The cost: half of the (B, H, T, T) probabilities are saved for the backward
+    pass.
     """
-    # Compilation took two minutes and was no faster. Calling _uncompiled() imports the compiler, for a second.
+    # Compilation took two minutes and was no faster. Calling _uncompiled() imports the compiler,
+    # for a second.
     compute = _uncompiled if torch.compiler.is_compiling() else _compute
     return compute(q, k, v, scale, bias, n_scores)
 

@@ -7,7 +7,8 @@ from torch import Tensor
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v for q (B, H, T, D), k, v (B, K, S, D), no gradients. Reads keys once, not H/K times."""
+    """softmax(scale · q kᵀ) v for q (B, H, T, D), k, v (B, K, S, D), no gradients. Reads keys once,
+    not H/K times."""
     B, H, T, _ = q.shape
     K, S = k.shape[1:3]
     queries = (q * scale).reshape(

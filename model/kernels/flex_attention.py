@@ -17,9 +17,11 @@ MIN_HEAD_DIM = 16  # required by the kernel
 
 
 class FlexAttention:
-    """FlexAttention (Dong et al. 2024, arXiv:2412.05496) for one pattern, prepared once per pass for all layers.
+    """FlexAttention (Dong et al. 2024, arXiv:2412.05496) for one pattern, prepared once per pass
+    for all layers.
 
-    `query`: positions and ids of queries and keys, (T,) or (B, T) each. On CPUs: all scores, no gradients.
+    `query`: positions and ids of queries and keys, (T,) or (B, T) each. On CPUs: all scores, no
+    gradients.
     """
 
     def __init__(
@@ -85,12 +87,14 @@ class FlexAttention:
 
 @cache
 def _compiled() -> Callable:
-    """Compile flex_attention once per process, at first use, because importing the compiler takes seconds."""
+    """Compile flex_attention once per process, at first use, because importing the compiler takes
+    seconds."""
     compiled = torch.compile(flex_attention, fullgraph=True)
 
     def call(*args: Any, **options: Any) -> Any:
-        # Each pattern compiles to one program, and another for dynamic lengths. Beyond torch's default limit of 8
-        # programs it would fail, or fall back to eager mode with all scores in memory.
+        # Each pattern compiles to one program, and another for dynamic lengths. Beyond torch's
+        # default limit of 8 programs it would fail, or fall back to eager mode with all scores in
+        # memory.
         with torch._dynamo.config.patch(recompile_limit=256, specialize_float=True):
             return compiled(*args, **options)
 
@@ -100,7 +104,8 @@ def _compiled() -> Callable:
 def count_visible(
     mask_mod: Callable, batch: int, heads: int, T: int, device: torch.device
 ) -> Tensor:
-    """Count visible pairs per block, (batch or 1, heads or 1, blocks, blocks). create_block_mask needs more memory."""
+    """Count visible pairs per block, (batch or 1, heads or 1, blocks, blocks). create_block_mask
+    needs more memory."""
     b, h, positions = (torch.arange(n, device=device) for n in (batch, heads, T))
     counts = []
     for i in positions.split(max(1, MAX_SCORES // (batch * heads * BLOCK * T)) * BLOCK):
@@ -111,6 +116,7 @@ def count_visible(
 
 
 def _block_table(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of blocks, the number of set blocks and all indices, set blocks first; (..., blocks) bool -> int32."""
+    """Per row of blocks, the number of set blocks and all indices, set blocks first; (..., blocks)
+    bool -> int32."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()

@@ -1,9 +1,10 @@
 """Causal attention in linear time with positive random features (FAVOR+ of the Performer).
 
-Choromanski et al. 2021, arXiv:2009.14794. With φ(x) = exp(ω·x − ‖x‖²/2)/√m for each of m rows ω from N(0, I), and
-q, k scaled by D^(−1/4), the mean of φ(q)·φ(k) over ω is exp(q·k/√D), the unnormalized weight of softmax attention. So
-y_i = φ(q_i) Σ_{j≤i} φ(k_j)ᵀ v_j / φ(q_i)·Σ_{j≤i} φ(k_j), and the state consists of the two sums. The quotient of two
-unbiased estimates is biased. Its error falls as 1/√m and grows quickly with ‖q + k‖.
+Choromanski et al. 2021, arXiv:2009.14794. With φ(x) = exp(ω·x − ‖x‖²/2)/√m for each of m rows ω
+from N(0, I), and q, k scaled by D^(−1/4), the mean of φ(q)·φ(k) over ω is exp(q·k/√D), the
+unnormalized weight of softmax attention. So y_i = φ(q_i) Σ_{j≤i} φ(k_j)ᵀ v_j / φ(q_i)·Σ_{j≤i}
+φ(k_j), and the state consists of the two sums. The quotient of two unbiased estimates is biased.
+Its error falls as 1/√m and grows quickly with ‖q + k‖.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from torch import Tensor
 
 CHUNK = 64  # positions that attend to each other directly, not through the sums
 SPAN = 64  # chunks whose sums one matrix product adds up; unlike a loop, this compiles
-FLOOR = 1e-20  # smallest feature of a query relative to its largest; keeps the weights from all underflowing
+# smallest feature of a query relative to its largest; keeps the weights from all underflowing
+FLOOR = 1e-20
 LIFT = 2.0**30  # between the log features of two documents; exp(−LIFT) is 0
 
 
 def random_features(n_features: int, head_dim: int, seed: int) -> Tensor:
-    """Sample ω, (m, D) in fp32: rows from N(0, I), orthogonal in blocks of D to reduce variance (section 2.3)."""
+    """Sample ω, (m, D) in fp32: rows from N(0, I), orthogonal in blocks of D to reduce variance
+    (section 2.3)."""
     generator = torch.Generator().manual_seed(seed)  # on the CPU in fp64, so that all devices agree
     blocks = -(-n_features // head_dim)
     gaussians = torch.randn(blocks, head_dim, head_dim, generator=generator, dtype=torch.float64)
@@ -59,16 +62,20 @@ def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, features: Tensor, state: LinearState | None = None,
     document_ids: Tensor | None = None, chunk: int = CHUNK,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
-    """Causal attention in time and memory linear in T: direct within each chunk, by sums for earlier chunks.
+    """Causal attention in time and memory linear in T: direct within each chunk, by sums for
+    earlier chunks.
 
     Args:
-        q, k, v: (B, H, T, D), (B, K, T, D) and (B, K, T, D_v), not scaled; each KV head serves H / K query heads.
+        q, k, v: (B, H, T, D), (B, K, T, D) and (B, K, T, D_v), not scaled; each KV head serves H /
+            K query heads.
         features: ω, (m, D), from random_features().
         state: the state after the previous positions, if any.
-        document_ids: (B, T), never decreasing; hides keys of other documents. Pass it in all calls or in none.
+        document_ids: (B, T), never decreasing; hides keys of other documents. Pass it in all calls
+            or in none.
         chunk: positions per chunk; affects only the speed.
 
-    Returns: (B, H, T, D_v) in q's dtype, and the state after the last position. Computes in fp32 or wider.
+    Returns: (B, H, T, D_v) in q's dtype, and the state after the last position. Computes in fp32 or
+    wider.
     """
     (B, K, T, D), C = k.shape, min(chunk, k.shape[2])
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -99,8 +106,9 @@ def linear_attention(
         [v, torch.ones_like(v[..., :1])], dim=-1
     )  # (B, K, n, C, D_v + 1): the last column sums the weights
 
-    # exp(log φ) would overflow. A query's scale (and ‖q‖²) cancels in the quotient. A key's scale is `top`, applied
-    # later as top − peak ≤ 0. Gradients treat both as constants; `top` is an integer, so sums of it are exact.
+    # exp(log φ) would overflow. A query's scale (and ‖q‖²) cancels in the quotient. A key's scale
+    # is `top`, applied later as top − peak ≤ 0. Gradients treat both as constants; `top` is an
+    # integer, so sums of it are exact.
     top = log_k.detach().amax(-1).ceil()  # (B, K, n, C)
     phi_q = (log_q - log_q.detach().amax(-1, keepdim=True)).exp().flatten(
         3, 4
@@ -117,7 +125,8 @@ def linear_attention(
         peak[..., ::C],
         peak[..., 1:].unflatten(2, (-1, C)),
     )  # (B, K, n + 1), (B, K, n, C)
-    # Factors for the keys in a chunk and the sums before it (per query), and for the sums between chunks.
+    # Factors for the keys in a chunk and the sums before it (per query), and for the sums between
+    # chunks.
     key_scale = (top[..., None, :] - peak[..., None]).to(wide).exp().tril()  # (B, K, n, C, C)
     past_scale = (border[..., :-1, None] - peak).to(wide).exp()  # (B, K, n, C)
     chunk_scale = (

@@ -1,4 +1,5 @@
-"""Fused LM head and cross-entropy in chunks: the logits, the largest tensor of a step, are never stored as a whole."""
+"""Fused LM head and cross-entropy in chunks: the logits, the largest tensor of a step, are never
+stored as a whole."""
 
 from collections.abc import Callable
 from functools import cache
@@ -17,8 +18,8 @@ COMPILED_CHUNK_ELEMENTS = (
 )  # bf16 only: as many bytes as 2**27 in bf16 with two fp32 copies
 MIN_CHUNK_ROWS = 256  # because each chunk reads and writes the whole weight gradient
 
-# A loss of the next n positions, in order: logits (n, V), targets (n,), whether a gradient is needed -> losses (n,) in
-# fp32, and the gradient in the logits' dtype.
+# A loss of the next n positions, in order: logits (n, V), targets (n,), whether a gradient is
+# needed -> losses (n,) in fp32, and the gradient in the logits' dtype.
 ChunkLoss = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
 
@@ -30,7 +31,8 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 def loss_and_gradient(
     logits: Tensor, targets: Tensor, needs_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy of logits (n, V) with targets (n,): in nats (n,), fp32, and the gradient in the logits' dtype."""
+    """Cross-entropy of logits (n, V) with targets (n,): in nats (n,), fp32, and the gradient in the
+    logits' dtype."""
     is_counted = targets != IGNORE_INDEX  # (n,)
     target = targets.clamp(min=0)[:, None]  # (n, 1)
     log_probs = logits.to(_sum_dtype(logits)).log_softmax(dim=-1)  # (n, V)
@@ -47,7 +49,8 @@ def loss_and_gradient(
 def fused_loss_and_gradient(
     logits: Tensor, targets: Tensor, needs_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """loss_and_gradient() in a form that compiles to one kernel, which reads and writes only the bf16 logits."""
+    """loss_and_gradient() in a form that compiles to one kernel, which reads and writes only the
+    bf16 logits."""
     is_target = (
         torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     )  # (n, V), all False if ignored
@@ -62,7 +65,8 @@ def fused_loss_and_gradient(
 
 @cache
 def _compiled() -> Callable:
-    """Compile the fused form once per process, at first use, because importing the compiler takes seconds."""
+    """Compile the fused form once per process, at first use, because importing the compiler takes
+    seconds."""
     compiled = torch.compile(fused_loss_and_gradient, fullgraph=True)
 
     def call(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -127,9 +131,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a·b in fp32 (fp64 for fp64 matrices), for matrices of any dtype; may modify `total`."""
+    """total + a·b in fp32 (fp64 for fp64 matrices), for matrices of any dtype; may modify
+    `total`."""
     if a.is_cuda and a.dtype.itemsize == 2:
-        # Not addmm, which would add in place: torch 2.11 lacks its fake version, which memory estimates need.
+        # Not addmm, which would add in place: torch 2.11 lacks its fake version, which memory
+        # estimates need.
         product = torch.mm(a, b, out_dtype=torch.float32)
         return product if total is None else total.add_(product)
     if total is None:
@@ -148,14 +154,15 @@ def linear_cross_entropy(
     target_losses: Tensor | None = None,
     chunk_loss: ChunkLoss | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of softmax(x · weightᵀ) with `targets`, (B, T) int64: (sum in nats, number of targets).
+    """Cross-entropy of softmax(x · weightᵀ) with `targets`, (B, T) int64: (sum in nats, number of
+    targets).
 
     The sum is in fp32, or fp64 if x is fp64. IGNORE_INDEX is not counted.
 
-    x (B, T, C), whose dtype the products use; weight (V, C); cast_weight: the weight in x's dtype, without a gradient.
-    is_compiled: compile softmax, loss and gradient of a chunk; matrix products always call the library.
-    target_losses: (B, T) fp32, contiguous; is filled with the loss of each target, 0 for IGNORE_INDEX.
-    chunk_loss: replaces the cross-entropy.
+    x (B, T, C), whose dtype the products use; weight (V, C); cast_weight: the weight in x's dtype,
+    without a gradient. is_compiled: compile softmax, loss and gradient of a chunk; matrix products
+    always call the library. target_losses: (B, T) fp32, contiguous; is filled with the loss of each
+    target, 0 for IGNORE_INDEX. chunk_loss: replaces the cross-entropy.
     """
     if (
         not torch.is_grad_enabled()

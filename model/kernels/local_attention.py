@@ -20,7 +20,8 @@ class LocalBlocks(NamedTuple):
 
     @classmethod
     def for_distance(cls, max_distance: int, n_global: int) -> LocalBlocks:
-        """Create blocks for queries that attend to the newest `max_distance` keys and the first `n_global`."""
+        """Create blocks for queries that attend to the newest `max_distance` keys and the first
+        `n_global`."""
         before = max(0, max_distance - 1)
         return cls(max(MIN_BLOCK, min(MAX_BLOCK, 1 << before.bit_length())), before, n_global)
 
@@ -38,7 +39,8 @@ def from_blocks(y: Tensor, length: int) -> Tensor:
 
 
 def keys_to_blocks(x: Tensor, blocks: LocalBlocks) -> Tensor:
-    """(B, K, T, D) -> (B·blocks, K, n_global + before + size, D): first keys, keys before each block, its own keys."""
+    """(B, K, T, D) -> (B·blocks, K, n_global + before + size, D): first keys, keys before each
+    block, its own keys."""
     size, before, n_global = blocks
     near = F.pad(x, (0, 0, before, -x.shape[2] % size)).unfold(2, before + size, size)
     near = near.permute(0, 2, 1, 4, 3)  # (B, blocks, K, before + size, D)
@@ -53,7 +55,8 @@ def keys_to_blocks(x: Tensor, blocks: LocalBlocks) -> Tensor:
 def positions_to_blocks(
     positions: Tensor, blocks: LocalBlocks, invalid: int
 ) -> tuple[Tensor, Tensor]:
-    """Split positions, (T,) or (B, T), for queries and keys; padded keys and repeated first keys get `invalid`."""
+    """Split positions, (T,) or (B, T), for queries and keys; padded keys and repeated first keys
+    get `invalid`."""
     size, before, n_global = blocks
     padding = -positions.shape[-1] % size
     queries = F.pad(positions, (0, padding)).unflatten(-1, (-1, size))  # (..., blocks, size)

@@ -19,7 +19,8 @@ class VarlenAttention:
 
     def __init__(self, document_ids: Tensor, max_distance: int | None) -> None:
         self.cu_seqlens = cu_seqlens(document_ids)
-        # The number of documents varies between batches; unless marked dynamic, a block would compile twice.
+        # The number of documents varies between batches; unless marked dynamic, a block would
+        # compile twice.
         torch._dynamo.maybe_mark_dynamic(self.cu_seqlens, 0)
         self.window = (
             -1 if max_distance is None else max_distance - 1,
@@ -45,7 +46,8 @@ class VarlenAttention:
 
 
 def cu_seqlens(document_ids: Tensor) -> Tensor:
-    """Start index of each document in the concatenated rows of (B, T), and the end: (documents + 1,) int32."""
+    """Start index of each document in the concatenated rows of (B, T), and the end: (documents +
+    1,) int32."""
     is_first = F.pad(
         document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True
     )  # (B, T), True at row starts
@@ -57,7 +59,8 @@ def cu_seqlens(document_ids: Tensor) -> Tensor:
 
 @cache
 def _varlen_attn() -> tuple[Callable, bool]:
-    """Import torch's function (late, it takes a second), and check for grouped heads (since torch 2.12)."""
+    """Import torch's function (late, it takes a second), and check for grouped heads (since torch
+    2.12)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters

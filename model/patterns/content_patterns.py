@@ -1,4 +1,5 @@
-"""Attention patterns whose visible keys depend on the content: on the scores, or on means of blocks of keys."""
+"""Attention patterns whose visible keys depend on the content: on the scores, or on means of blocks
+of keys."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ def topk(k: int) -> Pattern:
 
 
 def retrieve(block: int, k: int) -> Pattern:
-    """The query's own block, and the k earlier blocks whose mean key has the highest inner product with the query.
+    """The query's own block, and the k earlier blocks whose mean key has the highest inner product
+    with the query.
 
-    Blocks have `block` positions and are counted from the first position of a document. The own block is causal. Each
-    query head chooses by itself; among equal products, the earlier block wins. Gradients flow through the chosen keys,
-    not through the choice. MoBA (Lu et al. 2025, arXiv:2502.13189) trains with this pattern; Quest (Tang et al. 2024,
-    arXiv:2406.10774) chooses blocks for a model trained with full attention.
+    Blocks have `block` positions and are counted from the first position of a document. The own
+    block is causal. Each query head chooses by itself; among equal products, the earlier block
+    wins. Gradients flow through the chosen keys, not through the choice. MoBA (Lu et al. 2025,
+    arXiv:2502.13189) trains with this pattern; Quest (Tang et al. 2024, arXiv:2406.10774) chooses
+    blocks for a model trained with full attention.
     """
 
     def mask_mod(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
@@ -52,18 +55,21 @@ def retrieve(block: int, k: int) -> Pattern:
         )
         is_chosen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order[..., :k], True)
         number = number[:, None, None].expand(*is_chosen.shape[:-1], -1)  # (B, H, T, S)
-        # Earlier blocks of the query's document are complete, so `number` is right for their keys. Fewer than k blocks
-        # may be earlier; then others are chosen, too, and masked here and by the document.
+        # Earlier blocks of the query's document are complete, so `number` is right for their keys.
+        # Fewer than k blocks may be earlier; then others are chosen, too, and masked here and by
+        # the document.
         return own | (is_chosen.gather(-1, number) & (key_block < query_block))
 
     return Pattern(f"retrieve({block}, {k})", mask_mod, by_content=True)
 
 
 def complete_blocks(position: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the blocks that have all their keys: positions (..., S), consecutive in each document, S >= block.
+    """Find the blocks that have all their keys: positions (..., S), consecutive in each document, S
+    >= block.
 
-    There is room for N = S // block of them, in order. Returns the index of the first key of each, (B or 1, N), whether
-    it exists, (B or 1, N), and the number of the block of each key, (B or 1, S), without meaning for other keys.
+    There is room for N = S // block of them, in order. Returns the index of the first key of each,
+    (B or 1, N), whether it exists, (B or 1, N), and the number of the block of each key, (B or 1,
+    S), without meaning for other keys.
     """
     position = position.reshape(-1, position.shape[-1])  # (B or 1, S)
     S = position.shape[1]
@@ -78,7 +84,8 @@ def complete_blocks(position: Tensor, block: int) -> tuple[Tensor, Tensor, Tenso
 def block_scores(q: Tensor, k: Tensor, starts: Tensor, block: int) -> Tensor:
     """Inner products of queries with the mean key of each block, at least in fp32.
 
-    q (B, H, T, D), k (B, K, S, D), index of the first key of each block (B or 1, N) -> (B, H, T, N).
+    q (B, H, T, D), k (B, K, S, D), index of the first key of each block (B or 1, N) -> (B, H, T,
+    N).
     """
     dtype = torch.promote_types(k.dtype, torch.float32)
     index = (starts[..., None] + torch.arange(block, device=k.device)).flatten(
@@ -95,5 +102,6 @@ def block_scores(q: Tensor, k: Tensor, starts: Tensor, block: int) -> Tensor:
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
-    """Pick numbers of keys: x (..., S), index (B or 1, N) -> (B or 1, 1, 1, N), to compare with queries."""
+    """Pick numbers of keys: x (..., S), index (B or 1, N) -> (B or 1, 1, 1, N), to compare with
+    queries."""
     return x.reshape(-1, x.shape[-1]).gather(1, index)[:, None, None]

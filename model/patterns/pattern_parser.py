@@ -1,4 +1,5 @@
-"""Parser of attention patterns: names with numbers, combined with `&`, `|` and parentheses as in Python."""
+"""Parser of attention patterns: names with numbers, combined with `&`, `|` and parentheses as in
+Python."""
 
 import ast
 import inspect
@@ -20,7 +21,8 @@ MAX_ARGUMENTS = {
 MAY_BE_ZERO = ("token", "random", "bigbird")  # numbers from 0; other patterns require at least 1
 HINT = "write it as in window(64) | global(4)"
 
-# By name in a config. A pattern takes integers, and returns a Pattern; a user's module registers its own.
+# By name in a config. A pattern takes integers, and returns a Pattern; a user's module registers
+# its own.
 PATTERNS: Registry[Callable[..., Pattern]] = Registry("pattern")
 PATTERNS.register("full", patterns.full)
 PATTERNS.register("window", patterns.window)
@@ -43,7 +45,8 @@ def parse_pattern(text: str) -> Pattern:
     """Parse the text form of a pattern. Raises UserError for invalid text."""
     if len(text) > MAX_TEXT_LENGTH:
         raise UserError(
-            f"model.attention has a pattern of {len(text):,} characters; use at most {MAX_TEXT_LENGTH:,}"
+            f"model.attention has a pattern of {len(text):,} characters; use at most "
+            f"{MAX_TEXT_LENGTH:,}"
         )
     try:
         if not text.isascii() or "_" in text:  # Python's parser would normalize other letters
@@ -72,7 +75,8 @@ def _make_pattern(node: ast.expr, function: ast.Name, arguments: list[ast.expr])
     if name not in PATTERNS:
         if name.isalpha() and (name.isupper() or set(name) <= {"l", "g"}):
             raise UserError(
-                f"{name} is not a list of layers; use the letters L (model.window) and G (full), as in LLLG"
+                f"{name} is not a list of layers; use the letters L (model.window) and G "
+                f"(full), as in LLLG"
             )
         names = PATTERNS.names()
         hint = did_you_mean(name, names) or f"; use {', '.join(names)}"
@@ -120,9 +124,11 @@ def _unparse(node: ast.expr) -> str:
 def layer_patterns(
     attention: str | list[str], n_layers: int, window_size: int | None, n_heads: int
 ) -> list[Pattern]:
-    """Expand one pattern, a list of patterns, or letters such as "LLLG" to the pattern of each layer, by repetition.
+    """Expand one pattern, a list of patterns, or letters such as "LLLG" to the pattern of each
+    layer, by repetition.
 
-    L is a window of `window_size` keys, G is full. Raises UserError for invalid patterns and parts without effect.
+    L is a window of `window_size` keys, G is full. Raises UserError for invalid patterns and parts
+    without effect.
     """
     is_letters = isinstance(attention, str) and attention != "" and set(attention) <= {"L", "G"}
     needs_window = is_letters and "L" in attention
@@ -133,14 +139,16 @@ def layer_patterns(
     texts = list(attention) if is_letters or not isinstance(attention, str) else [attention]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(
-            f"model.attention is {attention!r}; it must be a pattern, a list of patterns, or letters"
+            f"model.attention is {attention!r}; it must be a pattern, a list of patterns, or "
+            f"letters"
         )
     if len(texts) > 1 and any(text.count("(") != text.count(")") for text in texts):
         remedy = "put quotes around a pattern that contains commas, as in ['dilated(64, 2)', full]"
         raise UserError(f"model.attention {attention!r}: {remedy}")
     if len(texts) > n_layers:
         raise UserError(
-            f"model.attention {attention!r} has {len(texts)} layers, but model.n_layers is {n_layers}"
+            f"model.attention {attention!r} has {len(texts)} layers, but model.n_layers is "
+            f"{n_layers}"
         )
     if is_letters:
         texts = [f"window({window_size})" if letter == "L" else "full" for letter in texts]
@@ -151,6 +159,7 @@ def layer_patterns(
         )
     if max(pattern.min_heads for pattern in parsed) > n_heads:
         raise UserError(
-            f"model.attention {attention!r} has patterns for more heads than model.n_heads = {n_heads}"
+            f"model.attention {attention!r} has patterns for more heads than model.n_heads = "
+            f"{n_heads}"
         )
     return [parsed[layer % len(parsed)] for layer in range(n_layers)]

@@ -1,4 +1,5 @@
-"""Attention patterns: predicates over absolute positions. docs/explanations/attention.md shows each as a picture."""
+"""Attention patterns: predicates over absolute positions. docs/explanations/attention.md shows each
+as a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ INVALID_POSITION = (
 
 @dataclass
 class TokenInfo:
-    """Queries or keys of a pass. Their tensors broadcast: queries (..., T, 1) against keys (..., 1, S)."""
+    """Queries or keys of a pass. Their tensors broadcast: queries (..., T, 1) against keys (..., 1,
+    S)."""
 
     position: Tensor
     document_id: Tensor | None = (
@@ -40,9 +42,11 @@ MaskMod = Callable[[Tensor, TokenInfo, TokenInfo], Tensor]
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which keys each query attends to: mask_mod(head, query, key) -> bool. `|` and `&` combine two patterns.
+    """Which keys each query attends to: mask_mod(head, query, key) -> bool. `|` and `&` combine two
+    patterns.
 
-    The other fields select kernels and caches. Beyond `max_distance` only the first `n_global` keys are visible.
+    The other fields select kernels and caches. Beyond `max_distance` only the first `n_global` keys
+    are visible.
     """
 
     text: str
@@ -56,14 +60,16 @@ class Pattern:
     by_head: bool = False
     tokens: tuple[int, ...] = ()  # selected token ids
     by_score: bool = False  # needs the scores of all keys
-    by_content: bool = False  # depends on queries and keys, not only on positions (model/patterns/content_patterns.py)
+    # depends on queries and keys, not only on positions (model/patterns/content_patterns.py)
+    by_content: bool = False
     min_heads: int = 1  # with fewer heads, part of the pattern would be unused
     n_features: int = (
         0  # of linear attention (model/attention.py), which needs no mask; 0: any other pattern
     )
 
     def __call__(self, head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
-        """True if the query attends to the key. With document masking both are in the same document."""
+        """True if the query attends to the key. With document masking both are in the same
+        document."""
         visible = self.mask_mod(head, query, key)
         return (
             visible
@@ -100,7 +106,8 @@ class Pattern:
 def _combine(
     text: str, mask_mod: MaskMod, patterns: Sequence[Pattern], limit: Callable, include: Callable
 ) -> Pattern:
-    """Combine patterns: `limit` (max or min) their distance and prefix, `include` (any or all) their includes_self."""
+    """Combine patterns: `limit` (max or min) their distance and prefix, `include` (any or all)
+    their includes_self."""
     if any(pattern.n_features for pattern in patterns):
         raise UserError("linear cannot be combined with other patterns; use it for whole layers")
     distance = limit(
@@ -149,7 +156,8 @@ def dilated(w: int, d: int) -> Pattern:
 
 
 def global_positions(g: int) -> Pattern:
-    """`global(g)`: the first g positions (Beltagy et al. 2020; as attention sinks in Xiao et al. 2023)."""
+    """`global(g)`: the first g positions (Beltagy et al. 2020; as attention sinks in Xiao et al.
+    2023)."""
     return Pattern(
         f"global({g})",
         lambda head, query, key: (key.position < g) & (key.position <= query.position),
@@ -160,7 +168,8 @@ def global_positions(g: int) -> Pattern:
 
 
 def global_tokens(*ids: int) -> Pattern:
-    """`token(id, ...)`: later queries attend to these tokens, which attend to all before them (Beltagy et al. 2020)."""
+    """`token(id, ...)`: later queries attend to these tokens, which attend to all before them
+    (Beltagy et al. 2020)."""
 
     def mask_mod(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         is_global = sum((query.token_id == i) | (key.token_id == i) for i in ids) > 0
@@ -170,7 +179,8 @@ def global_tokens(*ids: int) -> Pattern:
 
 
 def block(b: int, n: int = 1) -> Pattern:
-    """Blocks of b positions: the query's own and the n - 1 before (Qiu et al. 2020, arXiv:1911.02972)."""
+    """Blocks of b positions: the query's own and the n - 1 before (Qiu et al. 2020,
+    arXiv:1911.02972)."""
 
     def mask_mod(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         return (key.position <= query.position) & (query.position // b - key.position // b < n)
@@ -179,7 +189,8 @@ def block(b: int, n: int = 1) -> Pattern:
 
 
 def strided(s: int) -> Pattern:
-    """The newest s keys and every s-th key before them, with s about √T (Child et al. 2019, arXiv:1904.10509)."""
+    """The newest s keys and every s-th key before them, with s about √T (Child et al. 2019,
+    arXiv:1904.10509)."""
 
     def mask_mod(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         distance = query.position - key.position
@@ -189,7 +200,8 @@ def strided(s: int) -> Pattern:
 
 
 def random(b: int, r: int, seed: int = 0) -> Pattern:
-    """Blocks of b queries that attend to r random earlier blocks per head (Zaheer et al. 2020, arXiv:2007.14062)."""
+    """Blocks of b queries that attend to r random earlier blocks per head (Zaheer et al. 2020,
+    arXiv:2007.14062)."""
 
     def mask_mod(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         query_block, key_block = query.position // b, key.position // b
@@ -204,7 +216,8 @@ def random(b: int, r: int, seed: int = 0) -> Pattern:
 
 
 def _hash(seed: int, head: Tensor, block: Tensor, i: int) -> Tensor:
-    """Hash four numbers to an integer in [0, 2³¹) by SplitMix-like rounds, which need no table for long sequences."""
+    """Hash four numbers to an integer in [0, 2³¹) by SplitMix-like rounds, which need no table for
+    long sequences."""
     x = (seed * 0x9E3779B1 + i * 0x85EBCA77) % (1 << 31) + head * 0xC2B2AE3 + block * 0x27D4EB2F
     for factor in (0x2C1B3C6D, 0x297A2D39):
         x = x & 0x7FFFFFFF
@@ -213,7 +226,8 @@ def _hash(seed: int, head: Tensor, block: Tensor, i: int) -> Tensor:
 
 
 def prefix(p: int) -> Pattern:
-    """Bidirectional in the first p positions, causal after them (Liu et al. 2018, arXiv:1801.10198)."""
+    """Bidirectional in the first p positions, causal after them (Liu et al. 2018,
+    arXiv:1801.10198)."""
     return Pattern(
         f"prefix({p})",
         lambda head, query, key: (key.position <= query.position) | (key.position < p),
@@ -239,7 +253,8 @@ def per_head(*patterns: Pattern) -> Pattern:
 
 
 def longformer(w: int, d: int, g: int) -> Pattern:
-    """A window of w, every d-th key of the newest w·d, and the first g positions (Beltagy et al. 2020)."""
+    """A window of w, every d-th key of the newest w·d, and the first g positions (Beltagy et al.
+    2020)."""
     return window(w) | dilated(w * d, d) | global_positions(g)
 
 

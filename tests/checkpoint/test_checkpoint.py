@@ -117,7 +117,8 @@ def test_damage_is_passed_over_and_named(run, capsys, name, damage):
 
 
 def is_found_damaged(folder, path):
-    """Whether verify() finds damage, and names the file (or the one beside it that it belongs with)."""
+    """Whether verify() finds damage, and names the file (or the one beside it that it belongs
+    with)."""
     try:
         checkpoint.verify(folder)
     except (
@@ -130,7 +131,8 @@ def is_found_damaged(folder, path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_no_byte_of_a_file_can_change_unseen(run, name, stress):
-    """Every byte of the manifest, with several masks under --stress; of others 50 bytes, or 200 and more, with one."""
+    """Every byte of the manifest, with several masks under --stress; of others 50 bytes, or 200 and
+    more, with one."""
     folder = run.checkpoints / "step-00000003"
     path = folder / name
     whole = path.read_bytes()
@@ -293,7 +295,8 @@ def test_shapes_are_checked_before_loading(tmp_path):
 
 
 def test_a_pickle_under_our_names_never_runs(run, tmp_path):
-    """Every file that is read, replaced by a pickle that would leave a trace, with a manifest that agrees."""
+    """Every file that is read, replaced by a pickle that would leave a trace, with a manifest that
+    agrees."""
     trace = tmp_path / "trace"
     evil = b"cposix\nsystem\n(S'touch %s'\ntR." % str(trace).encode()
     for name in FILES:

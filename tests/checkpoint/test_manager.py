@@ -47,7 +47,8 @@ def test_the_last_and_the_milestones_are_kept(tmp_path, background, last, every,
 
 
 def test_of_the_best_the_one_written_last_stays_whatever_its_number(tmp_path, background):
-    """After going back to an older checkpoint a better one may come earlier than one that is there."""
+    """After going back to an older checkpoint a better one may come earlier than one that is
+    there."""
     saver = CheckpointManager(tmp_path, 1, None, background)
     for step in (450, 420, 430):
         saver.save("best", step, files(step))

@@ -1,4 +1,5 @@
-"""Forms of attention from the config to the text: trained by the real command, gone on with, sampled from."""
+"""Forms of attention from the config to the text: trained by the real command, gone on with,
+sampled from."""
 
 import json
 

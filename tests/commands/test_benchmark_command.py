@@ -40,7 +40,8 @@ def test_decode_compared_with_transformers_from_any_folder(benchmark, tmp_path):
     assert [(row["name"], row["batch"]) for row in result["rows"]] == [
         ("transformers-fp32", 1), ("fp32", 1), ("bf16", 3), ("int8", 1),
     ]  # fmt: skip
-    # 2 layers of 4·64² + 3·64·128 weights, an LM head of 512·64 and 5 norm weights of 64, in fp32; a KV cache of 8 + 3.
+    # 2 layers of 4·64² + 3·64·128 weights, an LM head of 512·64 and 5 norm weights of 64, in fp32;
+    # a KV cache of 8 + 3.
     weights = 2 * (4 * 64**2 + 3 * 64 * 128) + 512 * 64 + 5 * 64
     assert result["rows"][1]["step_bytes"] == 4 * weights + 2 * 2 * 64 * 11 * 4
     assert result["rows"][0]["step_bytes"] == result["rows"][1]["step_bytes"]
@@ -88,7 +89,8 @@ def test_retrieval(benchmark):
         (kind, length) for kind in ("window", "retrieval", "full") for length in (32, 64)
     }
     assert all(row["ms"] > 0 for row in of.values())
-    # 2 layers, 2 KV heads, 16 dimensions per head: blocks of 4 in int8 with 2 scales per position, 4 keys in fp32.
+    # 2 layers, 2 KV heads, 16 dimensions per head: blocks of 4 in int8 with 2 scales per position,
+    # 4 keys in fp32.
     assert of["retrieval", 32]["bytes"] == 2 * 2 * (
         16 * (4 * (2 * 16 + 2 * 4) + 4 * 16 * 4) + 3 * 17 * 16 * 4
     )

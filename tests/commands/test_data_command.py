@@ -1,4 +1,5 @@
-"""scripts/data.py: the numbers are those of the corpus, and the page shows the sequences that training reads."""
+"""scripts/data.py: the numbers are those of the corpus, and the page shows the sequences that
+training reads."""
 
 import html
 import itertools

@@ -47,7 +47,8 @@ def config(tmp_path_factory):
 
 @pytest.fixture
 def torchrun(tmp_path):
-    """Starts a training of two ranks under the real torchrun; a rank that outlives the test is a failure."""
+    """Starts a training of two ranks under the real torchrun; a rank that outlives the test is a
+    failure."""
     commands, script = [], tmp_path / "torchrun.py"
     script.write_text(TORCHRUN)
 
@@ -81,7 +82,8 @@ def rank_pids(torchrun):
 
 @pytest.fixture
 def start_ranks():
-    """Starts the two ranks of a training without torchrun, which spares its processes the import of torch."""
+    """Starts the two ranks of a training without torchrun, which spares its processes the import of
+    torch."""
     commands = []
 
     def start(*arguments, script=ROOT / "train.py"):
@@ -119,7 +121,8 @@ def assert_saved_once_by_both(run, log):
 
 
 def assert_as_if_uninterrupted(run, resumed, start_ranks, config, options, tmp_path):
-    """The run is, to the last bit of the last checkpoint that both have, as one of two ranks that nobody kills.
+    """The run is, to the last bit of the last checkpoint that both have, as one of two ranks that
+    nobody kills.
 
     A signal to rank 0 ends that one.
     """

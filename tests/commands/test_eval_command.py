@@ -108,7 +108,8 @@ def test_long_on_another_source(command, tiny_run, tmp_path, capsys, monkeypatch
 
 
 def test_run_and_export_have_the_same_losses(command, tiny_run, tmp_path, capsys):
-    """The run's own validation, which its last line of metrics.jsonl has too; and any text, of either."""
+    """The run's own validation, which its last line of metrics.jsonl has too; and any text, of
+    either."""
     assert command(tiny_run, "--device", "cpu", "--json", "--context", "8,32") == 0
     results = json.loads(capsys.readouterr().out)
     last = [
@@ -151,7 +152,8 @@ def test_run_and_export_have_the_same_losses(command, tiny_run, tmp_path, capsys
 def test_a_text_has_the_score_that_generate_prints(
     run_script, tiny_run, text_file, tmp_path, add_bos, n_lines
 ):
-    """The same tokens, without an end, in the same windows; a byte order mark is no part of either text."""
+    """The same tokens, without an end, in the same windows; a byte order mark is no part of either
+    text."""
     model, tokenizer = interop.load(tiny_run)
     tokenizer.bos_prefix = [tokenizer.bos_id] if add_bos else []
     folder, file = tmp_path / "hf", tmp_path / "other.txt"
@@ -176,7 +178,8 @@ def test_a_text_has_the_score_that_generate_prints(
 
 
 def test_a_part_of_the_validation_data(command, tiny_run, capsys):
-    """--max-tokens reads the first windows, and says so; the whole set and the whole text say nothing of a part."""
+    """--max-tokens reads the first windows, and says so; the whole set and the whole text say
+    nothing of a part."""
     assert command(tiny_run, "--device", "cpu", "--json") == 0
     whole = json.loads(capsys.readouterr().out)
     assert command(tiny_run, "--device", "cpu", "--json", "--max-tokens", 320) == 0
@@ -193,7 +196,8 @@ def test_a_part_of_the_validation_data(command, tiny_run, capsys):
 
 
 def test_table_columns_are_aligned(command, tiny_run, tmp_path, capsys):
-    """PackedDataset that overlap; a text that the model finds very odd; no floor where there is none."""
+    """PackedDataset that overlap; a text that the model finds very odd; no floor where there is
+    none."""
     odd = tmp_path / "odd.txt"
     odd.write_text("ÿþ\x00" * 2000)
     options = [
@@ -317,7 +321,8 @@ def test_checkpoint_outside_its_run(command, tiny_run, tmp_path):
 def test_what_a_strangers_config_names_is_read_only_on_request(
     command, tiny_run, tmp_path, capsys, monkeypatch
 ):
-    """The tokens of a run trained here are in the cache; without it `path` is not even looked for."""
+    """The tokens of a run trained here are in the cache; without it `path` is not even looked
+    for."""
     run, arguments = (
         shutil.copytree(tiny_run, tmp_path / "run"),
         ["--context", "16", "--json", "--device", "cpu"],
@@ -369,7 +374,8 @@ def test_what_a_strangers_config_names_is_read_only_on_request(
 def test_the_same_loss_as_in_training(
     run_script, train_args, command, tmp_path, capsys, packing, masking
 ):
-    """Short documents, each of one word: what other documents say matters to a model that was not trained on them."""
+    """Short documents, each of one word: what other documents say matters to a model that was not
+    trained on them."""
     rows = [
         {"text": " ".join([("cat", "dog", "owl", "fox")[i % 4]] * (3 + i % 5))} for i in range(400)
     ]

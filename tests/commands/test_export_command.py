@@ -25,7 +25,8 @@ TRAIN, GENERATE, EXPORT = ROOT / "train.py", ROOT / "generate.py", ROOT / "scrip
 
 @pytest.fixture
 def command(monkeypatch, stress):
-    """Runs a script's main() in this process, which spares the time to import torch and transformers.
+    """Runs a script's main() in this process, which spares the time to import torch and
+    transformers.
 
     Tokenizers are compared on 5,000 texts only under --stress.
     """
@@ -89,7 +90,8 @@ def follow(folder):
 
 
 def chat_goes_beyond_the_context(run_script, run, options):
-    """The oldest turns are left out, a message that is too long alone is refused, and --no-slide ends the chat."""
+    """The oldest turns are left out, a message that is too long alone is refused, and --no-slide
+    ends the chat."""
     lines = "1?\n2?\n3?\n4?\n" + "5? " * 30 + "\n/undo\n6?\n/show\n"
     turns = run_script(GENERATE, run, *options, input=lines)
     unseen, refused, removed = turns.stderr.splitlines()[1:]
@@ -106,7 +108,8 @@ def chat_goes_beyond_the_context(run_script, run, options):
 def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(
     command, run_script, tiny_run, tmp_path, capsys
 ):
-    """All of it by the commands of the docs: out, conversations with adapters, an answer, losses, out again."""
+    """All of it by the commands of the docs: out, conversations with adapters, an answer, losses,
+    out again."""
     talks, base, run = tmp_path / "talks.jsonl", tmp_path / "base", tmp_path / "run"
     rows = [
         [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"Line {i}."}]

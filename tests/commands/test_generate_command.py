@@ -389,7 +389,8 @@ def test_interactive_at_a_terminal_survives_an_interruption(tiny_run):
     output += os.read(here, 1)  # it is talking
 
     def repeat(action, text):
-        """A signal may fall on any instant; Python's readline sees one that comes before it waits for keys too late."""
+        """A signal may fall on any instant; Python's readline sees one that comes before it waits
+        for keys too late."""
         nonlocal output
         while text not in output:
             action()

@@ -1,4 +1,5 @@
-"""The GPU campaign, rehearsed on the CPU: every stage of both parts, and what happens to a stage that goes wrong."""
+"""The GPU campaign, rehearsed on the CPU: every stage of both parts, and what happens to a stage
+that goes wrong."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""scripts/inspect_model.py as a user runs it: tables, JSON and pictures of what the model computed, one-line errors."""
+"""scripts/inspect_model.py as a user runs it: tables, JSON and pictures of what the model computed,
+one-line errors."""
 
 import copy
 import importlib.util

@@ -1,4 +1,5 @@
-"""train.py as a user meets it: runs, resumes, signals, mistakes. Every test starts the real command."""
+"""train.py as a user meets it: runs, resumes, signals, mistakes. Every test starts the real
+command."""
 
 import math
 import os
@@ -193,7 +194,8 @@ def test_a_damaged_checkpoint_never_costs_a_good_one(train_args, tiny_run, tmp_p
 
 
 def test_what_a_killed_first_attempt_left_is_no_hindrance(train_args, tmp_path):
-    """Lines without a checkpoint, the last of them cut off, and half a checkpoint under its temporary name."""
+    """Lines without a checkpoint, the last of them cut off, and half a checkpoint under its
+    temporary name."""
     run = tmp_path / "run"
     (run / "checkpoints" / ".step-00000003.77.tmp").mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 6, "val_loss": 0.1}\n{"step": 1, "tok')
@@ -302,7 +304,8 @@ def test_a_training_needs_no_standard_error(train_args, tmp_path, stderr):
 
 @pytest.mark.parametrize("moment", ["verify", "load_model"])
 def test_a_run_can_be_read_while_it_is_trained(tiny_run, tmp_path, monkeypatch, moment):
-    """The training may save a new checkpoint and remove the one that is just being verified or loaded."""
+    """The training may save a new checkpoint and remove the one that is just being verified or
+    loaded."""
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     old, new = (run / "checkpoints" / f"step-000000{step}" for step in (38, 40))
@@ -402,7 +405,8 @@ def test_accumulation_changes_nothing_but_rounding(train_args, tmp_path):
 
 
 def test_time_ends_a_run_and_its_schedule(train_args, tmp_path):
-    """By the run's own clock: the first step that ends after max_minutes is the last, and the rate follows."""
+    """By the run's own clock: the first step that ends after max_minutes is the last, and the rate
+    follows."""
     run = tmp_path / "run"
     done = run_script(*train_args, f"run.dir={run}", "train.max_steps=null", "train.max_minutes=0.02",
                       "train.warmup_steps=0", "train.schedule=cosine", "train.min_lr_ratio=0",
@@ -418,7 +422,8 @@ def test_time_ends_a_run_and_its_schedule(train_args, tmp_path):
         )
 
 
-# Train without the C++ that inductor would compile, for a minute: what dynamo has traced is run operation by operation.
+# Train without the C++ that inductor would compile, for a minute: what dynamo has traced is run
+# operation by operation.
 TRACE_ONLY = """
 import functools, runpy, sys
 import torch
@@ -479,7 +484,8 @@ def test_samples_appear_while_training(train_args, tmp_path):
     assert "step 3, sampling" in done.stderr
 
 
-# ------------------------------------------------------------------ mistakes: one line, status 2, nothing written
+# ------------------------------------------------------------------ mistakes: one line, status 2,
+# nothing written
 
 
 def mistake(tmp_path, *arguments, name="run"):

@@ -69,7 +69,8 @@ def test_the_better_half_goes_on(losses):
 
 @pytest.fixture
 def config(train_args, tmp_path):
-    """The config of the tiny run as a file of its own. Its length ends the search after seconds, whatever --minutes."""
+    """The config of the tiny run as a file of its own. Its length ends the search after seconds,
+    whatever --minutes."""
     tree = load_config(
         train_args[1], [*train_args[2:], "train.max_steps=160", "train.warmup_steps=2"]
     )
@@ -227,7 +228,8 @@ def test_too_few_minutes_are_refused_with_the_number_that_is_enough():
 
 
 def test_rates_of_adapters_and_micro_batches(config, tiny_run, tmp_path):
-    """What a trial changes is what the config reads: adapters have one rate, and micro-batches divide a batch."""
+    """What a trial changes is what the config reads: adapters have one rate, and micro-batches
+    divide a batch."""
     lora = [
         "model.n_kv_heads=null",
         "data.tokenizer=null",

@@ -1,4 +1,5 @@
-"""PackedDataset and their order: nothing lost, nothing twice, and a pure function of (seed, step)."""
+"""PackedDataset and their order: nothing lost, nothing twice, and a pure function of (seed,
+step)."""
 
 import itertools
 import math

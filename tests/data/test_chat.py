@@ -1,4 +1,5 @@
-"""Conversations: the ids and the mask that transformers makes by the same template, and what is refused."""
+"""Conversations: the ids and the mask that transformers makes by the same template, and what is
+refused."""
 
 import datetime
 import json
@@ -52,7 +53,8 @@ TALK = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A byte-level BPE with chat tokens, as a Hugging Face folder; the end of a turn ends texts, as in Qwen."""
+    """A byte-level BPE with chat tokens, as a Hugging Face folder; the end of a turn ends texts, as
+    in Qwen."""
     folder = tmp_path_factory.mktemp("chat")
     base = make_tokenizer("bpe:400", ["the cat sat on the mat and the dog sat on the cat " * 20])
     tokenizer_conversion.write(base, folder, 128)
@@ -106,7 +108,8 @@ def test_the_tokens_and_the_mask_of_transformers(folder, tokenizer):
 
 @pytest.mark.parametrize(("eos", "bos"), [(0, None), ([0, 1], 0), (None, None)])
 def test_templates_get_the_names_of_the_tokenizers_own_file(folder, tmp_path, eos, bos):
-    """Whatever config.json says ends a text; and what ends an answer is not the line break behind that name."""
+    """Whatever config.json says ends a text; and what ends an answer is not the line break behind
+    that name."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     base = json.loads((folder / "tokenizer.json").read_text())["added_tokens"][0]
     values = {
@@ -299,7 +302,8 @@ def test_a_call_that_the_template_does_not_read_is_no_empty_answer(tmp_path, tok
 
 
 def test_an_answer_that_the_boundary_ends_learns_the_boundary(tmp_path, rows):
-    """Of a tokenizer made here, whose template writes no end: the BOS token after the conversation is it."""
+    """Of a tokenizer made here, whose template writes no end: the BOS token after the conversation
+    is it."""
     plain = make_tokenizer("byte", []).with_chat_template(OPEN)
     corpus = prepare_corpus(
         source="jsonl", path=str(rows), tokenizer=plain, cache_dir=tmp_path, progress=False, assistant_only_loss=True,

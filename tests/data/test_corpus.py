@@ -343,7 +343,8 @@ prepare_corpus(**{options})
 def test_a_killed_process_is_continued_after_its_finished_shards(
     tmp_path, quick, many, capfd, tokenizer, stress
 ):
-    """After every shard; the files equal those of an undisturbed process, also after several kills."""
+    """After every shard; the files equal those of an undisturbed process, also after several
+    kills."""
     options = {**many, "tokenizer": tokenizer, "progress": False}
     expected = quick(**options)
     n_shards = len(expected.train.shards) + len(expected.val.shards)
@@ -447,7 +448,8 @@ def test_conversations_are_started_over(tmp_path, quick):
 
 
 def test_processes_take_turns_and_abandoned_folders_go(tmp_path, quick, many, capfd):
-    """One waits for the other and uses its corpus; folders that nobody continues are removed after a week."""
+    """One waits for the other and uses its corpus; folders that nobody continues are removed after
+    a week."""
     tokens = quick(**many).folder.parent
     locks = tokens.parent / "locks"
     for name, age in (("old", 8 * 24 * 3600), ("new", 3600), ("alive", 8 * 24 * 3600)):

@@ -1,4 +1,5 @@
-"""Hostile files end in one line or lose nothing, and no part of a corpus is taken for a whole one."""
+"""Hostile files end in one line or lose nothing, and no part of a corpus is taken for a whole
+one."""
 
 import gzip
 import json

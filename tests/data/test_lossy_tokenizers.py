@@ -1,4 +1,5 @@
-"""Bits per byte count the bytes of the text, also where an imported tokenizer changes what it encodes."""
+"""Bits per byte count the bytes of the text, also where an imported tokenizer changes what it
+encodes."""
 
 from random import Random
 

@@ -1,4 +1,5 @@
-"""Sources: what each gives, what changes its key, and what it refuses. The datasets library reads real local files."""
+"""Sources: what each gives, what changes its key, and what it refuses. The datasets library reads
+real local files."""
 
 import gzip
 import io

@@ -1,4 +1,5 @@
-"""The words of a story against an independent parse of its text, and the clauses of tales.subjects against English."""
+"""The words of a story against an independent parse of its text, and the clauses of tales.subjects
+against English."""
 
 import re
 

@@ -44,7 +44,8 @@ def entropy() -> float:
 
 
 def entropy_by_kind(story: tales.Story) -> dict[str, float]:
-    """The nats of the story's negative log-probability that its facts, its plot and its filler account for."""
+    """The nats of the story's negative log-probability that its facts, its plot and its filler
+    account for."""
     nats = {"fact": 0.0, "plot": 0.0, "filler": 0.0}
     for choice in story.choices:
         nats[choice.kind] -= choice.log_prob
@@ -122,7 +123,8 @@ def stories() -> list[tales.Story]:
 
 
 def far_recalls(story: tales.Story) -> list[float]:
-    """The bits of each fact, once for every time it comes back more than FAR words after its last mention."""
+    """The bits of each fact, once for every time it comes back more than FAR words after its last
+    mention."""
     places = defaultdict(list)
     for place, word in enumerate(TOKEN.findall(story.text)):
         places[word.lower()].append(place)
@@ -151,7 +153,8 @@ def test_stories_of_another_seed_or_index_differ(stories):
 
 
 def test_a_known_story_stays_the_same():
-    """The corpus is part of what a trained model means: a change of the stream must be noticed here."""
+    """The corpus is part of what a trained model means: a change of the stream must be noticed
+    here."""
     assert tales.generate_story(0, 0).text.split("\n\n")[0] == (
         "Once upon a time, there was a tidy, plucky boy named Leon. "
         "His grandmother loved baking, and the sheepdog Twiglet came from Wick."
@@ -260,7 +263,8 @@ def test_a_fact_is_said_at_least_twice(stories):
 
 
 def test_probabilities_are_those_of_the_draws(stories):
-    """Every choice is made as often as its log-probability says, and the probabilities of its values sum to one."""
+    """Every choice is made as often as its log-probability says, and the probabilities of its
+    values sum to one."""
     outcomes = defaultdict(Counter)
     log_probs = defaultdict(dict)
     for story in stories:
@@ -306,7 +310,8 @@ def test_stories_are_well_formed_text(stories):
                 )
 
 
-# After direct speech that ends in ! or ?, the sentence goes on in lower case: "Home!" her aunt called.
+# After direct speech that ends in ! or ?, the sentence goes on in lower case: "Home!" her aunt
+# called.
 SAID_AFTER_SPEECH = re.compile(
     r"(?:it|he|she|the|his|her|said|called|a very|[a-z]+ friend|friend) "
 )

@@ -239,8 +239,8 @@ def test_byte_lengths_count_no_special_token():
     assert lengths[:256].tolist() == [1] * 256
 
 
-# tiktoken finds encodings through plugins; this one stands for a named encoding whose file is at hand. It has a gap
-# (257) and two names for one id, as o200k_harmony does.
+# tiktoken finds encodings through plugins; this one stands for a named encoding whose file is at
+# hand. It has a gap (257) and two names for one id, as o200k_harmony does.
 PLUGIN = """
 RANKS = {bytes([i]): i for i in range(256)} | {b"he": 256}
 SPECIAL = {"<|endoftext|>": 258, "<|stop|>": 258}
@@ -295,7 +295,8 @@ def test_a_named_encoding_that_cannot_be_downloaded_is_one_line(tmp_path):
      ("(?=(a+)+$)b|[\\s\\S]", None), ("\ud800", "not a valid")],
 )  # fmt: skip
 def test_a_strangers_pattern_is_tried_before_it_is_believed(tmp_path, pattern, says):
-    """It runs in a library that panics where it matches nothing, and silently leaves out what it does not match."""
+    """It runs in a library that panics where it matches nothing, and silently leaves out what it
+    does not match."""
     path = make_tokenizer("byte", []).save(tmp_path)
     content = {**json.loads(path.read_text()), "pattern": pattern}
     _seal(content)

@@ -1,4 +1,5 @@
-"""Tokenizers as Hugging Face's files: 20,000 fuzzed strings have the same ids, whichever way they went."""
+"""Tokenizers as Hugging Face's files: 20,000 fuzzed strings have the same ids, whichever way they
+went."""
 
 import json
 import random
@@ -42,7 +43,8 @@ NAMES = ["<|bos|>", "<|endoftext|>", "<|fim|>", "<think>", "<s>", "<unk>", "<|im
 
 
 def fuzzed(count, seed):
-    """Strings of every Unicode category, runs of digits and spaces, controls, contractions, names of specials."""
+    """Strings of every Unicode category, runs of digits and spaces, controls, contractions, names
+    of specials."""
     rng = random.Random(seed)
     categories = sorted(BY_CATEGORY)
     common = ["e", " the", "'s", "'LL", "don't", "x1", " ", "é"]
@@ -69,7 +71,8 @@ def differing(ours, theirs, texts):
 
 
 def with_gaps(pattern=CL100K):
-    """A trained vocabulary under another split, with special tokens whose ids leave gaps, as cl100k's do."""
+    """A trained vocabulary under another split, with special tokens whose ids leave gaps, as
+    cl100k's do."""
     base = make_tokenizer("bpe:600", [SAMPLE])
     tokens = [base.token_bytes(i) for i in range(base.vocab_size - 1)]
     tokens += [None] * (612 - len(tokens))
@@ -185,7 +188,8 @@ def smollm_like():
 
 
 def mistral_like():
-    """As sentencepiece's: spaces become ▁, one of them before the text, and what is unknown becomes bytes."""
+    """As sentencepiece's: spaces become ▁, one of them before the text, and what is unknown becomes
+    bytes."""
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     library = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     library.normalizer = normalizers.Sequence(
@@ -280,7 +284,8 @@ def test_bytes_of_pieces_make_up_the_text(tmp_path):
 
 
 def test_tokens_that_are_not_special_are_found_in_any_text(tmp_path):
-    """As by transformers, in plain text too, whichever library runs it; and their names are what they stand for."""
+    """As by transformers, in plain text too, whichever library runs it; and their names are what
+    they stand for."""
     for number, pre_tokenizer in enumerate(
         [byte_level(), pre_tokenizers.ByteLevel(add_prefix_space=True)]
     ):

@@ -1,4 +1,5 @@
-"""EleutherAI's harness gives a Thinker what it gives the same model through hf_results own adapter for transformers."""
+"""EleutherAI's harness gives a Thinker what it gives the same model through hf_results own adapter
+for transformers."""
 
 import json
 import math
@@ -184,7 +185,8 @@ def test_the_model_has_no_gradients(models):
 
 
 def test_prefix_and_eot_tokens():
-    """As in the harness's own adapter: what begins a text by the tokenizer's own file, or else what ends one there."""
+    """As in the harness's own adapter: what begins a text by the tokenizer's own file, or else what
+    ends one there."""
     base = make_tokenizer("byte", [])
     tokens = [base.token_bytes(i) for i in range(256)] + [None, None]
     model = random_model(vocab_size=258)

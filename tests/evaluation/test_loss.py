@@ -59,7 +59,8 @@ def test_loss_floor_and_bits_of_aligned_documents(corpus, model):
     assert found.bits_per_byte == pytest.approx(found.loss * tokens / math.log(2) / n_bytes)
     log_prob = sum(shard.log_probs[:].sum() for shard in corpus.val.shards)
     assert found.entropy_floor == pytest.approx(-log_prob / tokens)
-    # Whole stories share a window with others, so attention sees a little more than alone; the count is the same.
+    # Whole stories share a window with others, so attention sees a little more than alone; the
+    # count is the same.
     assert found.loss == pytest.approx(nats / tokens, rel=0.02)
 
 

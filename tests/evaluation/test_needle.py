@@ -197,7 +197,8 @@ def test_a_prefix_that_includes_the_answer(random_model, bpe):
 
 @torch.no_grad()
 def test_through_a_cache_values_have_the_same_probability(random_model, byte):
-    """With a window as long as the text, with and without blocks; values share beginnings or have none in common."""
+    """With a window as long as the text, with and without blocks; values share beginnings or have
+    none in common."""
     model = random_model(vocab_size=byte.vocab_size, max_seq_len=128)
     context = torch.randint(0, 200, (70,), generator=torch.Generator().manual_seed(0)).tolist()
     values = [byte.encode(value) for value in (" a", " ab", " abc", " abd", " z", " zebra")]

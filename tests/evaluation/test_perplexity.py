@@ -1,4 +1,5 @@
-"""Loss, perplexity and bits per byte of a text: by hand, with intervals that cover, however windows overlap."""
+"""Loss, perplexity and bits per byte of a text: by hand, with intervals that cover, however windows
+overlap."""
 
 import json
 import math
@@ -121,7 +122,8 @@ def test_a_stride_needs_contiguous_windows(tokens):
 
 @pytest.mark.parametrize(("n", "confidence"), [(2, 0.95), (3, 0.9), (12, 0.95), (60, 0.8)])
 def test_confidence_intervals_have_their_coverage(n, confidence, stress):
-    """Draws of uneven size whose tokens are alike: the interval about their ratio holds the true one."""
+    """Draws of uneven size whose tokens are alike: the interval about their ratio holds the true
+    one."""
     rng = random.Random(n)
     covered, trials = 0, 3000 if stress else 800
     for _ in range(trials):

@@ -1,4 +1,5 @@
-"""The models of text that a run is compared with: true probabilities, known values, and which text they are given."""
+"""The models of text that a run is compared with: true probabilities, known values, and which text
+they are given."""
 
 import gzip
 import json

@@ -1,4 +1,5 @@
-"""What a pass does on a GPU, recorded from tensors without contents: launches, bytes, and waits for the device."""
+"""What a pass does on a GPU, recorded from tensors without contents: launches, bytes, and waits for
+the device."""
 
 import contextlib
 import traceback
@@ -37,9 +38,10 @@ NOT_LAUNCHED = ALLOCATIONS | NO_WORK
 class DeviceTrace(TorchDispatchMode):
     """Records operations on fake CUDA tensors.
 
-    `launches` counts kernels by operation, `bytes_moved` what they read and write (each input and output once).
-    `reads` counts, by the function of ours that asks, the values that the host waits for: they are answered with
-    `answer`. `uploads` counts copies to the device, `waits` those of them that the host waits for.
+    `launches` counts kernels by operation, `bytes_moved` what they read and write (each input and
+    output once). `reads` counts, by the function of ours that asks, the values that the host waits
+    for: they are answered with `answer`. `uploads` counts copies to the device, `waits` those of
+    them that the host waits for.
     """
 
     def __init__(self, answer=1):
@@ -123,13 +125,15 @@ class DeviceTrace(TorchDispatchMode):
 
     @contextlib.contextmanager
     def part(self):
-        """Within it launches and bytes are counted from zero; they are left as they are at its end."""
+        """Within it launches and bytes are counted from zero; they are left as they are at its
+        end."""
         self.launches, self.bytes_moved = Counter(), 0
         yield self
 
 
 def n_launches(lists):
-    """Kernels that a _foreach function runs: one, or one per tensor if shapes or strides differ between its lists."""
+    """Kernels that a _foreach function runs: one, or one per tensor if shapes or strides differ
+    between its lists."""
     lists = [tensors for tensors in lists if isinstance(tensors, (list, tuple))]
     is_uniform = all(
         len({(x.shape, x.stride()) for x in tensors}) == 1 for tensors in zip(*lists, strict=True)

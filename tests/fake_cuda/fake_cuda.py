@@ -1,4 +1,5 @@
-"""CUDA tensors without contents in a CPU build of torch, as if on an H200. Import this before torch."""
+"""CUDA tensors without contents in a CPU build of torch, as if on an H200. Import this before
+torch."""
 
 import ctypes
 import hashlib
@@ -108,7 +109,8 @@ def _allows_cudnn():
 def scaled_dot_product_attention(
     q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):  # fmt: skip
-    """The kernel that torch would choose on an H200; the choice itself is made by code that a CPU build lacks."""
+    """The kernel that torch would choose on an H200; the choice itself is made by code that a CPU
+    build lacks."""
     if attn_mask is None and q.dtype != torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, scale=scale

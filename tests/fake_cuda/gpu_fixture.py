@@ -1,4 +1,5 @@
-"""The fixture of these tests, as a plugin of pytest: a second conftest.py would hide that of the other tests."""
+"""The fixture of these tests, as a plugin of pytest: a second conftest.py would hide that of the
+other tests."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Decoding steps: two compiled programs whatever the lengths, and the host never waits for the device."""
+"""Decoding steps: two compiled programs whatever the lengths, and the host never waits for the
+device."""
 
 from functools import partial
 from itertools import product
@@ -20,7 +21,8 @@ UPLOAD = "runtime/device.py:to_device"
 
 @pytest.fixture
 def new_generator(gpu, monkeypatch):
-    """A Generator on the device, and the list of its compiled programs: traced, but neither lowered nor captured."""
+    """A Generator on the device, and the list of its compiled programs: traced, but neither lowered
+    nor captured."""
     programs, torch_compile = [], torch.compile
 
     def compile(function, options, **arguments):

@@ -1,4 +1,5 @@
-"""What head and loss move on a GPU at the size of GPT-2: 32,768 rows, width 768, a vocabulary of 50,304, in bf16."""
+"""What head and loss move on a GPU at the size of GPT-2: 32,768 rows, width 768, a vocabulary of
+50,304, in bf16."""
 
 import pytest
 import torch

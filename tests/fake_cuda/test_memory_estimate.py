@@ -1,4 +1,5 @@
-"""Memory is predicted for every pattern, also where the GPU's kernels need tensors with contents."""
+"""Memory is predicted for every pattern, also where the GPU's kernels need tensors with
+contents."""
 
 from functools import cache
 

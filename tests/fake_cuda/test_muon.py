@@ -1,4 +1,5 @@
-"""How many kernels a step of Muon launches for GPT-2's matrices: 12 layers, width 768, a vocabulary of 50,304."""
+"""How many kernels a step of Muon launches for GPT-2's matrices: 12 layers, width 768, a vocabulary
+of 50,304."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Callbacks and objectives of several features in one run: it resumes to the bit, as each alone does."""
+"""Callbacks and objectives of several features in one run: it resumes to the bit, as each alone
+does."""
 
 import pytest
 from training_contract import check_resumes, small_config

@@ -1,4 +1,5 @@
-"""Sampling from models that do not see everything: the same text with a cache and without, or a plain refusal."""
+"""Sampling from models that do not see everything: the same text with a cache and without, or a
+plain refusal."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""A chat in turns: every answer is what the whole chat gives from a fresh start, and only what is new is read."""
+"""A chat in turns: every answer is what the whole chat gives from a fresh start, and only what is
+new is read."""
 
 import pytest
 from installed import if_installed
@@ -106,7 +107,8 @@ def test_the_oldest_turns_are_not_seen_where_the_chat_does_not_fit(
     n_system, said = len(messages), []
 
     def check(text):
-        """Every turn that leaves room for an answer is seen, and the answer is that of a fresh start."""
+        """Every turn that leaves room for an answer is seen, and the answer is that of a fresh
+        start."""
         nonlocal messages
         messages = [*messages, {"role": "user", "content": text}]
         kept = [

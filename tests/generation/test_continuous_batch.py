@@ -1,4 +1,5 @@
-"""A text of a continuous batch is the text of generate(), whatever its neighbours, timing and settings."""
+"""A text of a continuous batch is the text of generate(), whatever its neighbours, timing and
+settings."""
 
 import math
 import random
@@ -186,7 +187,8 @@ def test_a_removed_prompt_does_not_hold_up_those_that_wait_for_it():
 
 @pytest.mark.parametrize("kind", ["gqa", "torch"])
 def test_a_short_prompt_waits_two_steps_at_most_for_a_long_one(kind):
-    """The first token of a short prompt, in steps: alone, and while others decode and a long prompt is read."""
+    """The first token of a short prompt, in steps: alone, and while others decode and a long prompt
+    is read."""
     generator = make_generator(kind)
     params = SamplingParams(20, logit_bias=NO_END)
 
@@ -250,7 +252,8 @@ def test_a_sequence_that_fails_takes_no_other_with_it():
 
 @pytest.mark.parametrize("kind", ["gqa", "torch"])
 def test_keys_of_a_failed_text_are_not_shared(kind):
-    """The keys and values of one token are NaN, which reaches even a text that gives them the weight 0."""
+    """The keys and values of one token are NaN, which reaches even a text that gives them the
+    weight 0."""
     token, dimension = TOKENIZER.encode("!")[0], 3
     model = random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=160)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Every combination of the options that choose kernels, on a GPU: the plain text, or refused in one line."""
+"""Every combination of the options that choose kernels, on a GPU: the plain text, or refused in one
+line."""
 
 import itertools
 

@@ -22,8 +22,8 @@ from thinker.runtime.errors import UserError
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = make_tokenizer("byte", [])
 
-# The same examples every time: rows of a batch differ from rows alone in their last bits, and one draw in a million
-# stands so near to a border that it could fall on either side.
+# The same examples every time: rows of a batch differ from rows alone in their last bits, and one
+# draw in a million stands so near to a border that it could fall on either side.
 SAME_EXAMPLES = {
     "derandomize": True,
     "deadline": None,
@@ -49,7 +49,8 @@ PARAMS = st.builds(
 
 @st.composite
 def batches(draw_from):
-    """Up to 8 prompts of 0 to 30 tokens, often the same more than once, each with its own parameters."""
+    """Up to 8 prompts of 0 to 30 tokens, often the same more than once, each with its own
+    parameters."""
     short, long = st.text("ab é漢", max_size=10), st.text("ab", min_size=11, max_size=30)
     pool = draw_from(st.lists(short | long, min_size=1, max_size=5))
     prompts = draw_from(st.lists(st.sampled_from(pool), min_size=1, max_size=8))
@@ -235,7 +236,8 @@ def test_prefill_reads_equal_prompts_once_and_equal_lengths_together(model):
 
 
 def reference_loop(model, prompt, params, penalize_prompt=False):
-    """What sampling is, one full pass a token; `penalize_prompt` makes the mistake of penalising the prompt too."""
+    """What sampling is, one full pass a token; `penalize_prompt` makes the mistake of penalising
+    the prompt too."""
     ids, numbers = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt)], random.Random(params.seed)
     start = 0 if penalize_prompt else len(ids)
     for _ in range(params.max_new_tokens):

@@ -1,4 +1,5 @@
-"""The inference model returns the logits of the original; in 8 and 4 bits, up to the documented rounding."""
+"""The inference model returns the logits of the original; in 8 and 4 bits, up to the documented
+rounding."""
 
 import copy
 
@@ -33,7 +34,8 @@ def relative_error(ours, expected):
     return ((ours.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-# --- the copy -------------------------------------------------------------------------------------------------------
+# --- the copy
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("qk_norm", [True, False], ids=["qk_norm", "no_qk_norm"])
@@ -176,7 +178,8 @@ def test_matrix_bytes(random_model):
                 assert matrix_bytes(copied) == weights * (bits + 0.5) / 8 + 4 * gains
 
 
-# --- quantized layers -------------------------------------------------------------------------------------------------
+# --- quantized layers
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -215,7 +218,8 @@ def test_a_compiled_row_is_the_product_of_the_cast_weights(dtype, bits):
     )
 
 
-# --- few rows in full precision ---------------------------------------------------------------------------------------
+# --- few rows in full precision
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", range(1, 21))

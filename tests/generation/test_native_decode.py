@@ -1,4 +1,5 @@
-"""The native step equals the model's, for all that it supports, and leaves the rest to the model."""
+"""The native step equals the model's, for all that it supports, and leaves the rest to the
+model."""
 
 import random
 import threading
@@ -128,7 +129,8 @@ def count_native(monkeypatch):
 )
 @torch.no_grad()
 def test_a_position_has_the_same_bits_in_any_batch_and_any_pass(form, how):
-    """Texts are read alone in one pass, token by token, and in chunks of random length beside each other."""
+    """Texts are read alone in one pass, token by token, and in chunks of random length beside each
+    other."""
     decoder = NativeDecoder(make(FORMS[form], **how))
     if not decoder.is_batch_invariant:
         pytest.skip("needs AVX-512")

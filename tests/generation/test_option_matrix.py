@@ -1,4 +1,5 @@
-"""Every pair of sampling options together: the plain model's text and numbers, or refused in one line."""
+"""Every pair of sampling options together: the plain model's text and numbers, or refused in one
+line."""
 
 import itertools
 
@@ -82,7 +83,8 @@ def test_every_pair_of_options_occurs():
 
 @torch.no_grad()
 def plain_logprobs(plain, case, completion):
-    """The log-probabilities (T, V) that each sampled token came from: one pass per token, without a batch."""
+    """The log-probabilities (T, V) that each sampled token came from: one pass per token, without a
+    batch."""
     tokens, rows = plain.encode(completion.prompt), []
     cache = plain.new_cache(plain.model, 1, CONTEXT) if "window" in case["memory"] else None
     unread, view = tokens, list(tokens)

@@ -86,7 +86,8 @@ def test_zeros_and_numbers_that_are_not_finite():
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_logits_are_those_of_rounded_keys_and_values(form, bits):
-    """The reference rounds the keys and values of a full pass; with 4 bits, each query has the newest unrounded."""
+    """The reference rounds the keys and values of a full pass; with 4 bits, each query has the
+    newest unrounded."""
     model = make_model(form)
     T = 50
     tokens = torch.randint(0, 264, (2, T), generator=torch.Generator().manual_seed(0))
@@ -106,7 +107,8 @@ def test_logits_are_those_of_rounded_keys_and_values(form, bits):
         attention, name = model.blocks[layer].attention, f"blocks.{layer}.attention"
 
         def compute(weights, attention=attention, name=name):
-            """Keep the output; which keys are visible is read from the weights of the unrounded pass."""
+            """Keep the output; which keys are visible is read from the weights of the unrounded
+            pass."""
             repeats = attention.n_heads // attention.n_kv_heads
             q, k, v = (recorded[f"{name}.{point}"] for point in "qkv")
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
@@ -314,7 +316,8 @@ def test_tokens_that_the_kernels_sampled_at_once_count_as_read(monkeypatch):
 @pytest.mark.parametrize("n_rows", [1, 3])
 @needs_compiler
 def test_texts_share_keys_if_the_newest_are_still_unrounded(n_rows, monkeypatch):
-    """As the next turn of a chat, although the kernels have read tokens beyond the stop string of the last one."""
+    """As the next turn of a chat, although the kernels have read tokens beyond the stop string of
+    the last one."""
     monkeypatch.setattr(native_decode, "MAX_SECONDS", 1e6)
     generator = Generator(
         random_model(1, 0.4, 0.25, vocab_size=264, max_seq_len=256, head_dim=16),
@@ -385,7 +388,8 @@ def test_what_does_not_apply_is_refused(options, message):
 
 @pytest.mark.parametrize("max_len", [4, 64])
 def test_only_layers_that_keep_all_keys_are_rounded(max_len):
-    """Also if the text is shorter than the window: the first tokens must not depend on how many may follow."""
+    """Also if the text is shorter than the window: the first tokens must not depend on how many may
+    follow."""
     cache = make_cache(make_model("window in some layers"), 1, max_len, bits=8)
     assert [type(layer) is QuantizedLayer for layer in cache.layers] == [True, False]
     assert type(cache) is QuantizedCache

@@ -18,7 +18,8 @@ LOGITS = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
 
 
 def reference(logits, params, in_text=None, counts=None):
-    """One row's probabilities step by step, as distribution() documents them, on plain lists of floats."""
+    """One row's probabilities step by step, as distribution() documents them, on plain lists of
+    floats."""
     size = len(logits)
     in_text, counts = in_text or [False] * size, counts or [0] * size
     scores = list(logits)
@@ -566,7 +567,8 @@ def test_logit_bias_and_stop_become_tuples():
 )
 @settings(max_examples=examples(25), deadline=None)
 def test_ranking_of_a_large_vocabulary_equals_a_full_sort(seed, levels, scale, settings_of):
-    """With few levels there are ties everywhere, also across every border; small scales need more than a few tokens."""
+    """With few levels there are ties everywhere, also across every border; small scales need more
+    than a few tokens."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(0, levels, (3, 5000), generator=generator).float() / levels * scale
     params = SamplingParams(**settings_of)

@@ -23,7 +23,8 @@ def draw_tokens(rows, length, seed=0):
 
 
 def full_pass(model, tokens, mix):
-    """The Thinker's own modules on whole sequences; mix(attention, x) -> (B, H, T, D) is what differs."""
+    """The Thinker's own modules on whole sequences; mix(attention, x) -> (B, H, T, D) is what
+    differs."""
     x = model.embedding(tokens)
     for block in model.blocks:
         mixed = mix(block.attention, block.attention_norm(x))
@@ -50,7 +51,8 @@ def in_a_window(model, tokens, window):
 
 @torch.no_grad()
 def with_sinks(model, tokens, window, sinks):
-    """The same with sinks, from queries and keys that nobody has turned yet, each pair at the distance it is due."""
+    """The same with sinks, from queries and keys that nobody has turned yet, each pair at the
+    distance it is due."""
     length = tokens.shape[1]
     at = torch.arange(length)
     unturned = torch.ones(length, 1), torch.zeros(length, 1)
@@ -163,7 +165,8 @@ def test_a_window_as_long_as_the_text_is_full_attention(random_model):
 def test_rows_read_alone_and_put_together_go_on_as_if_alone(
     random_model, window, sinks, groups, chunks, steps, n_kv_heads, data
 ):
-    """Some rows have rolled over and others not, or not even past the sinks, or do so while they are decoded."""
+    """Some rows have rolled over and others not, or not even past the sinks, or do so while they
+    are decoded."""
     model = random_model(n_kv_heads=n_kv_heads)
     lengths = [length for length, rows in groups for _ in range(rows)]
     tokens = draw_tokens(len(lengths), max(lengths) + 2 * steps)
@@ -230,7 +233,8 @@ def test_memory_does_not_grow(random_model):
     model = random_model()
     cache = SinkCache(model, 2, 6, 2)
     size = cache.nbytes
-    # Layers, rows, KV heads, keys and values of all slots (one is never read) and the sinks' keys, head_dim, fp32.
+    # Layers, rows, KV heads, keys and values of all slots (one is never read) and the sinks' keys,
+    # head_dim, fp32.
     assert size == 2 * 2 * 2 * (2 * (6 + 2 + 1) + 2) * 8 * 4
     for tokens in draw_tokens(2, 90).split([3, 5, 1, 1, 20, 60], dim=1):
         model(tokens, cache=cache)

@@ -1,4 +1,5 @@
-"""Beyond the context: the same as reading the newest half from scratch, in every way that there is to decode."""
+"""Beyond the context: the same as reading the newest half from scratch, in every way that there is
+to decode."""
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ def model(request):
 
 @torch.no_grad()
 def from_scratch(model, tokens, view, params):
-    """Every step reads what is in view, without a cache; returns the tokens and how often the view slid."""
+    """Every step reads what is in view, without a cache; returns the tokens and how often the view
+    slid."""
     view, n_slides = list(view), 0
     sequence = Sequence(0, Completion(""), params, list(tokens), 1 << 30, TOKENIZER)
     for _ in range(params.max_new_tokens):

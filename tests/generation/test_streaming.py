@@ -12,7 +12,8 @@ from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation.streaming import TextStreamer
 
 BYTES = make_tokenizer("byte", [])
-# One of each kind that UTF-8 tells apart: ASCII, parts of continuation bytes, never valid, each group of first bytes.
+# One of each kind that UTF-8 tells apart: ASCII, parts of continuation bytes, never valid, each
+# group of first bytes.
 KINDS = bytes.fromhex("41 80 8f 90 9f a0 bd bf c1 c2 e0 e1 ed ef f0 f1 f4 f5 ff")
 CHARACTERS = (
     "ab\x00\n\r é π 漢字 \u0301\u200d\ufe0f\ufffd\ufeff\ud7ff\ue000\U0010ffff 😀👨👩👧👍🏽🇩🇪"
@@ -30,7 +31,8 @@ PARTS = [
 
 
 def tokens_for(pieces):
-    """A tokenizer in which every piece is one token (an empty one the BOS token), and the pieces' ids."""
+    """A tokenizer in which every piece is one token (an empty one the BOS token), and the pieces'
+    ids."""
     vocabulary = [bytes([b]) for b in range(256)]
     vocabulary += sorted({piece for piece in pieces if len(piece) > 1})
     tokenizer = Tokenizer("bpe", [*vocabulary, None], {BOS_TOKEN: len(vocabulary)})
@@ -39,7 +41,8 @@ def tokens_for(pieces):
 
 
 def certain(data):
-    """The characters certain whatever bytes follow: of three ways on, two differ in an unfinished one."""
+    """The characters certain whatever bytes follow: of three ways on, two differ in an unfinished
+    one."""
     ways_on = [(data + more).decode("utf-8", "replace") for more in (b"", b"\x80" * 3, b"\xbf" * 3)]
     return "".join(
         same[0] for same in takewhile(lambda characters: len(set(characters)) == 1, zip(*ways_on))
@@ -51,7 +54,8 @@ def cut(text, stop):
 
 
 def check(pieces, stop=(), tokenizer=None, ids=None):
-    """Feed the pieces one by one and compare with all bytes so far decoded at once; returns all that was given out."""
+    """Feed the pieces one by one and compare with all bytes so far decoded at once; returns all
+    that was given out."""
     if tokenizer is None:
         tokenizer, ids = tokens_for(pieces)
     stream, streamed, data, expected = TextStreamer(tokenizer, tuple(stop)), "", b"", None

@@ -1,4 +1,5 @@
-"""Hugging Face folders: every tensor comes back, and transformers' own models are computed alike here."""
+"""Hugging Face folders: every tensor comes back, and transformers' own models are computed alike
+here."""
 
 import functools
 import itertools
@@ -46,7 +47,8 @@ TOKENIZERS = {spec: make_tokenizer(spec, [SAMPLE]) for spec in ("byte", "char", 
 
 
 def spread(n, first, second):
-    """All pairs of a value of the first and one of the second; by default one in `n` of them, with all values."""
+    """All pairs of a value of the first and one of the second; by default one in `n` of them, with
+    all values."""
     pairs = itertools.product(enumerate(first), enumerate(second))
     return [
         pytest.param(a, b, marks=[pytest.mark.stress] if (i + j) % n else [], id=f"{a}-{b}")
@@ -54,7 +56,8 @@ def spread(n, first, second):
     ]
 
 
-# In this order each tokenizer meets each number of KV heads, tied and untied weights, with and without QK-norm.
+# In this order each tokenizer meets each number of KV heads, tied and untied weights, with and
+# without QK-norm.
 SHAPES = {
     f"{heads}-{'tied' if tied else 'untied'}-{'qwen3' if qk_norm else 'llama'}": {
         "n_kv_heads": n_kv_heads,
@@ -218,7 +221,8 @@ def test_their_models_are_computed_alike(tmp_path, family, rope):
 
 @pytest.mark.parametrize("family", THEIR_FORMS)
 def test_older_spellings_of_a_configuration(tmp_path, family):
-    """rope_theta and rope_scaling beside the rest, layers' kinds by max_window_layers, no head_dim, torch_dtype."""
+    """rope_theta and rope_scaling beside the rest, layers' kinds by max_window_layers, no head_dim,
+    torch_dtype."""
     model = their_model(family, "yarn")
     model.save_pretrained(tmp_path)
     tokens = torch.randint(89, (1, 60))
@@ -241,7 +245,8 @@ def test_older_spellings_of_a_configuration(tmp_path, family):
 
 
 def test_what_is_null_is_not_what_is_left_out(tmp_path):
-    """A Mistral without windows says null; a Qwen that says null has as many KV heads as query heads."""
+    """A Mistral without windows says null; a Qwen that says null has as many KV heads as query
+    heads."""
     theirs = their_model("mistral", sliding_window=None)
     theirs.save_pretrained(tmp_path / "mistral")
     ours, _ = load(tmp_path / "mistral")
@@ -471,7 +476,8 @@ def test_what_would_change_the_result_is_refused_by_name(tmp_path, theirs, chang
 
 
 def test_what_versions_compute_differently(tmp_path):
-    """A head of its own in the file of tied weights is refused; one file goes before an index; windows have a width."""
+    """A head of its own in the file of tied weights is refused; one file goes before an index;
+    windows have a width."""
     their_model("llama", tie_word_embeddings=False).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))

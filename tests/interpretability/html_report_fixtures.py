@@ -1,4 +1,5 @@
-"""What the tests of the page share: a real Chromium, a small model with its page, and what can be read off it."""
+"""What the tests of the page share: a real Chromium, a small model with its page, and what can be
+read off it."""
 
 import re
 from dataclasses import replace
@@ -25,7 +26,8 @@ def free_tabs(browser):
 
 @pytest.fixture
 def visit(browser, free_tabs):
-    """Opens a page; afterwards it must have asked for nothing but itself and have nothing to complain of."""
+    """Opens a page; afterwards it must have asked for nothing but itself and have nothing to
+    complain of."""
     opened = []
 
     def visit(path, width=1440, scheme="light", size=900):

@@ -1,4 +1,5 @@
-"""A model built by hand: a previous-token head below an induction head, which is an induction circuit."""
+"""A model built by hand: a previous-token head below an induction head, which is an induction
+circuit."""
 
 import torch
 
@@ -9,7 +10,8 @@ WIDTH = 2 * V + T  # which token, which position, which token before
 
 
 def induction_circuit(sharpness=200.0):
-    """Two layers of one head: the first copies the previous token, the second looks for copies of its own token."""
+    """Two layers of one head: the first copies the previous token, the second looks for copies of
+    its own token."""
     config = ThinkerConfig(
         vocab_size=V, d_model=WIDTH, n_layers=2, n_heads=1, head_dim=T, d_ff=8, max_seq_len=T, positions="learned",
         qk_norm=False,

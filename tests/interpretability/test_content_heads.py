@@ -1,4 +1,5 @@
-"""Content scores: heads built by hand have the scores that they must have, real models and tokenizers fit together."""
+"""Content scores: heads built by hand have the scores that they must have, real models and
+tokenizers fit together."""
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ def on_first_token(T):
 
 
 def by_distance(T, w):
-    """A head that gives a token at distance d the weight w(d), relative to the others, and the first token half."""
+    """A head that gives a token at distance d the weight w(d), relative to the others, and the
+    first token half."""
     distance = torch.arange(T)[:, None] - torch.arange(T)
     weights = w(distance) * (distance >= 0) * (torch.arange(T) > 0)
     weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-9) / 2

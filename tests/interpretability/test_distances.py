@@ -1,4 +1,5 @@
-"""Attention by distance: the fit finds any head that knows only distances, and periods are found where they are."""
+"""Attention by distance: the fit finds any head that knows only distances, and periods are found
+where they are."""
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def distance_head(w, first):
-    """A head (T, T) with weight `first` (T,) on the first token, and w(i − j) on the others in proportion."""
+    """A head (T, T) with weight `first` (T,) on the first token, and w(i − j) on the others in
+    proportion."""
     T = len(first)
     distance = torch.arange(T)[:, None] - torch.arange(T)
     weights = torch.where((distance >= 0) & (torch.arange(T) > 0), w[distance.clamp_min(0)], 0.0)
@@ -41,7 +43,8 @@ def test_the_fit_of_a_head_that_knows_only_distances_is_that_head(T, seed, kind)
 
 
 def test_the_fit_keeps_sums_of_any_heads():
-    """It is the head of maximum likelihood, so its sums by distance and by query are those that it was given."""
+    """It is the head of maximum likelihood, so its sums by distance and by query are those that it
+    was given."""
     torch.manual_seed(0)
     weights = (
         (3 * torch.randn(2, 3, 20, 20))

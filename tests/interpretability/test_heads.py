@@ -1,4 +1,5 @@
-"""Measures of heads: worked examples, matrices of known answers, a circuit built by hand, ablation by weights."""
+"""Measures of heads: worked examples, matrices of known answers, a circuit built by hand, ablation
+by weights."""
 
 import json
 import math
@@ -25,7 +26,8 @@ def uniform(length):
 
 
 def causal(scores):
-    """A random attention matrix: (..., T, T) scores -> rows that sum to 1 over what is not later."""
+    """A random attention matrix: (..., T, T) scores -> rows that sum to 1 over what is not
+    later."""
     mask = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     return scores.masked_fill(mask, -torch.inf).softmax(dim=-1)
 
@@ -159,7 +161,8 @@ def test_ablation_is_the_loss_of_a_model_without_the_heads_columns(random_model)
 
 
 def test_the_mean_takes_from_a_head_only_what_varies(random_model):
-    """A head whose output never varies costs nothing where it is replaced by its mean, and something by zero."""
+    """A head whose output never varies costs nothing where it is replaced by its mean, and
+    something by zero."""
     model = random_model()
     with torch.no_grad():
         for name in ("q_proj", "k_proj"):

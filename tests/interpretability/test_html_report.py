@@ -1,4 +1,5 @@
-"""The page in a real Chromium: whatever is clicked, hovered or typed, it shows what the model computed."""
+"""The page in a real Chromium: whatever is clicked, hovered or typed, it shows what the model
+computed."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""The page of every kind of model, report, screen and text: it can be read, nothing fails, nothing is loaded."""
+"""The page of every kind of model, report, screen and text: it can be read, nothing fails, nothing
+is loaded."""
 
 import json
 
@@ -261,7 +262,8 @@ def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
 
 
 def test_no_head_and_no_number_is_cut_off(tmp_path, visit):
-    """On the width of a laptop and of a phone; the last number above a column lies inside its canvas."""
+    """On the width of a laptop and of a phone; the last number above a column lies inside its
+    canvas."""
     wide = Shown(tmp_path, "abcdefghij" * 6, n_layers=2, n_heads=6, d_model=48, max_seq_len=64)
     for width, heads in ((1280, 6), (400, 6), (900, 6)):
         tab = visit(wide.path, width=width)

@@ -1,4 +1,5 @@
-"""Pictures: the colors that values have, tokens in lines, and shapes that do not fit a simple heatmap."""
+"""Pictures: the colors that values have, tokens in lines, and shapes that do not fit a simple
+heatmap."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""The weights that transformers gives for its own models, and the memory that mapping a layer takes."""
+"""The weights that transformers gives for its own models, and the memory that mapping a layer
+takes."""
 
 import json
 

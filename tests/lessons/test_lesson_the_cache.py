@@ -1,4 +1,5 @@
-"""The checks of the lesson on the cache take right answers and name typical mistakes; its networks are causal."""
+"""The checks of the lesson on the cache take right answers and name typical mistakes; its networks
+are causal."""
 
 import pytest
 import torch

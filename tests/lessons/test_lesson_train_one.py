@@ -1,4 +1,5 @@
-"""The checks of the lesson on training take right answers and name typical mistakes; its table has the right costs."""
+"""The checks of the lesson on training take right answers and name typical mistakes; its table has
+the right costs."""
 
 import math
 from types import SimpleNamespace

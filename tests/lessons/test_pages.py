@@ -1,4 +1,5 @@
-"""Built pages open from disk, say nothing on the console, ask nothing of the network, and fit narrow screens."""
+"""Built pages open from disk, say nothing on the console, ask nothing of the network, and fit
+narrow screens."""
 
 import chromium
 import jupytext
@@ -13,7 +14,8 @@ LESSONS = find_lessons()
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory, request):
-    """The index, and a page of each notebook in the repository; with --stress built anew, in fast form."""
+    """The index, and a page of each notebook in the repository; with --stress built anew, in fast
+    form."""
     out = tmp_path_factory.mktemp("pages")
     if request.config.getoption("--stress"):
         done = run_script(

@@ -1,4 +1,5 @@
-"""The lessons' training learns, repeats with its seed, and is shorter when the lessons are tested."""
+"""The lessons' training learns, repeats with its seed, and is shorter when the lessons are
+tested."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The figures of attention are those of the weights that the model itself computes, with and without a cache."""
+"""The figures of attention are those of the weights that the model itself computes, with and
+without a cache."""
 
 import threading
 

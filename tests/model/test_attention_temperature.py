@@ -1,4 +1,5 @@
-"""The temperature of attention: everywhere the plain division of the scores, and folded into weights on export."""
+"""The temperature of attention: everywhere the plain division of the scores, and folded into
+weights on export."""
 
 import dataclasses
 import json

@@ -1,4 +1,5 @@
-"""Every form of attention in a whole model: what a cache gives back, documents side by side, what is refused."""
+"""Every form of attention in a whole model: what a cache gives back, documents side by side, what
+is refused."""
 
 import copy
 
@@ -37,7 +38,8 @@ def goes_together(attention, positions, more):
 
 @st.composite
 def forms(draw, attention):
-    """Arguments of random_model for a form of attention with any positions and stabilisers it goes with."""
+    """Arguments of random_model for a form of attention with any positions and stabilisers it goes
+    with."""
     positions, more = draw(st.sampled_from(POSITIONS)), draw(st.sampled_from(MORE))
     if not goes_together(attention, positions, more):
         positions, more = "rope", {}
@@ -54,7 +56,8 @@ def forms(draw, attention):
 
 
 def draw_tokens(rows, length, seed):
-    """No token twice: without positions, equal ones have equal scores, and which is the k-th is for rounding to say."""
+    """No token twice: without positions, equal ones have equal scores, and which is the k-th is for
+    rounding to say."""
     generator = torch.Generator().manual_seed(seed)
     return torch.stack([torch.randperm(97, generator=generator)[:length] for _ in range(rows)])
 
@@ -93,7 +96,8 @@ def test_cached_equals_full_at_every_position_for_any_chunks(random_model, atten
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
 def test_rows_of_unequal_length_go_on_as_if_alone(random_model, attention, one_thread):
-    """Each row is read alone and joined to the others; chunks of any size follow, and rows leave and are doubled."""
+    """Each row is read alone and joined to the others; chunks of any size follow, and rows leave
+    and are doubled."""
 
     @given(
         form=forms(attention),
@@ -143,7 +147,8 @@ def test_rows_of_unequal_length_go_on_as_if_alone(random_model, attention, one_t
 def test_a_ring_goes_back_as_far_as_it_has_slack(
     random_model, one_thread, attention, slack, steps, seed
 ):
-    """Chunks are appended and partly taken back, over and over, as drafts are that fail; what comes is always right."""
+    """Chunks are appended and partly taken back, over and over, as drafts are that fail; what comes
+    is always right."""
     more = {"window": 5, "token_shift": True} if attention == "LG" else {}
     model = random_model(seed, attention=attention, max_seq_len=80, **more)
     generator = torch.Generator().manual_seed(seed)
@@ -483,7 +488,8 @@ def test_a_configuration_comes_back_from_json(random_model):
 
 
 def test_learning_goes_on_in_every_form(random_model):
-    """A gradient reaches every parameter, and it is the same under every kernel that can compute it."""
+    """A gradient reaches every parameter, and it is the same under every kernel that can compute
+    it."""
     tokens = torch.randint(0, 61, (1, 31), generator=torch.Generator().manual_seed(0))
     for attention in ATTENTION:
         for positions, more in zip(POSITIONS, [*MORE, {}]):

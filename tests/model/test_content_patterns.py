@@ -1,4 +1,5 @@
-"""retrieve(block, k): which blocks are chosen, ties, what the cache and documents change, gradients, all options."""
+"""retrieve(block, k): which blocks are chosen, ties, what the cache and documents change,
+gradients, all options."""
 
 import itertools
 
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plain_mask(q, k, block, n, first=0, documents=None):
-    """The definition, query by query: q (B, H, T, D) from position `first` on, k (B, K, S, D) -> (B, H, T, S)."""
+    """The definition, query by query: q (B, H, T, D) from position `first` on, k (B, K, S, D) ->
+    (B, H, T, S)."""
     (B, H, T, _), (_, K, S, _) = q.shape, k.shape
     visible = torch.zeros(B, H, T, S, dtype=torch.bool)
     for b, h, t in itertools.product(range(B), range(H), range(T)):
@@ -57,7 +59,8 @@ def mask_of(q, k, text, first=0, documents=None):
 
 @st.composite
 def problems(draw):
-    """Queries and keys, with equal keys in some, a block size and k, after `first` others, maybe in documents."""
+    """Queries and keys, with equal keys in some, a block size and k, after `first` others, maybe in
+    documents."""
     B, K, group, S = (
         draw(st.integers(1, 2)),
         draw(st.integers(1, 2)),
@@ -141,7 +144,8 @@ def test_products_are_computed_in_fp32_under_autocast():
 
 
 def test_only_complete_blocks_are_counted():
-    """Documents of 5, 3, 8 and 4 tokens in blocks of 4: the second has none, and the third has two."""
+    """Documents of 5, 3, 8 and 4 tokens in blocks of 4: the second has none, and the third has
+    two."""
     position = torch.cat([torch.arange(n) for n in (5, 3, 8, 4)])
     starts, exists, number = complete_blocks(position, 4)
     assert starts[exists].tolist() == [0, 8, 12, 16]
@@ -177,7 +181,8 @@ def test_with_k_for_all_blocks_it_is_full_attention():
 
 @torch.no_grad()
 def test_the_cache_chooses_as_the_full_pass():
-    """Prompts of unequal length, then chunks and single tokens: the same keys are visible at every position."""
+    """Prompts of unequal length, then chunks and single tokens: the same keys are visible at every
+    position."""
     model = random_model(attention="retrieve(4, 2)", max_seq_len=64)
     tokens = torch.randint(61, (3, 50), generator=torch.Generator().manual_seed(0))
     known = model.attention_weights(tokens) > 0  # (layers, B, H, T, T)

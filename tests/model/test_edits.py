@@ -1,7 +1,8 @@
-"""An edit of the plain source takes effect everywhere: training, sampling, evaluation and inspection.
+"""An edit of the plain source takes effect everywhere: training, sampling, evaluation and
+inspection.
 
-Each test edits a copy of the package, as a researcher would. Faster forms that compute something else stand aside, and
-one line says so.
+Each test edits a copy of the package, as a researcher would. Faster forms that compute something
+else stand aside, and one line says so.
 """
 
 import json
@@ -149,7 +150,8 @@ def test_an_edit_takes_effect(name, tmp_path, unedited):
     file, texts, in_training, in_inference = EDITS[name]
     results = results_of(tmp_path, {file: texts})
 
-    # Training, from random weights and from trained ones: as without kernels, and not as before the edit.
+    # Training, from random weights and from trained ones: as without kernels, and not as before the
+    # edit.
     assert results["fast"] == pytest.approx(results["plain"], rel=1e-4)
     assert results["fast"][3] != pytest.approx(unedited["fast"][3], rel=1e-5)
     for notices in results["notices"]:

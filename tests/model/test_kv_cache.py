@@ -42,7 +42,8 @@ def test_cached_logits_equal_uncached_at_every_position(
 )
 @settings(max_examples=examples(40), deadline=None)
 def test_rows_of_unequal_length(random_model, lengths, chunks, seed):
-    """Padded prompts in one prefill, each row rewound to its own length, then further chunks of any size."""
+    """Padded prompts in one prefill, each row rewound to its own length, then further chunks of any
+    size."""
     model = random_model(seed)
     generator = torch.Generator().manual_seed(seed)
     rows, more = len(lengths), sum(chunks)

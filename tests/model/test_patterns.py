@@ -25,9 +25,11 @@ FEATURES = ("attn_logit_softcap", "sinks", "alibi", "documents", "ragged")
 
 @dataclass
 class Spot:
-    """A query or a key: where it stands, its token, and, of a query, how many keys before it score higher than one.
+    """A query or a key: where it stands, its token, and, of a query, how many keys before it score
+    higher than one.
 
-    retrieved(b, n) are the n earlier blocks of b with the highest products of the query with their mean key.
+    retrieved(b, n) are the n earlier blocks of b with the highest products of the query with their
+    mean key.
     """
 
     at: int
@@ -52,7 +54,8 @@ def is_random(seed, head, mine, its, blocks):
 
 @st.composite
 def spelled(draw, kind=None, depth=2):
-    """A pattern as a config spells it, and the same once more in plain Python: sees(head, query, key)."""
+    """A pattern as a config spells it, and the same once more in plain Python: sees(head, query,
+    key)."""
     kind = kind or draw(st.sampled_from([*KINDS, "&", "|"] if depth else KINDS[:11]))
     if kind in "&|":
         (left, a), (right, b) = draw(spelled(depth=depth - 1)), draw(spelled(depth=depth - 1))
@@ -100,7 +103,8 @@ def n_higher(scores, before, index):
 
 
 def best_blocks(q, k, at, positions, size, n):
-    """Blocks of `size` before position `at`, by the product of q (D,) with the mean of their keys; k: one per position.
+    """Blocks of `size` before position `at`, by the product of q (D,) with the mean of their keys;
+    k: one per position.
 
     Of equal blocks, the earlier one comes first.
     """
@@ -112,7 +116,8 @@ def best_blocks(q, k, at, positions, size, n):
 
 
 def brute_force(sees, q, k, v, query, key, attn_logit_softcap, sinks, alibi):
-    """One query after the other, the keys that it sees picked out one by one. Returns (B, H, T, D)."""
+    """One query after the other, the keys that it sees picked out one by one. Returns (B, H, T,
+    D)."""
     B, H, T, D = q.shape
     out = torch.zeros(B, H, T, v.shape[-1], dtype=q.dtype)
     rows = []
@@ -157,7 +162,8 @@ def brute_force(sees, q, k, v, query, key, attn_logit_softcap, sinks, alibi):
 
 @st.composite
 def situations(draw, kind=None):
-    """A pattern and tensors for it: shapes, groups, a chunk after others, documents, and what changes scores."""
+    """A pattern and tensors for it: shapes, groups, a chunk after others, documents, and what
+    changes scores."""
     text, sees = draw(spelled(kind))
     kv_heads, group = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 2), (4, 1)]))
     has = {name: draw(st.integers(0, 3)) == 0 for name in FEATURES}

@@ -52,7 +52,8 @@ def scaled(name, factor):
 
 
 def their_parameters(values, theta):
-    """The same in the words of transformers, which has defaults of its own for what is left out, but not for llama3."""
+    """The same in the words of transformers, which has defaults of its own for what is left out,
+    but not for llama3."""
     words = {"type": "rope_type", "original_max_seq_len": "original_max_position_embeddings"}
     if values["type"] == "llama3":
         values = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | values
@@ -62,7 +63,8 @@ def their_parameters(values, theta):
 
 
 def their_tables(values, head_dim, theta, length, step=1, exact=False):
-    """cos and sin (length / step, D) of a fresh transformers' module; exact: its own code, but in double precision."""
+    """cos and sin (length / step, D) of a fresh transformers' module; exact: its own code, but in
+    double precision."""
     config = transformers.LlamaConfig(
         hidden_size=head_dim,
         num_attention_heads=1,
@@ -93,7 +95,8 @@ def close(ours, theirs, atol):
 
 
 def logits_of_transformers(model, values, tokens):
-    """Of a fresh model with our weights: transformers' dynamic angles depend on the passes before."""
+    """Of a fresh model with our weights: transformers' dynamic angles depend on the passes
+    before."""
     other = to_transformers(model)
     config = copy.deepcopy(other.config)
     config.max_position_embeddings = values.get("original_max_seq_len", ORIGINAL)
@@ -125,7 +128,8 @@ def test_tables_equal_those_of_transformers(name, factor, head_dim, theta):
     [(16, 50.0, 4096), (16, 1e4, 4), (2, 1e4, 64), (16, 20.0, 64)],
 )
 def test_yarn_at_the_edges(head_dim, theta, original):
-    """A ramp that goes on beyond the last pair, one without width, one pair only, a ramp over all of them."""
+    """A ramp that goes on beyond the last pair, one without width, one pair only, a ramp over all
+    of them."""
     values = YARN | {"factor": 4.0, "original_max_seq_len": original}
     rope = Rope(head_dim, theta, RopeScaling.from_dict(values))
     length = 3 * original
@@ -203,7 +207,8 @@ def test_tables_grow_and_are_kept(name):
 )
 @pytest.mark.parametrize("head_dim", [2, 4, 16, 64])
 def test_factor_one_is_no_scaling(name, head_dim):
-    # Dynamic within the original length only: beyond, its base grows by (length / original) even so.
+    # Dynamic within the original length only: beyond, its base grows by (length / original) even
+    # so.
     length = ORIGINAL if name == "dynamic" else 4 * ORIGINAL
     close(
         our_tables(Rope(head_dim, 1e4, scaled(name, 1)), length),

@@ -78,7 +78,8 @@ def test_rope_scores_depend_on_distance_alone(distance, start, shift, theta):
 
 
 def test_shifting_all_positions_changes_no_logit(random_model):
-    """The whole model: a cache whose first positions are n_evicted would not be the same, a shifted table is."""
+    """The whole model: a cache whose first positions are n_evicted would not be the same, a shifted
+    table is."""
 
     class Shifted(Rope):
         def forward(self, positions, end, dtype):
@@ -328,7 +329,8 @@ def test_config_survives_json_and_refuses_strangers():
 
 @pytest.mark.parametrize("positions", ["rope", "learned", "alibi"])
 def test_building_on_the_meta_device_does_not_import_torchs_compiler(positions):
-    """Every command that loads a model does this; the import takes longer than all the rest of it."""
+    """Every command that loads a model does this; the import takes longer than all the rest of
+    it."""
     config = (
         f"vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=24, positions={positions!r}"
     )

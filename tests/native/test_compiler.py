@@ -1,4 +1,5 @@
-"""The kernels are compiled once, and without a compiler decoding still works and says what is missing."""
+"""The kernels are compiled once, and without a compiler decoding still works and says what is
+missing."""
 
 import os
 import shutil

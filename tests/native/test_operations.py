@@ -121,7 +121,8 @@ def test_sampling_never_draws_an_impossible_token():
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
 @pytest.mark.parametrize("march", ["x86-64-v3", "x86-64"], ids=["avx2", "sse2"])
 def test_kernels_for_older_cpus(march, tmp_path):
-    """The same tests, without AVX-512 and its instructions for 8 bits and bf16. With -O3, GCC would take 20 s."""
+    """The same tests, without AVX-512 and its instructions for 8 bits and bf16. With -O3, GCC would
+    take 20 s."""
     code = (
         "import sys, pytest, torch, thinker.native.compiler as compiler\n"
         f"compiler.FLAGS = ('-O1', '-march={march}', *compiler.FLAGS[2:])\n"

@@ -33,7 +33,8 @@ def plain_swiglu(gate_up):
 
 
 def check(fused, plain, tensors, *others):
-    """Compare outputs and gradients with those of the plain form in fp64. `tensors`: the first arguments or None."""
+    """Compare outputs and gradients with those of the plain form in fp64. `tensors`: the first
+    arguments or None."""
     results = []
     for function, dtype in ((fused, None), (plain, torch.float64)):
         inputs = [

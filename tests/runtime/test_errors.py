@@ -64,7 +64,8 @@ def test_what_a_command_says_and_its_status(error, status, line, capsys):
 
 @pytest.fixture
 def shell(tmp_path):
-    """Runs a line of a POSIX shell in which $RUN starts Python with our package; returns its status and its errors."""
+    """Runs a line of a POSIX shell in which $RUN starts Python with our package; returns its status
+    and its errors."""
 
     def run(line, main):
         (tmp_path / "main.py").write_text(f"from thinker.runtime.errors import run_command; {main}")

@@ -1,4 +1,5 @@
-"""Weights and logits that are not finite: every command ends in one line with status 1, and nothing is written."""
+"""Weights and logits that are not finite: every command ends in one line with status 1, and nothing
+is written."""
 
 import importlib.util
 import io
@@ -71,7 +72,8 @@ def overflowing_run(tiny_run, tmp_path_factory):
 
 @pytest.fixture
 def command(monkeypatch, text_file, tmp_path, capfd):
-    """Runs a script's main() in this process; it must raise RunError, print no number, and leave no file."""
+    """Runs a script's main() in this process; it must raise RunError, print no number, and leave no
+    file."""
 
     def run(name, folder, arguments):
         path = ROOT / name.split()[0]

@@ -30,7 +30,8 @@ VERSIONS = {  # as in /proc/self/cgroup, then the files of the group
 
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch, request):
-    """Writes the files of a control group, in which this process seems to be: returns its folder."""
+    """Writes the files of a control group, in which this process seems to be: returns its
+    folder."""
     membership, folder, limit, used, prefix = VERSIONS[request.param]
     monkeypatch.setattr(memory, "CGROUPS", tmp_path)
     monkeypatch.setattr(memory, "MEMBERSHIP", tmp_path / "membership")

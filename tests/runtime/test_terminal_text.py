@@ -71,7 +71,8 @@ def test_prompts_texts_and_keys_reach_a_terminal_visibly(tiny_run):
 
 
 def test_a_line_that_a_conversation_shows_again(tiny_run):
-    """What the model writes in a conversation, and the errors about its commands; the terminal's own echo is ^[."""
+    """What the model writes in a conversation, and the errors about its commands; the terminal's
+    own echo is ^[."""
     command = [
         ROOT / "generate.py",
         tiny_run,

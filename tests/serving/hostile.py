@@ -1,4 +1,5 @@
-"""Requests over raw sockets, without the politeness of a client library: good, refused, malformed and abandoned."""
+"""Requests over raw sockets, without the politeness of a client library: good, refused, malformed
+and abandoned."""
 
 import contextlib
 import http.client
@@ -24,7 +25,8 @@ SCHEMAS = [
 
 
 def encode_request(body, path="/v1/completions", method="POST", **headers):
-    """The bytes of a request. `body`: bytes, or anything for JSON. Headers with the value None are left out."""
+    """The bytes of a request. `body`: bytes, or anything for JSON. Headers with the value None are
+    left out."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     fields = {
         "Host": "127.0.0.1",
@@ -62,7 +64,8 @@ class Answer:
 
 
 class KeptOpen(io.BufferedReader):
-    """Stays open when http.client closes it after an answer, since the next answer may be in its buffer."""
+    """Stays open when http.client closes it after an answer, since the next answer may be in its
+    buffer."""
 
     def close(self):
         pass
@@ -257,7 +260,8 @@ def malformed_requests():
 
 
 def heavy_bodies():
-    """Requests that are correct and ask for as much as they can; those that send them leave in the end."""
+    """Requests that are correct and ask for as much as they can; those that send them leave in the
+    end."""
     yield GOOD_BODY | {"max_tokens": 10**30, "stream": True}
     yield GOOD_BODY | {"max_tokens": 10**9, "n": 8, "logprobs": 20, "stream": True}
     yield GOOD_BODY | {"logit_bias": {str(i): -1e100 for i in range(300)}, "max_tokens": 10**9}

@@ -1,4 +1,5 @@
-"""What the tests of the playground share: a server, tabs that complain about nothing, and what can be read off them."""
+"""What the tests of the playground share: a server, tabs that complain about nothing, and what can
+be read off them."""
 
 import json
 import math
@@ -142,7 +143,8 @@ class Tab:
         )
 
     def reply(self, *chunks, status=200, headers=None):
-        """Answer the next completion with these chunks, as a server that breaks off or fails would."""
+        """Answer the next completion with these chunks, as a server that breaks off or fails
+        would."""
         body = "".join(
             f"data: {chunk if isinstance(chunk, str) else json.dumps(chunk)}\n\n"
             for chunk in chunks
@@ -152,7 +154,8 @@ class Tab:
         self.replies.append({"status": status, "headers": headers or {}, "body": body})
 
     def _answer(self, route):
-        """Answer as a test wants it; otherwise ask the server, for a text that cannot end by itself: tests count."""
+        """Answer as a test wants it; otherwise ask the server, for a text that cannot end by
+        itself: tests count."""
         if not self.replies:
             route.continue_(post_data=route.request.post_data_json | self.api.endless)
         elif (reply := self.replies.pop(0)) is None:
@@ -181,7 +184,8 @@ def color(logprob):
 
 @pytest.fixture
 def tab(browser, api):
-    """Opens tabs. Afterwards they must have asked the server alone, and have nothing to complain of.
+    """Opens tabs. Afterwards they must have asked the server alone, and have nothing to complain
+    of.
 
     failures: how many requests fail because the test wants them to.
     """

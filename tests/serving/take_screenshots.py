@@ -1,6 +1,8 @@
-"""Take the pictures of the playground in docs/images: python tests/serving/take_screenshots.py URL [MODEL].
+"""Take the pictures of the playground in docs/images: python tests/serving/take_screenshots.py URL
+[MODEL].
 
-URL: a running server, with a trained model. Run it by hand after the page has changed, and look at the pictures.
+URL: a running server, with a trained model. Run it by hand after the page has changed, and look at
+the pictures.
 """
 
 import shutil

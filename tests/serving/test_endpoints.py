@@ -266,7 +266,8 @@ def test_a_client_that_leaves_while_it_sends(server, path):
 
 
 async def call(service, path, messages, method="POST"):
-    """The status and body of the application's response to these messages of ASGI; afterwards the client is silent."""
+    """The status and body of the application's response to these messages of ASGI; afterwards the
+    client is silent."""
     sent, messages = [], list(messages)
 
     async def receive():

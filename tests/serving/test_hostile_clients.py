@@ -1,4 +1,5 @@
-"""Hostile clients, full queues, failing texts and signals: nobody else's text changes, and nothing leaks."""
+"""Hostile clients, full queues, failing texts and signals: nobody else's text changes, and nothing
+leaks."""
 
 import itertools
 import json
@@ -54,7 +55,8 @@ def gauges(server, *names):
 
 
 def texts(server):
-    """The numbers of running and waiting texts. A text that slides changes from one to the other and back."""
+    """The numbers of running and waiting texts. A text that slides changes from one to the other
+    and back."""
     return gauges(server, "thinker_running_texts", "thinker_waiting_texts")
 
 
@@ -114,7 +116,8 @@ def abandon(url, body, numbers):
 
 
 def jobs_of_round(url, n, seed, known):
-    """A round of functions without arguments, each of which plays a client; two thirds are good ones."""
+    """A round of functions without arguments, each of which plays a client; two thirds are good
+    ones."""
     numbers = random.Random(0)
     refused, malformed = list(refused_requests()), list(malformed_requests())
     bad = [
@@ -156,7 +159,8 @@ def check_malformed(url, data, numbers):
 
 
 def settled_memory(process, pause):
-    """The resident memory after an idle server has given back what it can: when it has not changed for 8 pauses."""
+    """The resident memory after an idle server has given back what it can: when it has not changed
+    for 8 pauses."""
     readings = [0]
     while len(readings) < 8 or max(readings[-8:]) != min(readings[-8:]):
         time.sleep(pause)

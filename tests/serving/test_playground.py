@@ -1,4 +1,5 @@
-"""The playground in a real Chromium, in front of a real server: writing, and what is sent for each control."""
+"""The playground in a real Chromium, in front of a real server: writing, and what is sent for each
+control."""
 
 import re
 

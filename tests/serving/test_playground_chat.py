@@ -1,4 +1,5 @@
-"""The playground in a real Chromium, in front of a real server: chat, two models, links, looking inside, errors."""
+"""The playground in a real Chromium, in front of a real server: chat, two models, links, looking
+inside, errors."""
 
 import re
 

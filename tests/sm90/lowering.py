@@ -1,4 +1,5 @@
-"""Inductor's lowering for an H200 without one: Triton compiles each kernel for sm_90, and nothing runs."""
+"""Inductor's lowering for an H200 without one: Triton compiles each kernel for sm_90, and nothing
+runs."""
 
 import contextlib
 import os
@@ -85,7 +86,8 @@ torch._inductor.config.joint_graph_constant_folding = (
 class Lowering:
     """A backend of torch.compile that lowers every graph and then computes it on fake tensors.
 
-    It appends to `programs` what each is made of: Triton's kernels, calls of libraries, and the bytes that it moves.
+    It appends to `programs` what each is made of: Triton's kernels, calls of libraries, and the
+    bytes that it moves.
     """
 
     def __init__(self, programs, options):

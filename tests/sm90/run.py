@@ -1,4 +1,5 @@
-"""Run the tests of this folder, with torch's CUDA build: python tests/sm90/run.py [options of pytest]."""
+"""Run the tests of this folder, with torch's CUDA build: python tests/sm90/run.py [options of
+pytest]."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""What a GPU would run compiles for an H200: training steps, decoding steps, int8 weights, FlexAttention."""
+"""What a GPU would run compiles for an H200: training steps, decoding steps, int8 weights,
+FlexAttention."""
 
 import lowering
 import pytest

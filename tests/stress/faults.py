@@ -1,6 +1,8 @@
-"""Trainings in which one file operation or one large allocation fails, by a library that is loaded before all others.
+"""Trainings in which one file operation or one large allocation fails, by a library that is loaded
+before all others.
 
-As a program it is the process that forks these trainings: it has loaded the library, and imported torch.
+As a program it is the process that forks these trainings: it has loaded the library, and imported
+torch.
 """
 
 import atexit
@@ -35,7 +37,8 @@ class Outcome:
 
 @dataclass
 class Faults:
-    """Starts commands in processes of their own in which a call fails. `build` is a folder for the library."""
+    """Starts commands in processes of their own in which a call fails. `build` is a folder for the
+    library."""
 
     build: Path
     process: subprocess.Popen = field(init=False)
@@ -60,10 +63,11 @@ class Faults:
         )
 
     def run(self, command, folder, number=0, error=0, min_bytes=0, log=""):
-        """Run a command; the call `number` (from 1, 0: none) of those that count fails with the errno `error`.
+        """Run a command; the call `number` (from 1, 0: none) of those that count fails with the
+        errno `error`.
 
-        Those that count: operations on files below `folder`, or with `min_bytes` allocations of at least this size.
-        log: a file in which all writes below `folder` are recorded.
+        Those that count: operations on files below `folder`, or with `min_bytes` allocations of at
+        least this size. log: a file in which all writes below `folder` are recorded.
         """
         job = {
             "command": [str(part) for part in command],

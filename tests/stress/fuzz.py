@@ -1,7 +1,9 @@
-"""Coverage-guided fuzzing of what reads strangers' files: python fuzz.py TARGET FOLDER [options of libFuzzer].
+"""Coverage-guided fuzzing of what reads strangers' files: python fuzz.py TARGET FOLDER [options of
+libFuzzer].
 
-Half of the inputs are mutated as bytes, by libFuzzer; in the other half one value, key or branch is replaced, so that
-what reads them gets further. Anything but an error for the user, a hang or an abort ends it with a stack trace.
+Half of the inputs are mutated as bytes, by libFuzzer; in the other half one value, key or branch is
+replaced, so that what reads them gets further. Anything but an error for the user, a hang or an
+abort ends it with a stack trace.
 """
 
 import contextlib

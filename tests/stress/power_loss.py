@@ -1,7 +1,8 @@
 """What a disk may hold after a power failure, computed from a record of all writes (faults.c).
 
-What was synced is there. Of the rest any part may be missing, in any order: writes to a file, and the names that were
-made, changed and removed in a folder, because each disk and file system orders them as it likes.
+What was synced is there. Of the rest any part may be missing, in any order: writes to a file, and
+the names that were made, changed and removed in a folder, because each disk and file system orders
+them as it likes.
 """
 
 import random
@@ -11,7 +12,8 @@ from pathlib import Path
 
 @dataclass
 class File:
-    """Its content on the disk, and the changes since the last sync: (offset, data), or (size, None) to truncate."""
+    """Its content on the disk, and the changes since the last sync: (offset, data), or (size, None)
+    to truncate."""
 
     content: bytearray = field(default_factory=bytearray)
     pending: list = field(default_factory=list)
@@ -30,7 +32,8 @@ class File:
 
 @dataclass
 class Folder:
-    """Its entries on the disk, and the changes since the last sync: the names that go, and the entries that come."""
+    """Its entries on the disk, and the changes since the last sync: the names that go, and the
+    entries that come."""
 
     entries: dict = field(default_factory=dict)
     now: dict = field(default_factory=dict)  # with all changes
@@ -71,7 +74,8 @@ class Disk:
         self.root, self.top = Path(root), Folder()
 
     def find(self, path):
-        """The folder that `path` lies in, its name there and, if it exists now, the file or folder."""
+        """The folder that `path` lies in, its name there and, if it exists now, the file or
+        folder."""
         folder, parts = self.top, Path(path).relative_to(self.root).parts
         if not parts:
             return None, "", self.top

@@ -6,7 +6,9 @@ import pytest
 from conftest import run_script, start_script
 from training_runs import assert_same_run, checkpoint_steps, kill_inside_checkpoints, last_step
 
-HARD = [  # everything that could differ: dropout, micro-batches, evaluations, saves in between, a falling rate
+# everything that could differ: dropout, micro-batches, evaluations, saves in between, a falling
+# rate
+HARD = [
     "model.dropout=0.1",
     "train.micro_batch_size=2",
     "train.max_steps=20",

@@ -1,4 +1,5 @@
-"""A feature can be deleted: its folder, its tests and its line in the list go; everything else works."""
+"""A feature can be deleted: its folder, its tests and its line in the list go; everything else
+works."""
 
 import hashlib
 import json

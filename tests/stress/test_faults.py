@@ -1,7 +1,8 @@
-"""Every file operation and every large allocation of a training fails once; power fails; bytes on the disk change.
+"""Every file operation and every large allocation of a training fails once; power fails; bytes on
+the disk change.
 
-Each of these ends in one line or is healed, and the next start of the same command ends at the same bits. All of them
-with make prove, a sample otherwise.
+Each of these ends in one line or is healed, and the next start of the same command ends at the same
+bits. All of them with make prove, a sample otherwise.
 """
 
 import errno
@@ -46,7 +47,8 @@ def faults(tmp_path_factory):
 
 
 class Case:
-    """A training in a folder of its own, always the same one, because checkpoints name it; and how it should end."""
+    """A training in a folder of its own, always the same one, because checkpoints name it; and how
+    it should end."""
 
     def __init__(self, faults, base, text_file, options, min_bytes=0):
         self.faults, self.place, self.min_bytes = faults, base / "place", min_bytes

@@ -1,4 +1,5 @@
-"""A disk that is really full: what was saved stays, byte for byte, and the run goes on when there is space."""
+"""A disk that is really full: what was saved stays, byte for byte, and the run goes on when there
+is space."""
 
 import os
 import shutil
@@ -57,7 +58,8 @@ print(len(kept))
 
 
 def test_the_old_checkpoints_stay_and_the_run_goes_on(train_args, tmp_path, stress):
-    """At several sizes, so that the end comes in different files; with saves in the background too."""
+    """At several sizes, so that the end comes in different files; with saves in the background
+    too."""
     alone = [] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user"]
     private = [*alone, "unshare", "--mount"]
     if (

@@ -1,4 +1,5 @@
-"""configs/induction.yaml as it stands: two layers that learn to look up what followed the same token before."""
+"""configs/induction.yaml as it stands: two layers that learn to look up what followed the same
+token before."""
 
 import json
 

@@ -41,7 +41,8 @@ def bits(run):
 
 
 def start_and_kill(command, run, kind, at, rng):
-    """Start a training and kill it from step `at` on: while it saves or removes a checkpoint, or anywhere."""
+    """Start a training and kill it from step `at` on: while it saves or removes a checkpoint, or
+    anywhere."""
     if kind != "anywhere":
         at, n_events = (
             (at, rng.randrange(6)) if kind == "saving" else (max(0, at - 6), rng.randrange(3))
@@ -62,7 +63,8 @@ KINDS = ["saving", "saving", "removing", "saving", "anywhere", "anywhere"]
 def test_every_restart_resumes_from_a_complete_checkpoint_and_ends_alike(
     train_args, tmp_path, whole, stress
 ):
-    """60 kills with make prove: 30 while a checkpoint is being written, 10 while one is removed, 20 anywhere."""
+    """60 kills with make prove: 30 while a checkpoint is being written, 10 while one is removed, 20
+    anywhere."""
     rng = random.Random(5)
     count = 60 if stress else 3
     kills, inside = 0, 0
@@ -93,7 +95,8 @@ def test_every_restart_resumes_from_a_complete_checkpoint_and_ends_alike(
 
 
 def test_kills_during_background_saves(train_args, tmp_path, whole, stress):
-    """There a checkpoint is whole one interval later at most, so two are the most that a kill costs."""
+    """There a checkpoint is whole one interval later at most, so two are the most that a kill
+    costs."""
     rng = random.Random(6)
     options = [*OPTIONS, "train.async_save=true"]
     for trial in range(20 if stress else 1):

@@ -1,4 +1,5 @@
-"""Files from strangers end in clean errors: damaged bytes, and well-formed files that say absurd things."""
+"""Files from strangers end in clean errors: damaged bytes, and well-formed files that say absurd
+things."""
 
 import hashlib
 import json
@@ -36,7 +37,8 @@ BYTES = [b"", b"\x00", b"\xff" * 8, b"{", b"}" * 9, b"[" * 5000, b'{"a":' * 3000
 
 
 def mutate(data, rng):
-    """A few cuts, flips and insertions anywhere, more often near the beginning, where headers are."""
+    """A few cuts, flips and insertions anywhere, more often near the beginning, where headers
+    are."""
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         at = (
             rng.randrange(len(data) + 1)

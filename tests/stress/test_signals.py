@@ -1,4 +1,5 @@
-"""SIGTERM at random moments loses no step; a second signal, a closed terminal and a broken pipe are no accidents."""
+"""SIGTERM at random moments loses no step; a second signal, a closed terminal and a broken pipe are
+no accidents."""
 
 import fcntl
 import json
@@ -31,7 +32,8 @@ LONG = ["train.max_steps=100000", "train.eval_every=null", "train.save_every=nul
 
 
 def test_sigterm_at_random_moments_loses_no_step(train_args, tmp_path, stress):
-    """One run that is stopped again and again, in steps, evaluations and saves, against one that is not."""
+    """One run that is stopped again and again, in steps, evaluations and saves, against one that is
+    not."""
     rng = random.Random(4)
     # Without a falling rate, which would follow max_steps, the end may be moved.
     options = ["train.max_steps=10000", "train.decay_fraction=0", "train.eval_every=3", "train.save_every=4",
@@ -142,7 +144,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_an_evaluation_is_left_and_made_again(train_args, tmp_path):
-    """The signal does not wait for the end of the validation set, and the loss comes after resuming."""
+    """The signal does not wait for the end of the validation set, and the loss comes after
+    resuming."""
     run, script = tmp_path / "run", tmp_path / "waits.py"
     script.write_text(EVALUATION_THAT_WAITS)
     options = ["train.max_steps=7", "train.eval_every=5", "train.save_every=null", "data.val_fraction=0.9",
@@ -210,7 +213,8 @@ def test_nohup_is_obeyed(train_args, tmp_path):
 
 @pytest.mark.stress
 def test_ctrl_c_while_compiling_saves(train_args, tmp_path):
-    """A terminal sends it to the compiler, too; the evaluation compiles a second time in the midst of the run."""
+    """A terminal sends it to the compiler, too; the evaluation compiles a second time in the midst
+    of the run."""
     run = tmp_path / "run"
     options = ["train.compile=true", "train.eval_every=3", "train.save_every=null", "train.max_steps=20",
                "model.dropout=0.1"]  # fmt: skip

@@ -1,4 +1,5 @@
-"""What a run says of its data before it starts and of its result at its end, and what a plan recommends."""
+"""What a run says of its data before it starts and of its result at its end, and what a plan
+recommends."""
 
 import json
 import math
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def make_trainer(tmp_path):
-    """Builds the trainer of a tiny model on a text of this many lines, or on the rows of a jsonl file."""
+    """Builds the trainer of a tiny model on a text of this many lines, or on the rows of a jsonl
+    file."""
     config = tmp_path / "config.yaml"
     config.write_text(
         "data: {tokenizer: byte, seq_len: 16}\nmodel: {d_model: 32, n_layers: 1, n_heads: 2}\n"
@@ -181,7 +183,8 @@ def test_results_that_need_advice(ended):
         advice.after_training([*losses(5, 3), val(10, 3.1), val(20, 3.12)], ended(100, 1), 3.0)
         == []
     )
-    # Since then another part of the validation set is measured, and the weights of step 20 are the best.
+    # Since then another part of the validation set is measured, and the weights of step 20 are the
+    # best.
     state = ended(100, 1).model_copy(update={"best_val_loss": 3.5})
     assert advice.after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], state, 3.0) == []
 

@@ -1,4 +1,5 @@
-"""Callbacks: the contract of those of the road and of a user's, their order, and what is refused."""
+"""Callbacks: the contract of those of the road and of a user's, their order, and what is
+refused."""
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Drift(Callback):
-    """A user's callback with every kind of state: moves the norm by the sum of all that it has seen."""
+    """A user's callback with every kind of state: moves the norm by the sum of all that it has
+    seen."""
 
     def __init__(self):
         self.n_steps = 0

@@ -1,4 +1,5 @@
-"""Configs: validation, overrides, and one-line messages that name the wrong key and what would be right."""
+"""Configs: validation, overrides, and one-line messages that name the wrong key and what would be
+right."""
 
 import ast
 import dataclasses
@@ -281,7 +282,8 @@ def test_the_generated_page_and_schema_are_up_to_date():
 
 
 def test_model_keys_are_those_of_thinker_config():
-    """Same names, order and defaults, but for vocab_size and max_seq_len, which follow from tokenizer and data."""
+    """Same names, order and defaults, but for vocab_size and max_seq_len, which follow from
+    tokenizer and data."""
     fields = {field.name: field.default for field in dataclasses.fields(ThinkerConfig)}
     keys = {name: field.default for name, field in ModelConfig.model_fields.items()}
     keys.pop("size", None)  # of a feature; chosen before there is a ThinkerConfig
@@ -299,7 +301,8 @@ def test_every_key_has_a_description():
     "path", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda path: path.name
 )
 def test_the_documentation_names_keys_configs_and_pages_that_exist(path):
-    """Keys with a value, those in the tables for people who come from nanoGPT, configs, and pages that are linked."""
+    """Keys with a value, those in the tables for people who come from nanoGPT, configs, and pages
+    that are linked."""
     text = path.read_text(encoding="utf-8")
     end = r"\b" if path.name == "coming-from-nanogpt.md" else "="
     for section, key in re.findall(

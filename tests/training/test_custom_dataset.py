@@ -1,4 +1,5 @@
-"""Datasets of the user in training: by index and iterable, resumed, and refused if they do not fit."""
+"""Datasets of the user in training: by index and iterable, resumed, and refused if they do not
+fit."""
 
 import threading
 

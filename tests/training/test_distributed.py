@@ -29,7 +29,8 @@ train: {max_steps: 10, batch_size: 8, eval_every: 5, save_every: null, precision
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory):
-    """Train by the config in so many processes, each form once. Returns the run's folder and the ranks' samples."""
+    """Train by the config in so many processes, each form once. Returns the run's folder and the
+    ranks' samples."""
     folder, made = tmp_path_factory.mktemp("runs"), {}
     draw, words = (
         random.Random(1),
@@ -120,7 +121,8 @@ def test_two_ranks_are_two_micro_batches_to_the_bit(tmp_path, optimizer):
 
 
 def test_ranks_accumulate_too(gradients):
-    """Two ranks with two micro-batches each; under FSDP2 gradients are summed over ranks at the last one only."""
+    """Two ranks with two micro-batches each; under FSDP2 gradients are summed over ranks at the
+    last one only."""
     for parallel in ("ddp", "fsdp"):
         far = run_ranks(
             2,
@@ -166,7 +168,8 @@ def test_gradients_are_summed_at_the_last_micro_batch_alone():
 
 
 def test_gradients_in_bf16_are_as_good_as_one_process_has_them():
-    """A token that is every fourth one has its embedding's gradients added in fp32, and ranks theirs likewise."""
+    """A token that is every fourth one has its embedding's gradients added in fp32, and ranks
+    theirs likewise."""
     (exact, _), (alone, _), *forms = (
         run_ranks(size, rank_workers.gradients_of_a_frequent_token, precision, parallel)[0]
         for size, precision, parallel in (
@@ -185,7 +188,8 @@ def test_gradients_in_bf16_are_as_good_as_one_process_has_them():
 def test_ranks_evaluate_each_window_once_and_all_hear_of_a_signal(
     training, tmp_path, size, windows
 ):
-    """With batches of one window some ranks have none left; a signal to one rank ends the evaluation on all."""
+    """With batches of one window some ranks have none left; a signal to one rank ends the
+    evaluation on all."""
     folder, _ = training(1, "optimizer.name=adamw", "data.num_workers=0", "optimizer.lr=0.003")
     overrides = [
         f"run.dir={tmp_path / 'run'}",
@@ -268,9 +272,11 @@ def saved(tmp_path_factory):
     ],
 )
 def test_what_any_ranks_save_any_others_take_up_to_the_bit(saved, size, parallel, stress):
-    """No width and no vocabulary here divides by two or four, and of three sinks the fourth rank has none.
+    """No width and no vocabulary here divides by two or four, and of three sinks the fourth rank
+    has none.
 
-    Of each form one checkpoint, another one for each of those that take it up; with --stress all four.
+    Of each form one checkpoint, another one for each of those that take it up; with --stress all
+    four.
     """
     kinds = [
         f"{optimizer}-*-{form}" for optimizer in ("adamw", "muon") for form in ("whole", "sharded")
@@ -310,7 +316,8 @@ def test_a_model_is_read_from_files_of_many_ranks(saved):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_four_ranks_go_on_to_the_bit(training, tmp_path, parallel):
-    """In whatever order they sum: with two ranks there is only one. The average of the weights goes on, too."""
+    """In whatever order they sum: with two ranks there is only one. The average of the weights goes
+    on, too."""
     form = [f"train.parallel={parallel}", "data.num_workers=0", "train.save_every=2", "train.keep_last=9",
             "train.max_steps=5", "train.eval_sequences=4", "train.ema_decay=0.9"]  # fmt: skip
     straight, _ = training(4, *form)
@@ -351,5 +358,6 @@ def test_files_of_ranks_that_lost_or_doubled_rows_are_damaged(saved, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
 def test_gloo_has_one_thread():
-    """Which has dropped the tensors of all collectives once it has dropped those of the last: see shutdown()."""
+    """Which has dropped the tensors of all collectives once it has dropped those of the last: see
+    shutdown()."""
     assert run_ranks(2, rank_workers.count_gloo_threads) == [1, 1]

@@ -1,4 +1,5 @@
-"""A training step keeps a window's documents apart where its batch numbers them; so do its memory and its diagnosis."""
+"""A training step keeps a window's documents apart where its batch numbers them; so do its memory
+and its diagnosis."""
 
 import pytest
 import torch

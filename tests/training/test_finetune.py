@@ -120,7 +120,8 @@ def test_finetuning_lowers_the_loss_and_the_run_exports(make_trainer, base, tmp_
 
 
 def test_assistant_only_loss_gives_masked_positions_no_gradient(make_trainer):
-    """The head's input has a gradient exactly where a target counts, and the loss is the sum over these positions."""
+    """The head's input has a gradient exactly where a target counts, and the loss is the sum over
+    these positions."""
     trainer = make_trainer()
     batch = trainer.loader.batch(0)
     head_inputs = []
@@ -344,7 +345,8 @@ def test_configs_that_contradict_the_initial_model_are_refused(
 def test_the_context_is_the_initial_models_where_it_is_not_set(
     make_trainer, tmp_path, conversations, base
 ):
-    """configs/finetune.yaml, as its header says, on a model whose context is shorter than the default; and again."""
+    """configs/finetune.yaml, as its header says, on a model whose context is shorter than the
+    default; and again."""
     for steps in (1, 2):
         config = load_config(ROOT / "configs" / "finetune.yaml", [
             f"run.init_from={base}", f"data.path={conversations}", f"run.dir={tmp_path / 'run'}",

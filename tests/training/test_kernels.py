@@ -1,4 +1,5 @@
-"""Steps with fused kernels are near those in plain torch, and a run says which of the two it uses."""
+"""Steps with fused kernels are near those in plain torch, and a run says which of the two it
+uses."""
 
 import dataclasses
 

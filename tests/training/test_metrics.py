@@ -37,7 +37,8 @@ def test_flops_by_hand():
 
 
 def test_the_matrix_part_is_what_torch_counts():
-    """Products of a forward and a backward pass, attention aside: 6 FLOPs a matrix element a token."""
+    """Products of a forward and a backward pass, attention aside: 6 FLOPs a matrix element a
+    token."""
     from torch.utils.flop_counter import FlopCounterMode
 
     config = ThinkerConfig(

@@ -38,7 +38,8 @@ def moved(
     "options", [{}, {"nesterov": False, "weight_decay": 0.3}, {"momentum": 0.5}]
 )
 def test_it_moves_every_matrix_as_torchs_own_does(options, monkeypatch):
-    """Momentum, decay and step size: with torch's own orthogonalisation put in, and rows left as they come out."""
+    """Momentum, decay and step size: with torch's own orthogonalisation put in, and rows left as
+    they come out."""
 
     def torchs_own(x):
         each = [_muon._zeropower_via_newtonschulz(matrix, TORCHS[0], 5, 1e-7) for matrix in x]
@@ -119,7 +120,8 @@ def test_three_iterations_are_as_near_as_torchs_five(rows, columns, kind, dtype)
 
 
 def test_each_quintic_is_the_best_on_what_the_one_before_leaves():
-    """The error of the best odd quintic takes its extreme value four times, with alternating sign (Chebyshev)."""
+    """The error of the best odd quintic takes its extreme value four times, with alternating sign
+    (Chebyshev)."""
     low, high = 0.01, 1.0
     for a, b, c in POLAR_EXPRESS_COEFFICIENTS:
         sigma = torch.linspace(low, high, 200_001, dtype=torch.float64)
@@ -142,7 +144,8 @@ def test_each_quintic_is_the_best_on_what_the_one_before_leaves():
     st.integers(0, 99),
 )
 def test_rows_are_divided_by_their_own_root_mean_square(n, rows, columns, beta, steps, seed):
-    """Against the paper's lines (Li et al. 2025, algorithm 1), a row at a time, bias correction included."""
+    """Against the paper's lines (Li et al. 2025, algorithm 1), a row at a time, bias correction
+    included."""
     generator = torch.Generator().manual_seed(seed)
     size = 10.0 ** torch.randint(
         -3, 2, (rows, 1), generator=generator

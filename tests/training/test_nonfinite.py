@@ -1,4 +1,5 @@
-"""A step that is not finite changes nothing, says what it was made of, and stops the run, or is left out."""
+"""A step that is not finite changes nothing, says what it was made of, and stops the run, or is
+left out."""
 
 import json
 import math

@@ -124,7 +124,8 @@ def test_rates_fall_with_the_root_of_a_small_batch(name):
     "optimizer_config", [OptimizerConfig(), OptimizerConfig(name="adamw")], ids=["muon", "adamw"]
 )
 def test_a_logit_of_a_wide_model_moves_as_far_as_one_of_a_narrow_model(optimizer_config):
-    """What the rule of the head says, measured: one step on one token, whose logits move the same way at any width."""
+    """What the rule of the head says, measured: one step on one token, whose logits move the same
+    way at any width."""
     moved = []
     for width in (64, 256, 1024):
         model = Thinker(config(vocab_size=2048, d_model=width))
@@ -153,7 +154,8 @@ def test_the_schedule_scales_every_rate(random_model):
 
 
 class SignMomentum(torch.optim.Optimizer):
-    """A user's optimizer, which moves by the sign of its momentum; a state of two tensors, one of them a number."""
+    """A user's optimizer, which moves by the sign of its momentum; a state of two tensors, one of
+    them a number."""
 
     def __init__(self, groups):
         super().__init__(groups, {"beta": 0.9})

@@ -108,7 +108,8 @@ def test_largest_micro_batch(monkeypatch):
 
 @pytest.mark.parametrize("batch_size", [1, 7, 12, 96])
 def test_the_largest_micro_batch_is_found_with_few_estimates(monkeypatch, batch_size):
-    """Of every free memory; the whole batch at once may take less than half of it, whose gradients are added up."""
+    """Of every free memory; the whole batch at once may take less than half of it, whose gradients
+    are added up."""
     divisors = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
     peaks, tried = {size: 60 * size for size in divisors}, []
     peaks[batch_size] -= 30 * batch_size + 6

@@ -33,7 +33,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 CPU = torch.device("cpu")
 TREE = {"data": {"seq_len": 32, "source": "text", "path": "a.txt"},
         "train": {"max_steps": 9, "batch_size": 8, "precision": "fp32", "compile": False}}  # fmt: skip
-# Of every section, keys with another value than in TREE. What is not refused may change, whatever it says.
+# Of every section, keys with another value than in TREE. What is not refused may change, whatever
+# it says.
 FREE = {
     "data": {"cache_dir": "elsewhere", "num_workers": 5, "streaming": False, "path": "b.txt"},
     "optimizer": {"lr": 0.5, "betas": [0.5, 0.6], "weight_decay": 0.1},
@@ -119,7 +120,8 @@ def test_the_number_of_workers_decides_no_bit(train_args, tiny_run, tmp_path):
 
 @pytest.fixture(scope="module")
 def project(train_args, tmp_path_factory):
-    """A folder with a text, a folder of texts, their cache, and finished runs on both; all its paths are relative."""
+    """A folder with a text, a folder of texts, their cache, and finished runs on both; all its
+    paths are relative."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "texts").mkdir()
     for i in range(60):
@@ -148,7 +150,8 @@ def run_in(folder, train_args, name, *overrides):
 
 @pytest.fixture
 def interrupted(project, tmp_path):
-    """The project moved to another folder, with runs that have stopped two steps before their end."""
+    """The project moved to another folder, with runs that have stopped two steps before their
+    end."""
     folder = shutil.copytree(project, tmp_path / "elsewhere")
     for run in (folder / "runs").iterdir():
         shutil.rmtree(run / "checkpoints" / "step-00000006")

@@ -138,7 +138,8 @@ def test_all_blocks_share_one_compiled_program(every, monkeypatch):
 )
 @pytest.mark.usefixtures("quickly_compiled")
 def test_a_compiled_step_is_near_the_plain_one(precision, every, monkeypatch):
-    """One block, recomputed, or one of each kind; by SDPA, which is compiled with the rest of its block."""
+    """One block, recomputed, or one of each kind; by SDPA, which is compiled with the rest of its
+    block."""
     monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, n_layers=every or 1))
     options = {"steps": 2, "micro_batch_size": 2, "precision": precision, "kernel": "sdpa"}
     start, _ = trained(steps=0)

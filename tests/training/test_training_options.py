@@ -1,7 +1,8 @@
 """Options of training with each other: each pair once, every case right or refused in one line.
 
-Right is: every loss is finite; 2 steps and 2 resumed ones are 4 to the last bit; recomputation changes no bit; in fp32,
-without dropout, micro-batches and ranks change the losses by no more than rounding.
+Right is: every loss is finite; 2 steps and 2 resumed ones are 4 to the last bit; recomputation
+changes no bit; in fp32, without dropout, micro-batches and ranks change the losses by no more than
+rounding.
 """
 
 import math
@@ -56,7 +57,8 @@ DECAYS = {
     "plain": ["optimizer.weight_decay=0.1"],
     "cautious": ["optimizer.weight_decay=0.1", "optimizer.cautious_weight_decay=true"],
 }
-# Random scores do not depend on rounding. Pruning ends with the first step, whatever train.max_steps is.
+# Random scores do not depend on rounding. Pruning ends with the first step, whatever
+# train.max_steps is.
 AT_ONCE = ["train.prune.start=0", "train.prune.end=0.25"]
 PRUNED = {
     "none": [],

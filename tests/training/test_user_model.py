@@ -1,4 +1,5 @@
-"""A subclass of Thinker of a user: trained, resumed, opened where its class is known, and refused elsewhere."""
+"""A subclass of Thinker of a user: trained, resumed, opened where its class is known, and refused
+elsewhere."""
 
 import sys
 

@@ -21,7 +21,8 @@ def wandb_folders(tmp_path, monkeypatch):
 
 
 def read_records(path):
-    """The protobuf records of an offline file: a LevelDB log in blocks, whose records may be split into parts."""
+    """The protobuf records of an offline file: a LevelDB log in blocks, whose records may be split
+    into parts."""
     data = path.read_bytes()
     assert data[:4] == b":W&B"
     position, record = 7, b""
@@ -121,7 +122,8 @@ def test_a_project_that_wandb_refuses_is_named(train_args, tmp_path):
 def test_after_a_kill_no_step_is_sent_twice_and_only_the_newest_are_lost(
     train_args, tmp_path, save_every
 ):
-    """At most the steps that wandb had received but not yet written are lost; metrics.jsonl has them."""
+    """At most the steps that wandb had received but not yet written are lost; metrics.jsonl has
+    them."""
     run = tmp_path / "run"
     # Without a falling rate, which would follow max_steps, the end may be moved.
     options = ["tracking.wandb=offline", "train.decay_fraction=0", f"train.save_every={save_every}",

@@ -1,4 +1,5 @@
-"""The average of the weights: a plain recurrence, what a run evaluates, saves and opens with, and how it resumes."""
+"""The average of the weights: a plain recurrence, what a run evaluates, saves and opens with, and
+how it resumes."""
 
 import json
 from types import SimpleNamespace

@@ -19,10 +19,11 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, Recursion
 class Tracker(Callback):
     """A wandb run on rank 0 that keeps its id when training resumes.
 
-    wandb accepts steps only in increasing order. tracking.json stores the last step sent and is replaced before wandb
-    gets that step, so no step is sent twice, even if training is killed and repeats steps. It needs no sync, since the
-    page cache outlives a killed process. A kill loses only steps that wandb still has in memory. On start, the lines of
-    metrics.jsonl after the last step sent are sent, such as steps trained while tracking was disabled.
+    wandb accepts steps only in increasing order. tracking.json stores the last step sent and is
+    replaced before wandb gets that step, so no step is sent twice, even if training is killed and
+    repeats steps. It needs no sync, since the page cache outlives a killed process. A kill loses
+    only steps that wandb still has in memory. On start, the lines of metrics.jsonl after the last
+    step sent are sent, such as steps trained while tracking was disabled.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,8 @@ class Tracker(Callback):
             self.pending |= line
 
     def on_end(self, is_complete: bool) -> None:
-        """End the wandb run. Sends the newest step only if it is complete, including its evaluation."""
+        """End the wandb run. Sends the newest step only if it is complete, including its
+        evaluation."""
         if not self.wandb_run:
             return
         if is_complete:
@@ -100,7 +102,8 @@ class Tracker(Callback):
         self.pending = {}
 
     def _read(self) -> tuple[str, int]:
-        """The id of the wandb run and the last step sent; a new id if the run was not tracked before."""
+        """The id of the wandb run and the last step sent; a new id if the run was not tracked
+        before."""
         try:
             saved = json.loads(self.path.read_text(encoding="utf-8"))
             return str(saved["wandb_id"]), int(saved["last_step"])

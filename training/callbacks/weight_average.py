@@ -1,4 +1,5 @@
-"""An exponential moving average (EMA) of the weights, which is evaluated and saved in place of the weights."""
+"""An exponential moving average (EMA) of the weights, which is evaluated and saved in place of the
+weights."""
 
 import torch
 from torch import Tensor
@@ -8,10 +9,12 @@ from thinker.training.callback import Callback, StepInfo, TrainingParts
 
 
 class WeightAverage(Callback):
-    """average = decay · average + (1 - decay) · weights after each step, in fp32, for the trained parameters.
+    """average = decay · average + (1 - decay) · weights after each step, in fp32, for the trained
+    parameters.
 
-    Early in a run the decay is at most (1 + step) / (10 + step), so that the initial weights soon matter little. A
-    checkpoint has the average as the model, and the weights among the tensors that only resuming needs.
+    Early in a run the decay is at most (1 + step) / (10 + step), so that the initial weights soon
+    matter little. A checkpoint has the average as the model, and the weights among the tensors that
+    only resuming needs.
     """
 
     def __init__(self, decay: float) -> None:
@@ -51,7 +54,8 @@ class WeightAverage(Callback):
         return {f"optimizer.{name}.weight": weight for name, weight in zip(self.names, weights)}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take the average from the model, whose checkpoint has just been loaded, and put the weights into it."""
+        """Take the average from the model, whose checkpoint has just been loaded, and put the
+        weights into it."""
         _copy(self.weights, self.averages)
         _copy(list(tensors.values()), self.weights)
 

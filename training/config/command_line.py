@@ -1,4 +1,5 @@
-"""Command line of commands that take a config: CONFIG section.key=value ..., and the list of keys."""
+"""Command line of commands that take a config: CONFIG section.key=value ..., and the list of
+keys."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from thinker.training.config.types import ConfigSection, nested_section
 
 
 class ConfigArgumentParser(ArgumentParser):
-    """Parses a config's path, overrides and flags in any order. Suggests the key if a key is written as a flag."""
+    """Parses a config's path, overrides and flags in any order. Suggests the key if a key is
+    written as a flag."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -35,7 +37,8 @@ class ConfigArgumentParser(ArgumentParser):
         group.add_argument("--keys", nargs="?", action=_ListKeys, metavar="SECTION", help=keys_help)
 
     def parse_command_line(self) -> argparse.Namespace:
-        """Parse this process's arguments. Raises UserError for an unknown flag, with the key that it may stand for."""
+        """Parse this process's arguments. Raises UserError for an unknown flag, with the key that
+        it may stand for."""
         for word in sys.argv[1:]:
             if self._is_unknown(word):
                 raise UserError(f"unknown flag {word}{_suggest_key(word)}")
@@ -60,7 +63,8 @@ class _ListKeys(argparse.Action):
 
 
 def list_keys(section: str | None = None) -> str:
-    """One line per key of a section, or of all sections: name, default and meaning. Raises UserError."""
+    """One line per key of a section, or of all sections: name, default and meaning. Raises
+    UserError."""
     keys = _keys()
     nested = nested_sections()
     if section in nested:
@@ -81,7 +85,8 @@ def list_keys(section: str | None = None) -> str:
 
 
 def nested_sections() -> dict[str, tuple[str, type[ConfigSection]]]:
-    """The sections in sections, such as data.clean: how the names of their keys begin, and their class.
+    """The sections in sections, such as data.clean: how the names of their keys begin, and their
+    class.
 
     Of a list of sections, such as data.sources, it is the name of the first one.
     """

@@ -20,7 +20,8 @@ DEFAULT_TOKENIZER = "bpe:4096"
 
 
 class Config(ConfigSection):
-    """A validated config: the user's values, and defaults for the rest. Raises if keys contradict each other."""
+    """A validated config: the user's values, and defaults for the rest. Raises if keys contradict
+    each other."""
 
     run: sections.RunConfig = sections.RunConfig()
     model: sections.ModelConfig = sections.ModelConfig()
@@ -29,7 +30,8 @@ class Config(ConfigSection):
     train: sections.TrainConfig = sections.TrainConfig()
     tracking: sections.TrackingConfig = sections.TrackingConfig()
     extensions: list[str] = Field(default=[])
-    """Modules of yours to import, such as `[my_module]`, which register names (docs/guides/change-the-model.md)."""
+    """Modules of yours to import, such as `[my_module]`, which register names
+    (docs/guides/change-the-model.md)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -78,7 +80,8 @@ class Config(ConfigSection):
             raise ValueError("the run has no end; set train.max_steps or train.max_minutes")
         if train.async_save and train.save_sharded is True:
             raise ValueError(
-                "train.async_save cannot be combined with train.save_sharded=true; remove one of them"
+                "train.async_save cannot be combined with train.save_sharded=true; remove one "
+                "of them"
             )
         if train.deterministic and train.max_minutes is not None:
             raise ValueError(
@@ -86,7 +89,8 @@ class Config(ConfigSection):
             )
         if train.deterministic and train.micro_batch_size == "auto":
             raise ValueError(
-                "train.deterministic cannot be combined with train.micro_batch_size=auto; set a number"
+                "train.deterministic cannot be combined with train.micro_batch_size=auto; set "
+                "a number"
             )
 
     def _check_unread_keys(self) -> None:
@@ -124,36 +128,43 @@ class Config(ConfigSection):
                 raise ValueError(f"{key} has no effect without {reader}; remove it")
 
     def _check_lengths(self) -> None:
-        """Raise ValueError if the architecture, the sequences and document masking do not fit together."""
+        """Raise ValueError if the architecture, the sequences and document masking do not fit
+        together."""
         model, data = self.model, self.data
         if model.max_seq_len is not None and data.seq_len > model.max_seq_len:
             raise ValueError(
-                f"data.seq_len ({data.seq_len}) is longer than model.max_seq_len ({model.max_seq_len})"
+                f"data.seq_len ({data.seq_len}) is longer than model.max_seq_len "
+                f"({model.max_seq_len})"
             )
         # Raises UserError if values of the architecture contradict each other.
         architecture = self.thinker_config(vocab_size=1)
         prefix = architecture.prefix
         if data.document_masking and prefix:
             raise ValueError(
-                "data.document_masking cannot be combined with a prefix in model.attention; remove one"
+                "data.document_masking cannot be combined with a prefix in model.attention; "
+                "remove one"
             )
         if prefix > data.seq_len:
             raise ValueError(
-                f"data.seq_len ({data.seq_len}) is shorter than the prefix of {prefix} tokens; raise it"
+                f"data.seq_len ({data.seq_len}) is shorter than the prefix of {prefix} "
+                f"tokens; raise it"
             )
         if data.document_masking and architecture.max_cached_len < data.seq_len:
             raise ValueError(
-                "data.document_masking cannot be combined with dynamic model.rope_scaling; remove one"
+                "data.document_masking cannot be combined with dynamic model.rope_scaling; "
+                "remove one"
             )
 
     def thinker_config(self, vocab_size: int) -> ThinkerConfig:
-        """The architecture for a tokenizer of this size. Raises UserError if model.vocab_size is too small for it."""
+        """The architecture for a tokenizer of this size. Raises UserError if model.vocab_size is
+        too small for it."""
         values = self.model.model_dump(include=ARCHITECTURE)
         values["max_seq_len"] = values["max_seq_len"] or self.data.seq_len
         given = values["vocab_size"] or vocab_size
         if given < vocab_size:
             raise UserError(
-                f"model.vocab_size ({given}) is smaller than the tokenizer's ({vocab_size}); remove it"
+                f"model.vocab_size ({given}) is smaller than the tokenizer's ({vocab_size}); "
+                f"remove it"
             )
         values["vocab_size"] = given
         return ThinkerConfig(**values)

@@ -14,14 +14,18 @@ DEFAULT_SEQ_LEN = 256
 
 @with_feature_keys("data")
 class DataConfig(TextSource):
-    """The corpus, the tokenizer, and how tokens are packed into sequences. source is tales if it is omitted."""
+    """The corpus, the tokenizer, and how tokens are packed into sequences. source is tales if it is
+    omitted."""
 
     tokenizer: PathText | None = None
-    """Tokenizer name, such as char or bpe:4096, or path. null: the tokenizer of run.init_from, or else bpe:4096."""
+    """Tokenizer name, such as char or bpe:4096, or path. null: the tokenizer of run.init_from, or
+    else bpe:4096."""
     seq_len: Annotated[int, Field(ge=2, le=MAX_SIZE)] = DEFAULT_SEQ_LEN
-    """Tokens per sequence. If omitted, capped at model.max_seq_len or the context length of run.init_from."""
+    """Tokens per sequence. If omitted, capped at model.max_seq_len or the context length of
+    run.init_from."""
     packing: Literal["contiguous", "documents", "best_fit"] = "contiguous"
-    """contiguous: cut the text anywhere. documents: whole documents in order. best_fit: in any order, less padding."""
+    """contiguous: cut the text anywhere. documents: whole documents in order. best_fit: in any
+    order, less padding."""
     shift_windows: bool = False
     """With contiguous packing, cut the stream at other positions in each epoch after the first."""
     assistant_only_loss: bool = False
@@ -33,15 +37,18 @@ class DataConfig(TextSource):
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of documents held out for validation. Has no effect with val_tokens."""
     val_tokens: PathText | None = None
-    """File of GPT-2 tokens for the validation split (docs/guides/gpu.md). Its documents are excluded from training."""
+    """File of GPT-2 tokens for the validation split (docs/guides/gpu.md). Its documents are
+    excluded from training."""
     num_workers: Annotated[int, Field(ge=0, le=64)] = 1
-    """Number of threads that prepare batches ahead of time. 0: prepare each batch when it is needed."""
+    """Number of threads that prepare batches ahead of time. 0: prepare each batch when it is
+    needed."""
     cache_dir: PathText = ".cache"
     """Folder of the token cache."""
 
     @property
     def val_packing(self) -> str:
-        """The packing of the validation split: whole documents for tales, whose entropy is known."""
+        """The packing of the validation split: whole documents for tales, whose entropy is
+        known."""
         return "documents" if self.source == "tales" else self.packing
 
     def text_sources(self) -> list[TextSource]:
@@ -53,7 +60,8 @@ class DataConfig(TextSource):
         return [self.source]
 
     def corpus_options(self, source: TextSource) -> dict[str, Any]:
-        """The options of data.corpus.prepare_corpus for one of text_sources(), except seed and cache_dir."""
+        """The options of data.corpus.prepare_corpus for one of text_sources(), except seed and
+        cache_dir."""
         options = source.prepared_options()
         options["val_fraction"] = self.val_fraction
         options["assistant_only_loss"] = self.assistant_only_loss

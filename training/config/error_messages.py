@@ -1,4 +1,5 @@
-"""Turn an error of validation into one line that names the key, its value and what would be right."""
+"""Turn an error of validation into one line that names the key, its value and what would be
+right."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def describe_error(error: ValidationError, config: type[ConfigSection]) -> str:
 def _find_key(
     path: Location, config: type[ConfigSection]
 ) -> tuple[Location, type[ConfigSection], FieldInfo | None]:
-    """The part of a location that names a key, such as ("data", "sources", 0, "weight"); its section and its field.
+    """The part of a location that names a key, such as ("data", "sources", 0, "weight"); its
+    section and its field.
 
     What follows in a location is inside the value of the key.
     """

@@ -17,7 +17,8 @@ from thinker.training.config.stored import known_keys
 
 
 def load_config(path: str | Path, overrides: list[str]) -> Config:
-    """Read a config from YAML and apply overrides "section.key=value". Raises UserError that names the wrong key."""
+    """Read a config from YAML and apply overrides "section.key=value". Raises UserError that names
+    the wrong key."""
     path = Path(path)
     if not path.exists():
         available = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml")))
@@ -46,8 +47,9 @@ def validate_config(
 ) -> Config:
     """Make a Config from plain dictionaries. Raises UserError that names the first wrong key.
 
-    Its extensions are imported first, as they may register names that it uses. They are searched in `folder`, in the
-    current folder and on the Python path, but not in the run directory `opened` (runtime/extensions.py).
+    Its extensions are imported first, as they may register names that it uses. They are searched in
+    `folder`, in the current folder and on the Python path, but not in the run directory `opened`
+    (runtime/extensions.py).
     """
     entries = tree.get("extensions")
     if isinstance(entries, list) and all(isinstance(entry, str) for entry in entries):
@@ -60,14 +62,16 @@ def validate_config(
 
 
 def check_run_folder(path: str | Path, config: Config, overrides: list[str]) -> None:
-    """Raise UserError if the config belongs to a run that was copied or moved, unless run.dir is overridden."""
+    """Raise UserError if the config belongs to a run that was copied or moved, unless run.dir is
+    overridden."""
     folder = Path(path).resolve().parent
     is_given = any(override.strip().startswith("run.dir") for override in overrides)
     if is_given or not _is_in_run_directory(path):
         return
     if Path(config.run.dir).resolve() != folder:
         raise UserError(
-            f"{path} is not in its run.dir ({config.run.dir}); if the run was moved, add run.dir={folder}"
+            f"{path} is not in its run.dir ({config.run.dir}); if the run was moved, add "
+            f"run.dir={folder}"
         )
 
 

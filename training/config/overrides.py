@@ -55,7 +55,8 @@ def _find_nested(
 
 
 def _item(items: Any, index: int, name: str, override: str) -> dict[str, Any]:
-    """One of several mappings, such as a source in data.sources. Raises UserError if it does not exist."""
+    """One of several mappings, such as a source in data.sources. Raises UserError if it does not
+    exist."""
     items = items if isinstance(items, list) else []
     if index >= len(items) or not isinstance(items[index], dict):
         raise UserError(f"{override}: the config has {len(items)} {name}, numbered from 0")
@@ -63,7 +64,8 @@ def _item(items: Any, index: int, name: str, override: str) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """Read a value as in YAML, or as the text that it is: YAML would drop the end of "runs/a #2"."""
+    """Read a value as in YAML, or as the text that it is: YAML would drop the end of "runs/a
+    #2"."""
     try:
         value = yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError):

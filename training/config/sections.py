@@ -1,7 +1,9 @@
-"""The keys of a config except those of data (data_section.py) and of features (features/NAME/keys.py).
+"""The keys of a config except those of data (data_section.py) and of features
+(features/NAME/keys.py).
 
 Each has its type and default, followed by its description.
-scripts/make_reference.py generates docs/reference/config.md and configs/schema.json from these files.
+scripts/make_reference.py generates docs/reference/config.md and configs/schema.json from these
+files.
 """
 
 from pathlib import Path
@@ -29,16 +31,19 @@ class RunConfig(ConfigSection):
     """The run directory, the seed, and the model that training starts from."""
 
     dir: PathText | None = None
-    """Run directory. null: `runs/NAME`, where NAME is the config file's name without its extension."""
+    """Run directory. null: `runs/NAME`, where NAME is the config file's name without its
+    extension."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """Random seed for the weights, the data order and dropout."""
     init_from: Annotated[PathText, AfterValidator(lambda path: str(Path(path)))] | None = None
-    """Run directory, checkpoint or Hugging Face folder with the initial weights and tokenizer. null: random weights."""
+    """Run directory, checkpoint or Hugging Face folder with the initial weights and tokenizer.
+    null: random weights."""
 
 
 @with_feature_keys("model")
 class ModelConfig(ConfigSection):
-    """The architecture, with the field names of ThinkerConfig. Keys that are null get the value named in their text."""
+    """The architecture, with the field names of ThinkerConfig. Keys that are null get the value
+    named in their text."""
 
     vocab_size: Size | None = None
     """Number of token ids. null: the tokenizer's size."""
@@ -67,19 +72,24 @@ class ModelConfig(ConfigSection):
     dropout: float = 0.0
     """Dropout probability on the embedding and on the outputs of attention and MLP."""
     init: Literal["fan_in", "normal"] = "fan_in"
-    """Weight initialization. fan_in: scaled by the input width of each matrix. normal: std 0.02, as in GPT-2."""
+    """Weight initialization. fan_in: scaled by the input width of each matrix. normal: std 0.02, as
+    in GPT-2."""
     head_init_std: float = 0.0
-    """Std of the LM head's initial weights. Above 0, the model learns to copy sooner and everything else later."""
+    """Std of the LM head's initial weights. Above 0, the model learns to copy sooner and everything
+    else later."""
     attention: str | list[str] = "full"
-    """A pattern such as full or window(64), a list of patterns, or letters such as LLLG (L: model.window, G: full)."""
+    """A pattern such as full or window(64), a list of patterns, or letters such as LLLG (L:
+    model.window, G: full)."""
     window: Size | None = None
     """Number of keys that each query attends to in layers with the letter L."""
     positions: Literal["rope", "alibi", "learned", "sinusoidal", "none"] = "rope"
     """Position encoding: rope, alibi, learned, sinusoidal or none."""
     rope_scaling: dict[str, Any] | None = None
-    """RoPE scaling for longer contexts, such as `{type: yarn, factor: 4, original_max_seq_len: 256}`. null: none."""
+    """RoPE scaling for longer contexts, such as `{type: yarn, factor: 4, original_max_seq_len:
+    256}`. null: none."""
     attention_temperature: float = 1.0
-    """Divide attention scores by this number, in addition to √head_dim. Below 1, attention is sharper."""
+    """Divide attention scores by this number, in addition to √head_dim. Below 1, attention is
+    sharper."""
     attn_logit_softcap: float | None = None
     """Soft cap on attention scores. null: none."""
     attention_sinks: bool = False
@@ -91,13 +101,16 @@ class ModelConfig(ConfigSection):
     no_rope_layers: list[int] | None = None
     """Layers without RoPE, counted from 0. null: none."""
     n_kv_heads_per_layer: list[int] | None = None
-    """Number of KV heads in each layer, for models with pruned heads. null: n_kv_heads in every layer."""
+    """Number of KV heads in each layer, for models with pruned heads. null: n_kv_heads in every
+    layer."""
     mlp: str = "swiglu"
-    """MLP of the blocks: swiglu (gated), ungated, or a name that a module in `extensions` registers."""
+    """MLP of the blocks: swiglu (gated), ungated, or a name that a module in `extensions`
+    registers."""
     activation: str = "silu"
     """Activation in the MLP: silu, gelu, relu, relu2 (squared), or a registered name."""
     norm: str = "rmsnorm"
-    """Norm of the blocks and of the output: rmsnorm, layernorm, or a registered name. QK-norm is always RMSNorm."""
+    """Norm of the blocks and of the output: rmsnorm, layernorm, or a registered name. QK-norm is
+    always RMSNorm."""
 
 
 def _check_optimizer(name: str) -> str:
@@ -116,16 +129,18 @@ OptimizerName = Annotated[
 
 @with_feature_keys("optimizer")
 class OptimizerConfig(ConfigSection):
-    """AdamW for everything, or Muon for the matrices and AdamW for the embedding and the norm weights.
+    """AdamW for everything, or Muon for the matrices and AdamW for the embedding and the norm
+    weights.
 
-    A learning rate left at null follows the rules in training/optim/optimizers.py. The values below apply to batches of at
-    least 16 sequences.
+    A learning rate left at null follows the rules in training/optim/optimizers.py. The values below
+    apply to batches of at least 16 sequences.
     """
 
     name: OptimizerName = "muon"
     """Optimizer. The default is adamw if run.init_from is set."""
     lr: Rate | None = None
-    """Peak learning rate of the matrices in the blocks. null: 0.04 with muon, 1 / d_model with adamw."""
+    """Peak learning rate of the matrices in the blocks. null: 0.04 with muon, 1 / d_model with
+    adamw."""
     embedding_lr: Rate | None = None
     """Peak learning rate of the embedding. null: 0.3 with muon, lr with adamw."""
     head_lr: Rate | None = None
@@ -146,7 +161,8 @@ class OptimizerConfig(ConfigSection):
 
 @with_feature_keys("train")
 class TrainConfig(ConfigSection):
-    """Length of the run, batch size, schedule, device and precision, and how often to evaluate and save."""
+    """Length of the run, batch size, schedule, device and precision, and how often to evaluate and
+    save."""
 
     max_steps: Positive | None = None
     """Number of optimizer steps to train for. null: no limit."""
@@ -155,9 +171,11 @@ class TrainConfig(ConfigSection):
     batch_size: Size = 16
     """Sequences per optimizer step, summed over all ranks."""
     micro_batch_size: Size | Literal["auto"] | None = None
-    """Sequences per forward pass. null: the whole batch of a rank. auto: as many as fit in memory."""
+    """Sequences per forward pass. null: the whole batch of a rank. auto: as many as fit in
+    memory."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
-    """Strategy for training on several ranks. auto: ddp, or fsdp if the model does not fit on one rank."""
+    """Strategy for training on several ranks. auto: ddp, or fsdp if the model does not fit on one
+    rank."""
     dist_timeout_s: Annotated[float, Field(gt=0, le=1e8)] = 600.0
     """Seconds that a rank waits for the others before the run fails."""
     lora_rank: Size | None = None
@@ -165,7 +183,8 @@ class TrainConfig(ConfigSection):
     lora_alpha: Rate | None = None
     """Scale the output of the LoRA adapters by lora_alpha / lora_rank. null: twice the rank."""
     checkpoint_every_n_blocks: Positive | None = None
-    """Save memory: recompute the activations of every n-th block in the backward pass. null: recompute none."""
+    """Save memory: recompute the activations of every n-th block in the backward pass. null:
+    recompute none."""
     offload_activations: bool = False
     """Keep activations in host memory until the backward pass (CUDA only)."""
     warmup_steps: Natural = 10
@@ -173,23 +192,28 @@ class TrainConfig(ConfigSection):
     schedule: Literal["wsd", "cosine"] = "wsd"
     """Learning-rate schedule after the warmup: warmup-stable-decay, or cosine."""
     decay_fraction: Fraction | None = None
-    """Fraction of a wsd run, at its end, over which the learning rate decays linearly. null: 0.6."""
+    """Fraction of a wsd run, at its end, over which the learning rate decays linearly. null:
+    0.6."""
     min_lr_ratio: Fraction = 0.0
     """Final learning rate, as a fraction of the peak."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Evaluate and save an exponential moving average of the weights with this decay per step. null: the weights."""
+    """Evaluate and save an exponential moving average of the weights with this decay per step.
+    null: the weights."""
     patience: Positive | None = None
-    """Stop early after this many evaluations in a row without a new lowest validation loss. null: never."""
+    """Stop early after this many evaluations in a row without a new lowest validation loss. null:
+    never."""
     grad_clip: Rate | None = 1.0
     """Maximum global norm of the gradients. null: do not clip."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Device. auto: a GPU if there is one, otherwise the CPU."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Precision of activations; weights are always fp32. auto: the fastest one that trains well on this device."""
+    """Precision of activations; weights are always fp32. auto: the fastest one that trains well on
+    this device."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the blocks with torch.compile. auto: only if it saves time over the whole run."""
     kernels: Literal["auto", "off"] = "auto"
-    """Faster forms of modules in training steps. auto: those that compute the same as the model. off: none."""
+    """Faster forms of modules in training steps. auto: those that compute the same as the model.
+    off: none."""
     log_every: Positive = 1
     """Steps between log lines of training metrics."""
     eval_every: Positive | None = 250
@@ -205,7 +229,8 @@ class TrainConfig(ConfigSection):
     async_save: bool = False
     """Write checkpoints in the background from a copy of the state, while training continues."""
     save_sharded: bool | Literal["auto"] = "auto"
-    """Write one checkpoint file per rank. auto: if several ranks train more than 8 GB of weights."""
+    """Write one checkpoint file per rank. auto: if several ranks train more than 8 GB of
+    weights."""
     max_nonfinite_steps: Natural = 0
     """Skip up to this many steps with a non-finite loss or gradient; one more ends the run."""
     deterministic: bool = False

@@ -9,7 +9,8 @@ class SourceOptions(ConfigSection):
     """The options of data.text.sources.open_source."""
 
     source: str | None = None
-    """tales (the default), text, jsonl, parquet, hub, pysource or repeated_random (docs/guides/your-data.md)."""
+    """tales (the default), text, jsonl, parquet, hub, pysource or repeated_random
+    (docs/guides/your-data.md)."""
     path: str | None = None
     """File, folder or glob to read, or name of the Hugging Face dataset."""
     config: str | None = None
@@ -17,8 +18,8 @@ class SourceOptions(ConfigSection):
     split: str | None = None
     """Split of a hub dataset to read. null: train."""
     column: str | None = None
-    """Column with the text in a jsonl, parquet or hub source. null: text, or the column or columns of a conversation if
-    the first row has no text."""
+    """Column with the text in a jsonl, parquet or hub source. null: text, or the column or columns
+    of a conversation if the first row has no text."""
     streaming: bool | None = None
     """Stream a hub dataset instead of downloading it first. null: true."""
     max_documents: Positive | None = None

@@ -1,4 +1,5 @@
-"""Read configs and settings that a run has stored, perhaps with features that are not installed now."""
+"""Read configs and settings that a run has stored, perhaps with features that are not installed
+now."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def known_keys(values: Any, section: type[ConfigSection], name: str = "") -> Any
             if value is None or value is False:
                 continue
             raise UserError(
-                f"the run has {where}, a key of a feature that is not installed; install the feature"
+                f"the run has {where}, a key of a feature that is not installed; install the "
+                f"feature"
             )
         nested, is_list = nested_section(field)
         if nested is None:

@@ -1,4 +1,5 @@
-"""Base class and types of the sections of a config. Imports neither torch nor the model, as features' keys use it."""
+"""Base class and types of the sections of a config. Imports neither torch nor the model, as
+features' keys use it."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ Section = TypeVar("Section", bound=type[ConfigSection])
 def with_feature_keys(name: str) -> Callable[[Section], Section]:
     """Class decorator: add the keys that features have for the section `name` (Feature.keys).
 
-    A class of a feature comes before the section in the order of methods, so it can also extend the section's methods.
+    A class of a feature comes before the section in the order of methods, so it can also extend the
+    section's methods.
     """
 
     def extend(section: Section) -> Section:

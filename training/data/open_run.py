@@ -43,14 +43,16 @@ def load_validation_data(
 
     part: the name of one of several sources. None: the tokens of all sources.
 
-    Tokens come from the token cache. If they are missing there, the text is tokenized again, in `scratch` if the cache
-    is read-only. Files named in the config, which may come from a stranger, are read only with `read_data`. Raises
-    UserError if there is no run or its text has changed; the message names `option`, which chooses other data.
+    Tokens come from the token cache. If they are missing there, the text is tokenized again, in
+    `scratch` if the cache is read-only. Files named in the config, which may come from a stranger,
+    are read only with `read_data`. Raises UserError if there is no run or its text has changed; the
+    message names `option`, which chooses other data.
     """
     config = load_run_config(folder)
     if config is None:
         raise UserError(
-            f"{folder} is not in a run directory, so it has no validation data; choose data with {option}"
+            f"{folder} is not in a run directory, so it has no validation data; choose data "
+            f"with {option}"
         )
     sha256 = read_json(find_checkpoint(folder) / "state.json").get("corpus")
     corpus = find_training_data(config.data, str(sha256), tokenizer.content_hash)
@@ -73,12 +75,16 @@ def load_validation_data(
 def _tokenize_again(
     config: Config, tokenizer: Tokenizer, option: str, scratch: Path, read_data: bool
 ) -> tuple[Config, Corpus]:
-    """Prepare the corpus of a run whose tokens are not in the cache. The config may get another cache_dir."""
+    """Prepare the corpus of a run whose tokens are not in the cache. The config may get another
+    cache_dir."""
     data = config.data
     has_files = bool(data.val_tokens) or any(source.path for source in data.text_sources())
     if has_files and not read_data:
         files = data.describe_text(shlex.quote)
-        remedy = f"add --read-data to read the files in its config ({files}), or choose data with {option}"
+        remedy = (
+            f"add --read-data to read the files in its config ({files}), or choose data "
+            f"with {option}"
+        )
         raise UserError(
             f"the token cache does not contain the validation data of the run; {remedy}"
         )
@@ -93,7 +99,8 @@ def _tokenize_again(
 def used_token_ids(
     folder: Path, tokenizer: Tokenizer, scratch: Path, max_tokens: int = 50_000
 ) -> Tensor | None:
-    """The ids, except special ones, in the first `max_tokens` tokens of a run's data; None if not available."""
+    """The ids, except special ones, in the first `max_tokens` tokens of a run's data; None if not
+    available."""
     config = load_run_config(folder)
     if config is None:
         return None
@@ -120,10 +127,12 @@ def sample_sequences(
     scratch: Path,
     max_len: int = 256,
 ) -> tuple[Tensor, Tensor]:
-    """Up to n sequences from the start of a text file, or evenly spaced in the validation split of the run in `folder`.
+    """Up to n sequences from the start of a text file, or evenly spaced in the validation split of
+    the run in `folder`.
 
-    Returns tokens and targets, (N, T) each, on the model's device. Targets without loss are IGNORE_INDEX, including
-    those after a sequence's first document if the run masks documents. Raises UserError if there are too few tokens.
+    Returns tokens and targets, (N, T) each, on the model's device. Targets without loss are
+    IGNORE_INDEX, including those after a sequence's first document if the run masks documents.
+    Raises UserError if there are too few tokens.
     """
     T = min(max_len, model.config.max_seq_len)
     packing = "contiguous"

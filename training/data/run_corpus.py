@@ -1,4 +1,5 @@
-"""Tokenizer and corpus of a run: prepared, found in the cache, or found again for a run that resumes."""
+"""Tokenizer and corpus of a run: prepared, found in the cache, or found again for a run that
+resumes."""
 
 import sys
 from pathlib import Path
@@ -41,9 +42,11 @@ def find_training_data(data: DataConfig, sha256: str, tokenizer_hash: str) -> Co
 
 
 def own_tokenizer(run: RunDirectory, previous: Settings | None, config: Config) -> Tokenizer | None:
-    """The run's copy of a tokenizer from a file or run.init_from; None for a new run or a tokenizer made from the text.
+    """The run's copy of a tokenizer from a file or run.init_from; None for a new run or a tokenizer
+    made from the text.
 
-    Raises UserError if the content of such a file has changed. Prints a line if the file is missing.
+    Raises UserError if the content of such a file has changed. Prints a line if the file is
+    missing.
     """
     spec = config.data.tokenizer
     template = config.data.chat_template
@@ -79,7 +82,8 @@ def _check_equal(own: Tokenizer, named: Tokenizer, key: str, run: RunDirectory) 
 def read_corpus(
     run: RunDirectory, state: RunState, config: Config, tokenizer: Tokenizer | None
 ) -> Corpus:
-    """The corpus of a run. If the run is resumed, its files may have moved, or be missing if the tokens are cached.
+    """The corpus of a run. If the run is resumed, its files may have moved, or be missing if the
+    tokens are cached.
 
     Raises UserError if the text has changed since the run started.
     """

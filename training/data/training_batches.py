@@ -51,7 +51,8 @@ def build_batches(
 def load_custom_dataset(
     dataset: AnyDataset, settings: Config | Settings, corpus: Corpus
 ) -> BatchLoader:
-    """The training batches of a dataset of the user. Raises UserError if it is none, or if its windows do not fit."""
+    """The training batches of a dataset of the user. Raises UserError if it is none, or if its
+    windows do not fit."""
     from thinker.data.batches.custom_dataset import check_window, order_dataset
 
     data = settings.data
@@ -88,7 +89,8 @@ def open_loader(
 
     Args:
         prefix_len: of the model, see PackedDataset.
-        folder: for files of datasets that need some. None: no training follows, so make do with the corpus.
+        folder: for files of datasets that need some. None: no training follows, so make do with the
+            corpus.
         progress: show bars while training waits for data.
 
     Raises UserError if the text is shorter than a sequence.

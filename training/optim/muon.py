@@ -13,16 +13,18 @@ from thinker.training.optim.orthogonalize import orthogonalize, sharded_orthogon
 
 
 class Muon(torch.optim.Muon):
-    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) with the row normalization of NorMuon.
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) with the row
+    normalization of NorMuon.
 
-    If a matrix has more rows than columns, its orthogonalized update moves some rows far and others hardly at all.
-    NorMuon (Li et al. 2025, arXiv:2510.05491) divides each row by its root mean square over recent steps (`row_beta`)
-    and keeps the norm of the matrix. torch orthogonalizes matrices one by one in bf16. Here all matrices of one shape
-    form a batch in `dtype`, since a CPU without bf16 units is five times slower in bf16 than in fp32.
+    If a matrix has more rows than columns, its orthogonalized update moves some rows far and others
+    hardly at all. NorMuon (Li et al. 2025, arXiv:2510.05491) divides each row by its root mean
+    square over recent steps (`row_beta`) and keeps the norm of the matrix. torch orthogonalizes
+    matrices one by one in bf16. Here all matrices of one shape form a batch in `dtype`, since a CPU
+    without bf16 units is five times slower in bf16 than in fp32.
 
-    is_cautious: weight decay applies only to weights that the update moves toward zero (Chen et al. 2025, Cautious
-    Weight Decay, arXiv:2510.12402). is_fused: do everything but the matrix products in native/train.c, for fp32
-    parameters on a CPU that are not sharded.
+    is_cautious: weight decay applies only to weights that the update moves toward zero (Chen et al.
+    2025, Cautious Weight Decay, arXiv:2510.12402). is_fused: do everything but the matrix products
+    in native/train.c, for fp32 parameters on a CPU that are not sharded.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:
-        """Update the parameters, unless `found_inf`, a scalar on the device, is 1 (as in torch's fused AdamW)."""
+        """Update the parameters, unless `found_inf`, a scalar on the device, is 1 (as in torch's
+        fused AdamW)."""
         assert closure is None, "closures are not supported"
         found_inf = getattr(self, "found_inf", None)
         skip = None if found_inf is None else found_inf > 0
@@ -137,7 +140,8 @@ class Muon(torch.optim.Muon):
         states: list[dict[str, Tensor]],
         skip: Tensor | None,
     ) -> Tensor:
-        """Update the momentum of n matrices of one shape. Returns their updates, (n, rows, columns)."""
+        """Update the momentum of n matrices of one shape. Returns their updates, (n, rows,
+        columns)."""
         momenta = [local_tensor(state["momentum_buffer"]) for state in states]
         grads = [local_tensor(parameter.grad) for parameter in parameters]
         if skip is not None:  # interpolating momentum with itself leaves it unchanged
@@ -165,7 +169,8 @@ def _ranks_of_rows(parameter: Tensor) -> Any:
 
 
 def _rates(group: dict[str, Any], shape: tuple[int, ...]) -> tuple[float, float]:
-    """The learning rate of matrices of a shape (adjust_lr_fn "original"), and how much they decay."""
+    """The learning rate of matrices of a shape (adjust_lr_fn "original"), and how much they
+    decay."""
     lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
     return lr, group["lr"] * group["weight_decay"]
 
@@ -177,11 +182,12 @@ def normalize_rows(
     skip: Tensor | None = None,
     group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Divide each row of updates (n, rows, columns) by its root mean square over recent steps; keep each matrix's norm.
+    """Divide each row of updates (n, rows, columns) by its root mean square over recent steps; keep
+    each matrix's norm.
 
-    `row_second_moments`: running means of squares (n, rows, 1); new squares enter with `weight`. They start at zero
-    without a correction, since a common factor of a matrix cancels. `group`: the ranks that share the rows. Returns the
-    updates (zeros if `skip`) and the new means.
+    `row_second_moments`: running means of squares (n, rows, 1); new squares enter with `weight`.
+    They start at zero without a correction, since a common factor of a matrix cancels. `group`: the
+    ranks that share the rows. Returns the updates (zeros if `skip`) and the new means.
     """
     squares = updates.float().square().mean(2, keepdim=True)  # (n, rows, 1)
     means = row_second_moments.lerp(squares, weight)
@@ -202,5 +208,6 @@ def normalize_rows(
 
 @cache
 def _compiled() -> Callable:
-    """Compiled normalize_rows(), made at its first use because importing the compiler takes seconds."""
+    """Compiled normalize_rows(), made at its first use because importing the compiler takes
+    seconds."""
     return torch.compile(normalize_rows, fullgraph=True, dynamic=False)

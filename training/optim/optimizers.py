@@ -1,4 +1,5 @@
-"""Optimizers: default learning rates, parameter groups, and one interface for all that a model is trained with."""
+"""Optimizers: default learning rates, parameter groups, and one interface for all that a model is
+trained with."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,9 +40,10 @@ OptimizerFactory = Callable[[OptimizerParts], list[torch.optim.Optimizer]]
 def muon_and_adamw(parts: OptimizerParts) -> list[torch.optim.Optimizer]:
     """Muon for the matrices and the head, AdamW for the embedding and the norms.
 
-    Muon moves each matrix by its orthogonalized momentum, which has the same size in every direction. It also trains
-    the head, often left to AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), as it separates rare words with similar
-    neighbors better (docs/experiments.md).
+    Muon moves each matrix by its orthogonalized momentum, which has the same size in every
+    direction. It also trains the head, often left to AdamW (Loshchilov & Hutter 2019,
+    arXiv:1711.05101), as it separates rare words with similar neighbors better
+    (docs/experiments.md).
     """
     model, config = parts.model, parts.config
     rest = dict(parts.groups)
@@ -76,13 +78,16 @@ def resolve_learning_rates(
     batch_size: int,
     lr_scale: float = 1.0,
 ) -> OptimizerConfig:
-    """Fill in the learning rates that the config leaves null (docs/explanations/learning-rates.md has the rules).
+    """Fill in the learning rates that the config leaves null (docs/explanations/learning-rates.md
+    has the rules).
 
-    Muon moves a matrix of any size by its learning rate in every direction, so lr and head_lr do not depend on the
-    width. AdamW moves every entry by its learning rate, and a matrix adds up d_model entries that move together, so its
-    lr is proportional to 1/d_model (Yang et al. 2022, arXiv:2203.03466), also for an embedding tied to the head. Below
-    16 sequences per step the gradient is mostly noise, and the rates decrease with the square root of the batch size
-    (Malladi et al. 2022, arXiv:2205.10287). `lr_scale` multiplies all rates. Other optimizers get the rates of AdamW.
+    Muon moves a matrix of any size by its learning rate in every direction, so lr and head_lr do
+    not depend on the width. AdamW moves every entry by its learning rate, and a matrix adds up
+    d_model entries that move together, so its lr is proportional to 1/d_model (Yang et al. 2022,
+    arXiv:2203.03466), also for an embedding tied to the head. Below 16 sequences per step the
+    gradient is mostly noise, and the rates decrease with the square root of the batch size (Malladi
+    et al. 2022, arXiv:2205.10287). `lr_scale` multiplies all rates. Other optimizers get the rates
+    of AdamW.
     """
     scale = lr_scale * min(1.0, batch_size / 16) ** 0.5
     is_tied = model_config.tie_embeddings
@@ -127,7 +132,8 @@ class Optimizers:
                 group["lr"] = group["peak_lr"] * multiplier
 
     def step(self, skip: Tensor | None = None) -> None:
-        """Update all parameters, unless `skip` (a scalar on the device, read by GPU kernels) is true."""
+        """Update all parameters, unless `skip` (a scalar on the device, read by GPU kernels) is
+        true."""
         if skip is not None and not self._can_skip_on(skip.device):
             if bool(skip):
                 return
@@ -137,7 +143,8 @@ class Optimizers:
             optimizer.step()
 
     def _can_skip_on(self, device: torch.device) -> bool:
-        """Whether all optimizers read `found_inf` on the device, so that the host need not wait for it."""
+        """Whether all optimizers read `found_inf` on the device, so that the host need not wait for
+        it."""
         if device.type != "cuda":
             return False
         return all(
@@ -158,16 +165,19 @@ class Optimizers:
                 tensor = torch.as_tensor(value)
                 if tensor.dtype not in DTYPES:
                     raise UserError(
-                        f"{type(optimizer).__name__} keeps {key} as {tensor.dtype}, which checkpoints "
+                        f"{type(optimizer).__name__} keeps {key} as {tensor.dtype}, which "
+                        f"checkpoints "
                         "do not store; use a tensor in float32"
                     )
                 tensors[f"optimizer.{name}.{key}"] = tensor
         return tensors
 
     def expected_state(self, saved: Mapping[str, tuple] | None = None) -> dict[str, Tensor]:
-        """Tensors with the shapes of tensors() after the first step: on the meta device, or sharded zeros.
+        """Tensors with the shapes of tensors() after the first step: on the meta device, or sharded
+        zeros.
 
-        saved: name -> (dtype, *shape) of the tensors in a checkpoint, which say what other optimizers than ours keep.
+        saved: name -> (dtype, *shape) of the tensors in a checkpoint, which say what other
+        optimizers than ours keep.
         """
         expected = {}
         for optimizer, name, parameter in self._named_parameters():
@@ -226,7 +236,8 @@ def _saved_state(prefix: str, like: Tensor, saved: Mapping[str, tuple]) -> dict[
 def parameter_groups(
     model: Thinker, optimizer_config: OptimizerConfig
 ) -> dict[str, ParameterGroup]:
-    """Parameter groups by kind: matrices, embedding, head, norms. Only matrices and the head have weight decay."""
+    """Parameter groups by kind: matrices, embedding, head, norms. Only matrices and the head have
+    weight decay."""
     config = optimizer_config
     settings = {  # kind: learning rate, weight decay
         "matrices": (config.lr, config.weight_decay),

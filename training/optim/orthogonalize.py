@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Quintics a·σ + b·σ³ + c·σ⁵ that move all singular values in [0.01, 1] into [0.73, 1.27] when applied one after the
-# other. Each is optimal in the maximum norm on the interval that the previous one produces (Amsel et al. 2025, Polar
-# Express, arXiv:2505.16932, theorem 3.1).
+# Quintics a·σ + b·σ³ + c·σ⁵ that move all singular values in [0.01, 1] into [0.73, 1.27] when
+# applied one after the other. Each is optimal in the maximum norm on the interval that the previous
+# one produces (Amsel et al. 2025, Polar Express, arXiv:2505.16932, theorem 3.1).
 POLAR_EXPRESS_COEFFICIENTS = (
     (8.093369, -23.62043, 17.446152),
     (3.636586, -2.721927, 0.536546),
@@ -16,10 +16,12 @@ POLAR_EXPRESS_COEFFICIENTS = (
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Approximate U·Vᵀ for each matrix U·S·Vᵀ of a batch (n, rows, columns), whose singular values move close to one.
+    """Approximate U·Vᵀ for each matrix U·S·Vᵀ of a batch (n, rows, columns), whose singular values
+    move close to one.
 
-    Three iterations replace five of torch's. Each has its own polynomial, and matrices are first divided by the fourth
-    root of Σσ⁴. For n equal singular values this is n^¼ times too large, but the Frobenius norm is n^½ times.
+    Three iterations replace five of torch's. Each has its own polynomial, and matrices are first
+    divided by the fourth root of Σσ⁴. For n equal singular values this is n^¼ times too large, but
+    the Frobenius norm is n^½ times.
     """
     is_wide = x.shape[1] <= x.shape[2]
     # So that the next product does not overflow.
@@ -50,7 +52,8 @@ def _gram(x: Tensor, is_wide: bool) -> Tensor:
 def _product_of_polynomials(gram: Tensor) -> Tensor:
     """What all iterations together multiply a long matrix by, from its Gram matrix (n, r, r).
 
-    None of its products has a long side. In bf16 small eigenvalues, squares of singular values, would be lost.
+    None of its products has a long side. In bf16 small eigenvalues, squares of singular values,
+    would be lost.
     """
     product = None
     for a, b, c in POLAR_EXPRESS_COEFFICIENTS:
@@ -64,10 +67,12 @@ def _product_of_polynomials(gram: Tensor) -> Tensor:
 
 
 def sharded_orthogonalize(shards: Tensor, n_rows: int, first_owner: int, group: Any) -> Tensor:
-    """orthogonalize() for n matrices of `n_rows` rows, sharded over the ranks as (n, local rows, columns).
+    """orthogonalize() for n matrices of `n_rows` rows, sharded over the ranks as (n, local rows,
+    columns).
 
-    The ranks own the matrices in round-robin order, starting at `first_owner`. All ranks send their rows to the owner,
-    which sends the results back. Each rank sends and receives twice its shards; no matrix is computed twice.
+    The ranks own the matrices in round-robin order, starting at `first_owner`. All ranks send their
+    rows to the owner, which sends the results back. Each rank sends and receives twice its shards;
+    no matrix is computed twice.
     """
     world_size = torch.distributed.get_world_size(group)
     rank = torch.distributed.get_rank(group)
@@ -81,7 +86,8 @@ def sharded_orthogonalize(shards: Tensor, n_rows: int, first_owner: int, group: 
         has_one_more = (other - first_owner) % world_size < n % world_size
         n_owned.append(n // world_size + has_one_more)
 
-    # Send this rank's rows to the owners of the matrices; get rows of its own matrices from all ranks.
+    # Send this rank's rows to the owners of the matrices; get rows of its own matrices from all
+    # ranks.
     shard_sizes = [count * local_rows * columns for count in n_owned]  # by owner
     owned_sizes = [n_owned[rank] * rows * columns for rows in rows_per_rank]  # by holder
     received = shards.new_empty(sum(owned_sizes))

@@ -8,10 +8,11 @@ DEFAULT_DECAY_FRACTION = 0.6
 
 
 def lr_multiplier(train: TrainConfig, step: int, progress: float) -> float:
-    """Learning rate of a step (from 0) as a factor of the peak, when the share `progress` of the run is done.
+    """Learning rate of a step (from 0) as a factor of the peak, when the share `progress` of the
+    run is done.
 
-    "cosine" decreases from the start. "wsd" (warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395) stays at the peak
-    and decreases linearly over the last `decay_fraction`.
+    "cosine" decreases from the start. "wsd" (warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395)
+    stays at the peak and decreases linearly over the last `decay_fraction`.
     """
     progress = min(progress, 1.0)
     warmup = min(1.0, (step + 1) / (train.warmup_steps + 1))

@@ -1,4 +1,5 @@
-"""Reports and advice: the data before training, the result after training, and the table of a plan."""
+"""Reports and advice: the data before training, the result after training, and the table of a
+plan."""
 
 import math
 import shlex
@@ -66,17 +67,23 @@ def before_training(
     if corpus.tokenizer.kind == "char":
         vocab_size, used = corpus.tokenizer.vocab_size, corpus.tokenizer.vocab_size - 257
         lines.append(
-            f"char: {vocab_size:,} tokens (256 bytes to encode any text, {used:,} non-ASCII characters, and BOS); "
-            f"the loss starts at ln {vocab_size} = {math.log(vocab_size):.2f} and soon drops, as most bytes never occur"
+            f"char: {vocab_size:,} tokens (256 bytes to encode any text, {used:,} non-ASCII "
+            f"characters, and BOS); "
+            f"the loss starts at ln {vocab_size} = {math.log(vocab_size):.2f} and soon drops, "
+            f"as most bytes never occur"
         )
     seq_len, n = settings.data.seq_len, corpus.train.n_documents
     n_cut = sum(int((np.diff(shard.offsets[:]) > seq_len).sum()) for shard in corpus.train.shards)
     if settings.data.packing != "contiguous" and n_cut > MANY_CUT * n:
-        cut = f"advice: {n_cut:,} of {n:,} {_kind(corpus.train)}s are longer than data.seq_len={seq_len} and get cut"
+        cut = (
+            f"advice: {n_cut:,} of {n:,} {_kind(corpus.train)}s are longer than "
+            f"data.seq_len={seq_len} and get cut"
+        )
         lines.append(f"{cut}; raise data.seq_len (and model.max_seq_len if it is lower)")
     if train.max_steps is not None and train.warmup_steps >= train.max_steps:
         lines.append(
-            f"advice: train.warmup_steps={train.warmup_steps:,} lasts until the end of the run; lower it"
+            f"advice: train.warmup_steps={train.warmup_steps:,} lasts until the end of the "
+            f"run; lower it"
         )
     if few := few_to_validate(corpus.val):
         lines.append(
@@ -108,9 +115,13 @@ def too_many_epochs(epochs: float, steps_per_epoch: float, at_most: str = "") ->
     steps = max(1, math.ceil(GOOD_EPOCHS * steps_per_epoch))
     seen = f"the model will see the data {at_most}{epochs:,.0f} times and memorize it"
     if steps < FEW_STEPS:  # too few to learn from
-        return f"{seen}; add text: {GOOD_EPOCHS} epochs are only {steps} step{'s' if steps > 1 else ''}"
+        return (
+            f"{seen}; add text: {GOOD_EPOCHS} epochs are only {steps} "
+            f"step{'s' if steps > 1 else ''}"
+        )
     return (
-        f"{seen}; add text or lower train.max_steps (to {steps:,} for {GOOD_EPOCHS} epochs); raising model.dropout "
+        f"{seen}; add text or lower train.max_steps (to {steps:,} for {GOOD_EPOCHS} epochs); "
+        f"raising model.dropout "
         "helps a little"
     )
 
@@ -121,7 +132,8 @@ def after_training(
     epochs: float,
     baselines: dict[str, float] | None = None,
 ) -> Lines:
-    """Advice for a finished run, from its final state, the lines of metrics.jsonl and evaluation.text_baselines."""
+    """Advice for a finished run, from its final state, the lines of metrics.jsonl and
+    evaluation.text_baselines."""
     settings = state.settings
     validations = evaluations(lines)
     last, train = validations[-1], settings.train
@@ -129,7 +141,8 @@ def after_training(
     uniform = math.log(settings.model.vocab_size)
     if round(loss, 2) > round(uniform, 2):  # as printed
         advice.append(
-            f"the validation loss {loss:.2f} is above ln {settings.model.vocab_size} = {uniform:.2f}, the loss of a "
+            f"the validation loss {loss:.2f} is above ln {settings.model.vocab_size} = "
+            f"{uniform:.2f}, the loss of a "
             "uniform guess, so the model has learned nothing that helps on new text"
         )
     smaller = "" if settings.run.init_from else "a smaller model, "
@@ -145,8 +158,10 @@ def after_training(
         if "ranks" in state.machine:  # torchrun has options of its own
             command = "the same command and"
         advice.append(
-            f"train.max_minutes={train.max_minutes:g} ended the run after {state.step:,}{of_steps} steps; longer "
-            f"training would lower the validation loss; continue it with {command} train.max_minutes={minutes}"
+            f"train.max_minutes={train.max_minutes:g} ended the run after "
+            f"{state.step:,}{of_steps} steps; longer "
+            f"training would lower the validation loss; continue it with {command} "
+            f"train.max_minutes={minutes}"
         )
     if is_worse_than_ngrams(last, baselines) and not advice:
         stopped_early = (
@@ -154,7 +169,8 @@ def after_training(
         )
         key = "max_minutes" if by_time else "patience" if stopped_early else "max_steps"
         advice.append(
-            f"a {NGRAM} model predicts the text better than this model; train longer: raise train.{key}"
+            f"a {NGRAM} model predicts the text better than this model; train longer: raise "
+            f"train.{key}"
         )
     return [f"advice: {line}" for line in advice]
 
@@ -170,19 +186,27 @@ def recommendation(plan: dict[str, Any]) -> Lines:
     share = plan["tokens"] / optimal_tokens if optimal_tokens and "tokens" in plan else 1.0
     if share < SMALL_SHARE:
         changes.append(
-            f"the model is large for {plan['tokens']:,} tokens; use about {_round(plan['tokens'] / 20)} parameters "
+            f"the model is large for {plan['tokens']:,} tokens; use about "
+            f"{_round(plan['tokens'] / 20)} parameters "
             "(lower model.d_model or model.n_layers), or train longer"
         )
     elif share > LARGE_SHARE and epochs <= most:
         changes.append(
-            f"a model of about {_round(plan['tokens'] / 20)} parameters would learn more from these tokens "
+            f"a model of about {_round(plan['tokens'] / 20)} parameters would learn more from "
+            f"these tokens "
             "(raise model.d_model or model.n_layers), but train more slowly"
         )
     if (plan.get("max_steps") or 0) > plan.get("steps", 0):
-        ended = f"train.max_minutes ends the run after about {plan['steps']:,} of {plan['max_steps']:,} steps"
+        ended = (
+            f"train.max_minutes ends the run after about {plan['steps']:,} of "
+            f"{plan['max_steps']:,} steps"
+        )
         changes.append(f"{ended}; raise it to train to the end")
     if plan["peak_bytes"] > plan["usable_bytes"]:
-        remedy = "set train.micro_batch_size=auto or train.checkpoint_every_n_blocks=1, or lower data.seq_len"
+        remedy = (
+            "set train.micro_batch_size=auto or train.checkpoint_every_n_blocks=1, or "
+            "lower data.seq_len"
+        )
         return [
             f"the run does not fit: it needs {peak}, but only {usable} is usable; {remedy}",
             *changes,
@@ -205,7 +229,8 @@ def format_plan(plan: dict[str, Any]) -> str:
         ("parameters", f"{plan['parameters']:,}, {blocks:,} outside the embedding"),
         (
             "device",
-            f"{plan['device']}, {plan['precision']}, {'compiled' if plan['compile'] else 'not compiled'}",
+            f"{plan['device']}, {plan['precision']}, "
+            f"{'compiled' if plan['compile'] else 'not compiled'}",
         ),
         ("micro-batch", f"{plan['micro_batch_size']} sequences"),
         *((name, sizes[name]) for name in ("weights", "gradients", "optimizer", "activations")),
@@ -242,8 +267,10 @@ def format_plan(plan: dict[str, Any]) -> str:
 def describe_result(val: dict[str, Any], state: RunState) -> Lines:
     """Describe the result of a run, from its last evaluation."""
     lines = [
-        f"finished: {state.step} steps, {state.tokens:,} tokens, {state.elapsed_s:.0f} s of training",
-        f"validation loss {val['val_loss']:.4f} nats per token, {val['val_bits_per_byte']:.4f} bits per byte",
+        f"finished: {state.step} steps, {state.tokens:,} tokens, {state.elapsed_s:.0f} s of "
+        f"training",
+        f"validation loss {val['val_loss']:.4f} nats per token, "
+        f"{val['val_bits_per_byte']:.4f} bits per byte",
     ]
     patience = state.settings.train.patience
     if patience is not None and state.evaluations_since_lowest >= patience:
@@ -252,12 +279,14 @@ def describe_result(val: dict[str, Any], state: RunState) -> Lines:
         )
     if state.skipped:
         lines.append(
-            f"skipped {state.skipped} steps with a non-finite loss or gradient (see nonfinite-step-*.json)"
+            f"skipped {state.skipped} steps with a non-finite loss or gradient (see "
+            f"nonfinite-step-*.json)"
         )
     if floor := val.get("entropy_floor"):
         excess = format_excess(val["val_loss"], floor, 1)
         lines.append(
-            f"floor {floor:.4f} nats per token, the entropy of the corpus; the loss is {excess} the floor"
+            f"floor {floor:.4f} nats per token, the entropy of the corpus; the loss is "
+            f"{excess} the floor"
         )
     return lines
 

@@ -1,4 +1,5 @@
-"""The HTML page of a data report: the table, the plot, and the sequences of a step with borders and masks."""
+"""The HTML page of a data report: the table, the plot, and the sequences of a step with borders and
+masks."""
 
 import base64
 import html
@@ -40,14 +41,18 @@ def page(report: DataReport) -> str:
         for row in table(report)
     )
     legend = (
-        "BOS marks the start of a document. The color alternates between documents. The prediction after a pale token "
+        "BOS marks the start of a document. The color alternates between documents. The "
+        "prediction after a pale token "
         "does not count in the loss. Small dots are padding."
     )
     parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
-        f"<title>Training data</title><style>{STYLE}</style><h1>Training data</h1><table>{rows}</table>",
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport "
+        "content='width=device-width'>",
+        f"<title>Training data</title><style>{STYLE}</style><h1>Training "
+        f"data</h1><table>{rows}</table>",
         "<h2>Lengths of the documents</h2>",
-        f"<img alt='Histogram of the lengths of the documents' src='data:image/png;base64,{image}'>",
+        f"<img alt='Histogram of the lengths of the documents' "
+        f"src='data:image/png;base64,{image}'>",
         f"<h2>Sequences of step {report.step}</h2><p>{legend}</p>",
         *map(_sequence, report.sequences),
         "</html>",
@@ -56,7 +61,10 @@ def page(report: DataReport) -> str:
 
 
 def _sequence(sequence: Sequence) -> str:
-    where = f"{html.escape(sequence.source)}, sequence {sequence.sample_id:,}, epoch {sequence.epoch:.2f}"
+    where = (
+        f"{html.escape(sequence.source)}, sequence {sequence.sample_id:,}, epoch "
+        f"{sequence.epoch:.2f}"
+    )
     spans = []
     for text, document, kind in sequence.tokens:
         shown = {"bos": "BOS", "padding": "·"}.get(kind) or html.escape(text)

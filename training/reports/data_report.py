@@ -1,4 +1,5 @@
-"""What the data of a config looks like: its sources, the lengths of its documents, and the sequences of a step."""
+"""What the data of a config looks like: its sources, the lengths of its documents, and the
+sequences of a step."""
 
 import codecs
 import hashlib
@@ -37,7 +38,8 @@ COMPARED_DOCUMENTS = 200_000  # per source, to count equal ones
 
 @dataclass(frozen=True)
 class SourceReport:
-    """A source in numbers. Lengths are those of the documents of the training split, in tokens with the BOS token."""
+    """A source in numbers. Lengths are those of the documents of the training split, in tokens with
+    the BOS token."""
 
     name: str
     train_documents: int
@@ -94,7 +96,8 @@ def make_data_report(config: Config, step: int, n_sequences: int) -> DataReport:
     data, prefix = config.data, config.thinker_config(corpus.tokenizer.vocab_size).prefix
     if step >= (config.train.max_steps or MAX_STEP):
         raise UserError(
-            f"--step {step} is not below {config.train.max_steps or MAX_STEP}, the number of steps of the run"
+            f"--step {step} is not below {config.train.max_steps or MAX_STEP}, the number of "
+            f"steps of the run"
         )
     parts = corpus.parts or {data.source: corpus}
     sources = [_source_report(name, part, config) for name, part in parts.items()]
@@ -181,12 +184,18 @@ def _source_report(name: str, part: Corpus, config: Config) -> SourceReport:
     n_bytes, n_tokens = train.n_bytes + val.n_bytes, train.n_tokens + val.n_tokens
     index = json.loads((part.folder / INDEX).read_text(encoding="utf-8"))
     return SourceReport(
-        name, train.n_documents, val.n_documents, train.n_tokens, val.n_tokens, n_bytes / n_tokens, lengths,
+        name,
+        train.n_documents,
+        val.n_documents,
+        train.n_tokens,
+        val.n_tokens,
+        n_bytes / n_tokens,
+        lengths,
         share_longer=float((lengths > data.seq_len).mean()),
         share_padding=1 - (train.n_tokens - len(train.shards)) / (len(windows) * data.seq_len),
         n_equal=_count_equal(train),
         dropped={reason: entry["count"] for reason, entry in index.get("dropped", {}).items()},
-    )  # fmt: skip
+    )
 
 
 def _count_equal(tokens: TokenShards) -> int:

@@ -1,4 +1,5 @@
-"""Assess a finished run: the fit of the model, simple models of the same text, and what would lower the loss most."""
+"""Assess a finished run: the fit of the model, simple models of the same text, and what would lower
+the loss most."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ LARGE_GAP = 1.5  # validation loss / training loss
 SMALL_GAP = 0.05  # relative: the losses are about equal
 FAR_FROM_FLOOR = 0.06
 
-# Verdicts on a run. The last one: the validation loss has risen, but not because the training loss fell.
+# Verdicts on a run. The last one: the validation loss has risen, but not because the training loss
+# fell.
 UNDERFITTED, WELL_FITTED, OVERFITTED = "underfitted", "well fitted", "overfitted"
 NOT_IMPROVING = "no longer improving"
 
@@ -41,15 +43,18 @@ def assess_fit(
     epochs: float,
     baselines: dict[str, float] | None = None,
 ) -> Fit | None:
-    """Compare the training and validation losses in the lines of metrics.jsonl; None without a training loss.
+    """Compare the training and validation losses in the lines of metrics.jsonl; None without a
+    training loss.
 
-    baselines: from evaluation.text_baselines. A model that is worse than a 5-gram model is not well fitted
+    baselines: from evaluation.text_baselines. A model that is worse than a 5-gram model is not well
+    fitted
         unless its loss has risen.
     """
     train = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
     if not train:
         return None
-    # A loss below the best one was measured on other sequences, before train.eval_sequences was changed.
+    # A loss below the best one was measured on other sequences, before train.eval_sequences was
+    # changed.
     vals = evaluations(lines)
     vals = [line for line in vals if line["val_loss"] >= (state.best_val_loss or 0.0)] or vals[-1:]
     best, loss, floor = (
@@ -83,7 +88,8 @@ def advise_on_fit(fit: Fit, remedy: str) -> list[str]:
     best = f"{fit.best['val_loss']:.3f}"
     if fit.verdict == NOT_IMPROVING:
         return [
-            f"the validation loss was lowest at step {fit.best['step']:,} ({best}); use the weights of that step "
+            f"the validation loss was lowest at step {fit.best['step']:,} ({best}); use the "
+            f"weights of that step "
             "(generate.py --checkpoint best)"
         ]
     if fit.verdict != OVERFITTED:
@@ -91,14 +97,17 @@ def advise_on_fit(fit: Fit, remedy: str) -> list[str]:
     if fit.val_loss <= fit.best["val_loss"] * (1 + OVERFITTING):
         return [f"against overfitting, try {remedy}"]
     return [
-        f"overfitting: since step {fit.best['step']:,} the validation loss has risen from {best} to "
-        f"{fit.val_loss:.3f} while the training loss fell; use the weights of step {fit.best['step']:,} "
+        f"overfitting: since step {fit.best['step']:,} the validation loss has risen from "
+        f"{best} to "
+        f"{fit.val_loss:.3f} while the training loss fell; use the weights of step "
+        f"{fit.best['step']:,} "
         f"(generate.py --checkpoint best), or train with fewer steps, {remedy}"
     ]
 
 
 def format_epochs(epochs: float) -> str:
-    """Format a number of epochs, such as "0.37 epochs", "1 epoch" or "120 epochs". 0: an unknown share of the text."""
+    """Format a number of epochs, such as "0.37 epochs", "1 epoch" or "120 epochs". 0: an unknown
+    share of the text."""
     if epochs == 0:
         return "less than 1 epoch"
     number = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
@@ -108,20 +117,29 @@ def format_epochs(epochs: float) -> str:
 def describe_fit(fit: Fit) -> str:
     """The training loss, its distance from the validation loss, and the verdict, as one line."""
     gap = fit.val_loss - fit.train_loss
-    losses = f"training loss {fit.train_loss:.4f}, {abs(gap):.4f} {'below' if gap >= 0 else 'above'} the validation loss"
+    losses = (
+        f"training loss {fit.train_loss:.4f}, {abs(gap):.4f} "
+        f"{'below' if gap >= 0 else 'above'} the validation loss"
+    )
     return f"{losses}, after {format_epochs(fit.epochs)}: {fit.verdict}"
 
 
 def describe_baselines(val: dict[str, Any], baselines: dict[str, float]) -> str:
-    """Compare a model with simple models of the same text (evaluation.text_baselines), as one line."""
+    """Compare a model with simple models of the same text (evaluation.text_baselines), as one
+    line."""
     others = ", ".join(f"{name} {bits:.2f}" for name, bits in baselines.items())
-    return f"bits per byte: this model {val['val_bits_per_byte']:.2f}; on up to 100 KB of validation text: {others}"
+    return (
+        f"bits per byte: this model {val['val_bits_per_byte']:.2f}; on up to 100 KB of "
+        f"validation text: {others}"
+    )
 
 
 def describe_estimates(val: dict[str, Any], fit: Fit, state: RunState) -> str | None:
-    """Estimate by how much more time, text or parameters would lower the loss, the largest change first, as one line.
+    """Estimate by how much more time, text or parameters would lower the loss, the largest change
+    first, as one line.
 
-    None for fine-tuning, if the entropy floor is known, and for losses that the law does not describe.
+    None for fine-tuning, if the entropy floor is known, and for losses that the law does not
+    describe.
     """
     settings = state.settings
     is_described = fit.verdict != NOT_IMPROVING and val["val_loss"] < math.log(

@@ -7,7 +7,8 @@ from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, plain_tex
 
 
 def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Plot training and validation loss by step from the lines of metrics.jsonl, and the floor if known."""
+    """Plot training and validation loss by step from the lines of metrics.jsonl, and the floor if
+    known."""
     train = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
     val = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
     floor = next(

@@ -41,7 +41,8 @@ def time_steps(
     objective: Objective = next_token_loss,
     callbacks: Sequence[Callback] = (),
 ) -> tuple[float, float]:
-    """Seconds of the first step, including compilation, and the median of `repeats` more, on random tokens.
+    """Seconds of the first step, including compilation, and the median of `repeats` more, on random
+    tokens.
 
     callbacks: those of the objective.
     """
@@ -61,9 +62,11 @@ def time_steps(
 
 
 def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
-    """Estimate the bytes, FLOPs, tokens, epochs and seconds of a run on this machine, with recommendations.
+    """Estimate the bytes, FLOPs, tokens, epochs and seconds of a run on this machine, with
+    recommendations.
 
-    If model.vocab_size is set, the corpus, which may be large, is not read, and the number of epochs is unknown.
+    If model.vocab_size is set, the corpus, which may be large, is not read, and the number of
+    epochs is unknown.
     """
     reads_corpus, device = config.model.vocab_size is None, choose_device(config.train.device)
     configure_backend(device)

@@ -1,9 +1,10 @@
 """An estimate of what more time, more text or a larger model would gain, from a scaling law.
 
-The law: loss = E + A / N**ALPHA + B / D**BETA + K / S**GAMMA, where N is the number of parameters outside embeddings,
-D the bytes of distinct training text and S the training tokens processed. A single run does not
-determine A, B and K, so predict_loss_changes() splits its reducible loss over the three terms by rules of thumb. The
-result is an estimate that may be right only in its order of magnitude; use it to choose what to try first.
+The law: loss = E + A / N**ALPHA + B / D**BETA + K / S**GAMMA, where N is the number of parameters
+outside embeddings, D the bytes of distinct training text and S the training tokens processed. A
+single run does not determine A, B and K, so predict_loss_changes() splits its reducible loss over
+the three terms by rules of thumb. The result is an estimate that may be right only in its order of
+magnitude; use it to choose what to try first.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import torch
 
 from thinker.model import Thinker, ThinkerConfig
 
-# Starting values, not yet fitted to runs of this toolkit. ALPHA and BETA are near those of Hoffmann et al. 2022.
+# Starting values, not yet fitted to runs of this toolkit. ALPHA and BETA are near those of Hoffmann
+# et al. 2022.
 ALPHA = 0.34  # exponent of parameters
 BETA = 0.28  # exponent of distinct text
 GAMMA = 0.35  # exponent of training tokens
@@ -26,7 +28,8 @@ FACTOR = 2  # by which time, text or parameters grow
 
 @dataclass(frozen=True)
 class LossChanges:
-    """By how much the validation loss would fall (nats per token) if one doubles and the others stay the same."""
+    """By how much the validation loss would fall (nats per token) if one doubles and the others
+    stay the same."""
 
     time: float
     text: float
@@ -43,9 +46,9 @@ def predict_loss_changes(
 ) -> LossChanges | None:
     """Estimate what twice the training tokens, twice the text and twice the parameters would gain.
 
-    The text term is the gap between the validation and the training loss. The rest is split between time and size so
-    that, at 20 tokens per parameter, 1% more of either lowers the loss equally. A model with fewer tokens per
-    parameter has a larger time term, one with more a larger size term.
+    The text term is the gap between the validation and the training loss. The rest is split between
+    time and size so that, at 20 tokens per parameter, 1% more of either lowers the loss equally. A
+    model with fewer tokens per parameter has a larger time term, one with more a larger size term.
 
     Args:
         val_loss, train_loss: in nats per token.
@@ -60,7 +63,8 @@ def predict_loss_changes(
     epochs = max(epochs, SMALLEST_SHARE)
     reducible = val_loss * (1 - IRREDUCIBLE_BITS_PER_BYTE / bits_per_byte)
     text = min(max(val_loss - train_loss, 0.0), reducible)
-    # At equal compute N S, both terms move away from the balance: N by balance**-0.5, S by balance**0.5.
+    # At equal compute N S, both terms move away from the balance: N by balance**-0.5, S by
+    # balance**0.5.
     balance = n_tokens / n_parameters / BALANCED_TOKENS_PER_PARAMETER
     size_weight, time_weight = balance ** (ALPHA / 2) / ALPHA, balance ** (-GAMMA / 2) / GAMMA
     size = (reducible - text) * size_weight / (size_weight + time_weight)

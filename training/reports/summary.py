@@ -26,7 +26,8 @@ def print_summary(
     corpus: Corpus,
     loader: BatchLoader | None = None,
 ) -> None:
-    """Print the result, where it stands and advice, and plot the loss curve. loader: of the training batches."""
+    """Print the result, where it stands and advice, and plot the loss curve. loader: of the
+    training batches."""
     if not run.writes:
         return
     lines = list(run.read_metrics())

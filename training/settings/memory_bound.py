@@ -11,7 +11,8 @@ from thinker.training.config.config import Config
 def check_run_fits(
     config: Config, device: torch.device, dist: DistContext = SINGLE_PROCESS
 ) -> None:
-    """Raise UserError if a run needs more memory than there is, even with every memory-saving option."""
+    """Raise UserError if a run needs more memory than there is, even with every memory-saving
+    option."""
     on_device, on_host = least_memory(config, dist)
     size = "" if config.run.init_from else "model.d_model, model.n_layers, "
     remedy = f"lower {size}data.seq_len or train.batch_size, or set train.micro_batch_size"

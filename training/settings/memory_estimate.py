@@ -31,7 +31,8 @@ from thinker.training.step import TrainingStep
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the device. The peak differs from their sum, as gradients grow while activations are freed."""
+    """Bytes on the device. The peak differs from their sum, as gradients grow while activations are
+    freed."""
 
     weights: int
     gradients: int
@@ -69,8 +70,9 @@ class LiveTensorMeter(TorchDispatchMode):
 class TraceableThinker(Thinker):
     """A Thinker with traceable attention that takes about as much memory as the real one.
 
-    FlexAttention and the variable-length kernel need real tensors, so plain causal attention replaces them. Blockwise
-    attention consists of thousands of operations, so here each of its blocks covers all heads.
+    FlexAttention and the variable-length kernel need real tensors, so plain causal attention
+    replaces them. Blockwise attention consists of thousands of operations, so here each of its
+    blocks covers all heads.
     """
 
     def make_context(
@@ -80,7 +82,8 @@ class TraceableThinker(Thinker):
         document_ids: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> ForwardContext:
-        """Like Thinker.make_context(). On a GPU masks depend on documents, so each sequence counts as one document."""
+        """Like Thinker.make_context(). On a GPU masks depend on documents, so each sequence counts
+        as one document."""
         context = super().make_context(inputs, tokens, None if inputs.is_cuda else document_ids)
         for layer, mask in enumerate(context.masks):
             if mask.kernel in ("flex", "blockwise"):
@@ -104,7 +107,8 @@ def _attend_blockwise(
 def estimate_memory(
     settings: Settings, micro_batch_size: int, device: torch.device
 ) -> MemoryEstimate:
-    """Trace a training step on fake tensors. Excludes workspaces of kernels and overhead of allocators."""
+    """Trace a training step on fake tensors. Excludes workspaces of kernels and overhead of
+    allocators."""
     accumulates = micro_batch_size < settings.train.batch_size
     settings = settings.with_train(micro_batch_size=micro_batch_size, compile=False)
     if settings.train.precision == "fp16":
@@ -157,7 +161,8 @@ def usable_fraction(device: torch.device) -> float:
 
 
 def free_memory(device: torch.device, dist: DistContext = SINGLE_PROCESS) -> int:
-    """Bytes that each rank can allocate now. Ranks on one host share its memory equally. All ranks must call this."""
+    """Bytes that each rank can allocate now. Ranks on one host share its memory equally. All ranks
+    must call this."""
     sharing = 1 if device.type == "cuda" else dist.local_world_size
     return int(
         min(free for (free,) in dist.all_gather_scalars(memory.free_memory(device) // sharing))
@@ -167,7 +172,8 @@ def free_memory(device: torch.device, dist: DistContext = SINGLE_PROCESS) -> int
 def largest_micro_batch(
     settings: Settings, device: torch.device, free: int, dist: DistContext = SINGLE_PROCESS
 ) -> int:
-    """Largest micro-batch whose peak fits in `free` bytes. Raises UserError if not even one sequence fits."""
+    """Largest micro-batch whose peak fits in `free` bytes. Raises UserError if not even one
+    sequence fits."""
     rows = settings.train.batch_size // dist.world_size
     elsewhere = (
         1 - 1 / dist.world_size if settings.train.parallel == "fsdp" else 0.0
@@ -189,6 +195,7 @@ def largest_micro_batch(
         return parts[n_fitting - 1]
     needed, available = memory.format_bytes(peak(1)), memory.format_bytes(free)
     raise UserError(
-        f"one sequence of {settings.data.seq_len} tokens needs {needed}, but only {available} is free; "
+        f"one sequence of {settings.data.seq_len} tokens needs {needed}, but only {available} "
+        f"is free; "
         "set train.checkpoint_every_n_blocks=1, lower data.seq_len or use a smaller model"
     )

@@ -1,4 +1,5 @@
-"""Resolve a config to settings: make every choice that depends on the machine, the ranks or the data."""
+"""Resolve a config to settings: make every choice that depends on the machine, the ranks or the
+data."""
 
 import json
 import math
@@ -25,8 +26,8 @@ from thinker.training.settings.memory_estimate import (
 )
 from thinker.training.settings.settings import Settings, TrainSettings
 
-# Seconds to compile the blocks, and the share of a step that it saves by width, widest first. Measured on a CPU in fp32
-# (docs/benchmarks/training.md); a guess on a GPU.
+# Seconds to compile the blocks, and the share of a step that it saves by width, widest first.
+# Measured on a CPU in fp32 (docs/benchmarks/training.md); a guess on a GPU.
 COMPILE_COST = {"cpu": (35.0, {384: 0.12, 256: 0.04, 0: 0.0}), "cuda": (60.0, {0: 0.3})}
 SHARDED_SAVE_BYTES = (
     8e9  # beyond this, the other ranks wait too long while one rank gathers and writes the weights
@@ -41,7 +42,8 @@ def resolve_open_keys(
     previous: Settings | None = None,
     dist: DistContext = SINGLE_PROCESS,
 ) -> Config:
-    """Let features fill in the keys that depend on the text and the machine (Feature.resolve_config).
+    """Let features fill in the keys that depend on the text and the machine
+    (Feature.resolve_config).
 
     All ranks must call it. A resumed run (with the settings `previous`) keeps what was chosen.
     """
@@ -69,10 +71,12 @@ def resolve_settings(
     previous: Settings | None = None,
     dist: DistContext = SINGLE_PROCESS,
 ) -> Settings:
-    """Decide everything that the config leaves open, identically on all ranks. Prints choices to stderr.
+    """Decide everything that the config leaves open, identically on all ranks. Prints choices to
+    stderr.
 
-    `precision`: the result of resolve_precision(), if already called; `previous`: settings of the resumed run, whose
-    choices are kept. Raises UserError if the batch cannot be split or the machine lacks a feature.
+    `precision`: the result of resolve_precision(), if already called; `previous`: settings of the
+    resumed run, whose choices are kept. Raises UserError if the batch cannot be split or the
+    machine lacks a feature.
     """
     train = config.train
     check_batch_split(config, dist)
@@ -126,12 +130,15 @@ def check_batch_split(config: Config, dist: DistContext) -> None:
     rows = batch_size // dist.world_size
     if batch_size % dist.world_size:
         raise UserError(
-            f"train.batch_size ({batch_size}) is not a multiple of the number of ranks ({dist.world_size}); "
-            f"change it, or use one of these numbers of ranks: {', '.join(map(str, divisors(batch_size)))}"
+            f"train.batch_size ({batch_size}) is not a multiple of the number of ranks "
+            f"({dist.world_size}); "
+            f"change it, or use one of these numbers of ranks: "
+            f"{', '.join(map(str, divisors(batch_size)))}"
         )
     if isinstance(micro_batch_size, int) and rows % micro_batch_size:
         raise UserError(
-            f"train.micro_batch_size ({micro_batch_size}) does not divide each rank's share of train.batch_size "
+            f"train.micro_batch_size ({micro_batch_size}) does not divide each rank's share "
+            f"of train.batch_size "
             f"({rows} sequences); use {', '.join(map(str, divisors(rows)))}"
         )
 
@@ -186,7 +193,8 @@ def resolve_micro_batch_size(
     previous: Settings | None,
     dist: DistContext,
 ) -> int:
-    """Choose the number of sequences per forward pass. Raises UserError if not even one fits in memory."""
+    """Choose the number of sequences per forward pass. Raises UserError if not even one fits in
+    memory."""
     rows = settings.train.batch_size // dist.world_size
     if config.train.micro_batch_size != "auto":
         return config.train.micro_batch_size or rows
@@ -204,7 +212,8 @@ def resolve_micro_batch_size(
 def resolve_compile(
     config: Config, settings: Settings, device: torch.device, previous: Settings | None
 ) -> bool:
-    """Whether to compile the blocks. Raises UserError if a compiled run is resumed without a compiler."""
+    """Whether to compile the blocks. Raises UserError if a compiled run is resumed without a
+    compiler."""
     if config.train.compile != "auto":
         return config.train.compile
     if previous is not None:
@@ -247,7 +256,8 @@ def has_compiler(device: torch.device) -> bool:
 
 
 def planned_run_seconds(settings: Settings, device: torch.device) -> float:
-    """Planned training time: the time limit, or an estimate from the FLOPs and the speed of the device."""
+    """Planned training time: the time limit, or an estimate from the FLOPs and the speed of the
+    device."""
     train = settings.train
     seconds = math.inf if train.max_minutes is None else 60 * train.max_minutes
     if train.max_steps is None:

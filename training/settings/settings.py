@@ -27,7 +27,8 @@ def _read_architecture(value: Any) -> Any:
 
 
 class Settings(ConfigSection):
-    """A config resolved for this machine and data, without "auto" or missing values. Saved with the run."""
+    """A config resolved for this machine and data, without "auto" or missing values. Saved with the
+    run."""
 
     run: sections.RunConfig
     model: Annotated[ThinkerConfig, BeforeValidator(_read_architecture)]

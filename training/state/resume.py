@@ -26,8 +26,8 @@ from thinker.training.settings.settings import Settings
 from thinker.training.state.run_state import RunState, read_state
 from thinker.training.step import TrainingStep
 
-# Keys that must not change. In the sections model and data these are all keys except DATA_KEYS_OF_THE_MACHINE, and
-# features add theirs.
+# Keys that must not change. In the sections model and data these are all keys except
+# DATA_KEYS_OF_THE_MACHINE, and features add theirs.
 FIXED_KEYS = {
     "optimizer": ("name",),
     "run": ("seed", "init_from"),
@@ -69,7 +69,8 @@ class KeyChange:
 def check_unchanged(
     run: RunDirectory, previous: Settings, sections: dict[str, dict[str, Any]]
 ) -> None:
-    """Raise UserError if a key that affects weights or batches has changed since the run started."""
+    """Raise UserError if a key that affects weights or batches has changed since the run
+    started."""
     started_with = previous.model_dump(mode="json")
     rules = _rules_of_features()
     for section, values in sections.items():
@@ -107,7 +108,8 @@ def _always_fixed(change: KeyChange) -> str:
 
 
 def warn_about_changes(state: RunState, machine: dict[str, str], settings: Settings) -> None:
-    """Print to stderr which keys have changed, and which changes make results differ from an uninterrupted run."""
+    """Print to stderr which keys have changed, and which changes make results differ from an
+    uninterrupted run."""
     previous = state.settings.model_dump(mode="json")
     now = settings.model_dump(mode="json", exclude={"run", "extensions"})
     changes = []
@@ -151,7 +153,8 @@ def describe_machine(step: TrainingStep, dist: DistContext, parallel: str) -> di
 
 
 def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunState]:
-    """Lock the run directory. Returns its newest valid checkpoint, or None for a new run, and the state."""
+    """Lock the run directory. Returns its newest valid checkpoint, or None for a new run, and the
+    state."""
     run.lock()
     if dist.is_main:
         checkpoint.recover(run.checkpoints)
@@ -166,7 +169,8 @@ def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunStat
 
 
 def create_run(run: RunDirectory, is_new: bool, dist: DistContext) -> None:
-    """Create and lock the run directory. If the run starts over, an old best checkpoint is renamed to earlier-*."""
+    """Create and lock the run directory. If the run starts over, an old best checkpoint is renamed
+    to earlier-*."""
     run.create()
     run.lock()
     if not (dist.is_main and is_new):
@@ -193,7 +197,8 @@ def resume_run(
     settings: Settings,
     dist: DistContext,
 ) -> None:
-    """Restore model, optimizers, scaler and callbacks from a checkpoint, and adapt its state to changed keys."""
+    """Restore model, optimizers, scaler and callbacks from a checkpoint, and adapt its state to
+    changed keys."""
     if dist.is_main:
         for newer in checkpoint.list_checkpoints(run.checkpoints):
             if newer.name > folder.name:
@@ -216,7 +221,8 @@ def resume_run(
 
 
 def _best_loss(run: RunDirectory, state: RunState, dist: DistContext) -> float | None:
-    """The lowest loss of the checkpoints best-*, which are kept even if the run resumes from an earlier step."""
+    """The lowest loss of the checkpoints best-*, which are kept even if the run resumes from an
+    earlier step."""
     losses = [state.best_val_loss]
     folders = checkpoint.list_checkpoints(run.checkpoints, "best") if dist.is_main else []
     for best in folders:
@@ -229,7 +235,8 @@ def _best_loss(run: RunDirectory, state: RunState, dist: DistContext) -> float |
 def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
     """Load a checkpoint into model, optimizers, scaler and callbacks.
 
-    Raises UserError if the run has other callbacks, CorruptCheckpoint if names or shapes differ otherwise.
+    Raises UserError if the run has other callbacks, CorruptCheckpoint if names or shapes differ
+    otherwise.
     """
     saved = checkpoint.read_header(folder, checkpoint.TRAINING)
     expected = {}
@@ -273,7 +280,8 @@ def collect_state(state: RunState, callbacks: Sequence[Callback]) -> None:
 
 
 def give_state_to_callbacks(state: RunState, callbacks: Sequence[Callback], folder: Path) -> None:
-    """Give callbacks what they have saved. Raises UserError if the run that is resumed has other callbacks."""
+    """Give callbacks what they have saved. Raises UserError if the run that is resumed has other
+    callbacks."""
     left = dict(state.of_callbacks)
     for callback in callbacks:
         keys = callback.state_dict().keys()
@@ -281,14 +289,16 @@ def give_state_to_callbacks(state: RunState, callbacks: Sequence[Callback], fold
         if missing:
             name = type(callback).__name__
             raise UserError(
-                f"{folder} was saved without the callback {name}, so it has no {missing[0]}; {REMEDY}"
+                f"{folder} was saved without the callback {name}, so it has no {missing[0]}; "
+                f"{REMEDY}"
             )
         if keys:
             callback.load_state_dict({key: left.pop(key) for key in keys})
     for key, value in left.items():
         if value:
             raise UserError(
-                f"{folder / 'state.json'} has {key}, which this run does not read; pass the callbacks and "
+                f"{folder / 'state.json'} has {key}, which this run does not read; pass the "
+                f"callbacks and "
                 "install the features that the run started with"
             )
         del state.of_callbacks[key]

@@ -51,7 +51,8 @@ class RunState(BaseModel):
     settings: Settings | None = None
 
     def progress(self, train: TrainConfig) -> float:
-        """The share of the run that is done, from 0 to 1: of steps or time, whichever is larger; 1 if it stops early."""
+        """The share of the run that is done, from 0 to 1: of steps or time, whichever is larger; 1
+        if it stops early."""
         if self.stops_early(train):
             return 1.0
         steps = self.step / train.max_steps if train.max_steps else 0.0
@@ -74,7 +75,8 @@ class RunState(BaseModel):
             self.evaluations_since_lowest = 0
 
     def add_step(self, loss: float, grad_norm: float | None, parts: list[float]) -> None:
-        """Count a step for the next line of metrics.jsonl. parts: sums and numbers of targets, flat."""
+        """Count a step for the next line of metrics.jsonl. parts: sums and numbers of targets,
+        flat."""
         self.pending_steps += 1
         self.pending_losses += loss
         self.pending_norm = grad_norm

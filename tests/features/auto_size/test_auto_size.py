@@ -1,4 +1,5 @@
-"""model.size=auto: what it chooses, that a config may overrule it, and that a resumed run keeps it."""
+"""model.size=auto: what it chooses, that a config may overrule it, and that a resumed run keeps
+it."""
 
 import math
 

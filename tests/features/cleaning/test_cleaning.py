@@ -1,4 +1,5 @@
-"""Cleaning: planted duplicates are found, rules drop what they name, and the index says what was dropped and why."""
+"""Cleaning: planted duplicates are found, rules drop what they name, and the index says what was
+dropped and why."""
 
 import json
 import random
@@ -49,7 +50,8 @@ def find_groups(folder, texts):
 
 @pytest.mark.parametrize("edit", [edit_words, edit_characters])
 def test_planted_near_duplicates_are_found_and_others_are_not(tmp_path, edit, stress):
-    """Exact copies: all. 5% edited: at least 95%. 30% edited, and texts of the same words: at most 5%."""
+    """Exact copies: all. 5% edited: at least 95%. 30% edited, and texts of the same words: at most
+    5%."""
     draw, n = random.Random(1), 2000 if stress else 300
     originals = [make_text(draw, draw.randrange(60, 400)) for _ in range(n)]
     copies = {share: [edit(draw, text, share) for text in originals] for share in (0.0, 0.05, 0.3)}

@@ -1,4 +1,5 @@
-"""Distillation: the loss and its gradient, stored logits, what is refused, and whole runs with every form of it."""
+"""Distillation: the loss and its gradient, stored logits, what is refused, and whole runs with
+every form of it."""
 
 import shutil
 from types import SimpleNamespace
@@ -39,7 +40,8 @@ FORMS = {
 
 
 def random_case(seed=0):
-    """Logits of a student, inputs of a teacher's head with the head, targets of which some are ignored."""
+    """Logits of a student, inputs of a teacher's head with the head, targets of which some are
+    ignored."""
     generator = torch.Generator().manual_seed(seed)
     logits, x = (torch.randn(N, n, generator=generator) for n in (V, C))
     lm_head = nn.Linear(C, V, bias=False)
@@ -88,7 +90,8 @@ def test_the_loss_and_its_gradient_in_any_chunks(weight, temperature):
 @pytest.mark.parametrize("weight", [0.4, 1.0])
 @pytest.mark.parametrize("k", [1, 5, V - 1])
 def test_the_loss_of_the_largest_logits(k, weight):
-    """Other tokens count if they come next; over all that may come next, the gradient is that of all logits."""
+    """Other tokens count if they come next; over all that may come next, the gradient is that of
+    all logits."""
     logits, x, lm_head, targets = random_case()
     logits = logits.requires_grad_()
     with torch.no_grad():
@@ -258,7 +261,8 @@ def test_a_run_resumes_bit_for_bit(runs, form):
 
 
 def test_stored_logits_change_no_step(runs, monkeypatch):
-    """With all but one token, the loss is nearly that of all logits; and the teacher reads each window once."""
+    """With all but one token, the loss is nearly that of all logits; and the teacher reads each
+    window once."""
     folder, overrides = runs
     read = []
     forward = Thinker.forward_blocks

@@ -1,4 +1,5 @@
-"""Early exit: all layers give the same bits, an exit gives a layer's distribution, and rows are independent."""
+"""Early exit: all layers give the same bits, an exit gives a layer's distribution, and rows are
+independent."""
 
 import math
 
@@ -33,7 +34,8 @@ CASES = pairwise({
 
 
 def make_model(std=0.3, n_layers=4, max_seq_len=32, **options):
-    """A model with exits at every layer for a threshold of about 0.5: its layers predict with some confidence."""
+    """A model with exits at every layer for a threshold of about 0.5: its layers predict with some
+    confidence."""
     return random_model(
         vocab_size=TOKENIZER.vocab_size,
         n_layers=n_layers,
@@ -67,7 +69,8 @@ def test_without_an_exit_every_bit_is_that_of_torch(case):
 
 @torch.no_grad()
 def by_hand(model, tokens, threshold):
-    """Logits (V,) and layers of each token (T,): in float64, one text, keys and values of each layer in lists."""
+    """Logits (V,) and layers of each token (T,): in float64, one text, keys and values of each
+    layer in lists."""
     model, results = model.double(), []
     config, keys, values = model.config, [[] for _ in model.blocks], [[] for _ in model.blocks]
     for position, token in enumerate(tokens):

@@ -33,7 +33,8 @@ def counts(sources, n_sources):
 
 @given(weights=WEIGHTS, sizes=st.lists(st.floats(1, 100), min_size=6, max_size=6))
 def test_every_part_of_a_run_has_the_shares(weights, sizes):
-    """The samples of a source differ from its share by less than the number of sources, and count up from 0."""
+    """The samples of a source differ from its share by less than the number of sources, and count
+    up from 0."""
     mixture = Mixture([MixtureSource({0: weight}, size) for weight, size in zip(weights, sizes)])
     n, n_sources = 3000, len(weights)
     sources, numbers = mixture.samples(0, n)

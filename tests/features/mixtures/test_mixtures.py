@@ -1,4 +1,5 @@
-"""Training on a mixture: losses by source, ranks and workers, kills, changed weights, and mistakes."""
+"""Training on a mixture: losses by source, ranks and workers, kills, changed weights, and
+mistakes."""
 
 import json
 import math
@@ -138,7 +139,8 @@ def test_killed_runs_end_at_the_same_bits(folder, whole, tmp_path, stress):
 
 
 def test_other_weights_read_the_same_cache(folder, whole, tmp_path):
-    """Nothing is tokenized again, and no tokenizer is trained, for other weights, budgets, names and orders of rows."""
+    """Nothing is tokenized again, and no tokenizer is trained, for other weights, budgets, names
+    and orders of rows."""
     before = {path: path.stat().st_mtime_ns for path in (folder / "cache").rglob("*")}
     options = [
         "data.sources.0.weight=0.9",
@@ -293,7 +295,8 @@ def test_the_limit_of_sequences_is_split_in_proportion():
 
 
 def test_training_and_validation_losses_are_compared_over_the_same_sources():
-    """A source without validation split and one that was used up do not count; absent values are the last ones."""
+    """A source without validation split and one that was used up do not count; absent values are
+    the last ones."""
     lines = [
         {
             "train_loss": 9.0,

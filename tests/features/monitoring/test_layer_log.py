@@ -1,4 +1,5 @@
-"""Figures per layer in metrics.jsonl: right, on every kind of run, and without a trace in the training."""
+"""Figures per layer in metrics.jsonl: right, on every kind of run, and without a trace in the
+training."""
 
 import math
 

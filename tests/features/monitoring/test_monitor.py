@@ -1,4 +1,5 @@
-"""A monitor measures what the model computes, changes no text, and reports figures that leave the known range."""
+"""A monitor measures what the model computes, changes no text, and reports figures that leave the
+known range."""
 
 import math
 from types import SimpleNamespace
@@ -50,7 +51,8 @@ def params(n=14):
 
 
 def assert_measured(monitor, generator, tokens, tolerance):
-    """All that was measured is what a pass over the whole text without a cache gives at the same position."""
+    """All that was measured is what a pass over the whole text without a cache gives at the same
+    position."""
     names = figure_names(len(generator.model.blocks))
     whole = measure_text(generator.model, torch.tensor([tokens]), TOKENIZER.vocab_size)
     n_compared = 0
@@ -102,7 +104,8 @@ def test_texts_of_a_continuous_batch_do_not_change(how):
     "how", [how for how in HOW if how not in ("window and sinks", "slide", "early exit")]
 )
 def test_figures_are_those_of_the_whole_text(how):
-    """A text of one sequence; as kernels round differently, with a tolerance, which is wide for few bits."""
+    """A text of one sequence; as kernels round differently, with a tolerance, which is wide for few
+    bits."""
     monitor = always()
     generator = make_generator(how, monitor)
     (completion,) = generator.generate(PROMPTS[2:], params()[2:])
@@ -148,7 +151,8 @@ def test_cache_use():
 
 
 def test_the_cost_decides_how_often(monkeypatch):
-    """With a clock that only the test moves: 1 tick a token, and 5 for a measurement, of which 1/64 may be spent."""
+    """With a clock that only the test moves: 1 tick a token, and 5 for a measurement, of which 1/64
+    may be spent."""
     tick, clock, measured = 1 / 1024, SimpleNamespace(now=0.0, n_tokens=0), []
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monitor = Monitor(max_cost=1 / 64)

@@ -1,4 +1,5 @@
-"""Modelfiles: read as Ollama reads them, their templates render conversations as the chat template does."""
+"""Modelfiles: read as Ollama reads them, their templates render conversations as the chat template
+does."""
 
 import json
 import re
@@ -55,7 +56,8 @@ TALK = [
 
 
 def parse_modelfile(text):
-    """The commands, read like Ollama's parser: a value ends with its line, or with its triple quotes."""
+    """The commands, read like Ollama's parser: a value ends with its line, or with its triple
+    quotes."""
     commands, lines = [], iter(text.split("\n"))
     for line in lines:
         if not line or line.startswith("#"):

@@ -1,4 +1,5 @@
-"""Pruning during training: its schedule, zeros that stay, gates, whole runs and their resumption, what is refused."""
+"""Pruning during training: its schedule, zeros that stay, gates, whole runs and their resumption,
+what is refused."""
 
 import functools
 import shutil

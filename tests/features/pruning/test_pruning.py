@@ -1,4 +1,5 @@
-"""Heads taken out for good: the model that is left computes what the whole one does with those heads set to zero."""
+"""Heads taken out for good: the model that is left computes what the whole one does with those
+heads set to zero."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Scores of parts, and removal of neurons and layers: against hooks, for every shape, and the command."""
+"""Scores of parts, and removal of neurons and layers: against hooks, for every shape, and the
+command."""
 
 import json
 

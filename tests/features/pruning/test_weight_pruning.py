@@ -1,4 +1,5 @@
-"""Weights and parts set to zero: the scores against their definitions, the shares, and models without their zeros."""
+"""Weights and parts set to zero: the scores against their definitions, the shares, and models
+without their zeros."""
 
 import json
 

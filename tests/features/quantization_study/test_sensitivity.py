@@ -1,4 +1,5 @@
-"""What few bits cost each part: against plain computations; the choice of bits; and the command with its file."""
+"""What few bits cost each part: against plain computations; the choice of bits; and the command
+with its file."""
 
 import json
 
@@ -43,7 +44,8 @@ def test_one_bit_keeps_signs_and_means():
 @pytest.mark.parametrize("bits", [8, 4])
 @torch.no_grad()
 def test_a_matrix_costs_what_it_costs_when_sampling(texts, bits, tied):
-    """The loss with one rounded matrix is that of a model prepared for inference with it, also if the head is tied."""
+    """The loss with one rounded matrix is that of a model prepared for inference with it, also if
+    the head is tied."""
     model = random_model(tie_embeddings=tied)
     before = model.state_dict()
     before = {name: tensor.clone() for name, tensor in before.items()}
@@ -174,7 +176,8 @@ def test_an_assignment_for_another_model_is_refused(change, message):
 
 @pytest.mark.parametrize("compile", [True, False])
 def test_sampling_with_bits_by_matrix(tiny_run, compile):
-    """Equal bits for all matrices are those bits; and other assignments change the logits of a matrix alone."""
+    """Equal bits for all matrices are those bits; and other assignments change the logits of a
+    matrix alone."""
     model, tokenizer = load(tiny_run)
     names, params = matrix_names(2), SamplingParams(max_new_tokens=8, seed=1)
     texts = {}

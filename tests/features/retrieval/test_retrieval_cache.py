@@ -1,4 +1,5 @@
-"""A retrieval cache against full attention, a sink cache, and itself in other chunks, batches and orders."""
+"""A retrieval cache against full attention, a sink cache, and itself in other chunks, batches and
+orders."""
 
 import copy
 
@@ -114,7 +115,8 @@ def test_chunks_equal_one_position_at_a_time(
 def test_rows_of_unequal_lengths_go_on_as_if_alone(
     random_model, lengths, sinks, retrieve, n_kv_heads, data
 ):
-    """Some rows have stored blocks, others none, or fewer than they retrieve, or store one while they are decoded."""
+    """Some rows have stored blocks, others none, or fewer than they retrieve, or store one while
+    they are decoded."""
     model = random_model(n_kv_heads=n_kv_heads)
     tokens, sizes = draw_tokens(len(lengths), 50), (4, sinks, retrieve, 2, torch.float32)
     known = fed(model, RetrievalCache(model, len(lengths), *sizes), tokens, [50])
@@ -141,7 +143,8 @@ def test_rows_of_unequal_lengths_go_on_as_if_alone(
 
 
 def test_positions_stay_within_the_context_and_texts_may_be_longer_than_rope_tables(random_model):
-    """The first query beyond what all blocks hold still attends to all but one block, each at a position it knows."""
+    """The first query beyond what all blocks hold still attends to all but one block, each at a
+    position it knows."""
     model = random_model(max_seq_len=32)
     assert context_size(8, 2, 4, 4) == 29
     cache, tokens = RetrievalCache(model, 1, 8, 2, 4, 4), draw_tokens(1, 600)
@@ -237,7 +240,8 @@ def test_refusals_change_nothing(random_model):
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("n_kv_heads", [4, 1])
 def test_generator_with_each_precision(dtype, bits, n_kv_heads):
-    """Prompts of different lengths in one batch, as each alone, and scored alike; the text outgrows the context."""
+    """Prompts of different lengths in one batch, as each alone, and scored alike; the text outgrows
+    the context."""
     model = make_model(
         vocab_size=264, n_heads=4, n_kv_heads=n_kv_heads, max_seq_len=32, norm_mean=0.3
     )
@@ -333,7 +337,8 @@ def test_models_without_plain_rope_are_refused(shape):
 def test_each_query_equals_a_text_without_gaps(
     random_model, n_kv_heads, window, sinks, retrieve, block
 ):
-    """One layer, each position by itself: the sinks, the best blocks and the window, numbered from 0."""
+    """One layer, each position by itself: the sinks, the best blocks and the window, numbered from
+    0."""
     model = random_model(n_kv_heads=n_kv_heads, n_layers=1)
     tokens, (layer,) = draw_tokens(1, 40), model.blocks
     found = fed(

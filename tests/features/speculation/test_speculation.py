@@ -1,4 +1,5 @@
-"""Speculation on real models: whatever is drafted, the text is the one that plain decoding gives."""
+"""Speculation on real models: whatever is drafted, the text is the one that plain decoding
+gives."""
 
 import functools
 import itertools
@@ -134,7 +135,8 @@ def test_drafts_of_the_same_model_are_always_accepted(model):
     completions = generator.generate(
         ["", "abc", "é漢"], SamplingParams(30, logit_bias=NO_EOS, presence_penalty=1.0)
     )
-    # The prompt leads to one token, then each pass to three drafts and one more, the last to what is still wanted.
+    # The prompt leads to one token, then each pass to three drafts and one more, the last to what
+    # is still wanted.
     assert [(c.drafted, c.accepted) for c in completions] == [(7 * 3 + 0, 7 * 3 + 0)] * 3
 
 
@@ -238,7 +240,8 @@ def test_samples_follow_the_models_joint_distribution(drafter, stress):
 
 
 def joint_distribution(model, prompt, letters, params):
-    """The probability of every sequence of three letters that can come, by passes over whole texts."""
+    """The probability of every sequence of three letters that can come, by passes over whole
+    texts."""
     known = {(): 1.0}
     for _ in range(3):
         longer = {}
@@ -274,7 +277,8 @@ class CountedList(list):
 
 
 def followed_before(tokens):
-    """What stands behind the latest earlier place where the text's longest possible ending stood, by its definition."""
+    """What stands behind the latest earlier place where the text's longest possible ending stood,
+    by its definition."""
     for n in NGRAM_SIZES:
         for end in range(len(tokens) - 1, n - 1, -1):
             if tokens[end - n : end] == tokens[-n:]:

@@ -1,4 +1,5 @@
-"""Training on sources that are tokenized meanwhile: kills, ranks and workers, mixtures, commands, and mistakes."""
+"""Training on sources that are tokenized meanwhile: kills, ranks and workers, mixtures, commands,
+and mistakes."""
 
 import json
 import os
@@ -72,7 +73,8 @@ def test_the_command_trains_on_a_stream(whole):
 
 
 def test_killed_runs_end_at_the_same_bits(folder, whole, tmp_path, stress):
-    """30 kills with --stress, at random moments, of training and of writing blocks, which are sometimes lost."""
+    """30 kills with --stress, at random moments, of training and of writing blocks, which are
+    sometimes lost."""
 
     def lose_blocks(draw):
         if draw.random() < 0.3:
@@ -135,7 +137,8 @@ def mixture(folder):
 
 
 def test_streams_in_a_mixture(mixture, tmp_path):
-    """Two runs that were interrupted are the same as one that was not; each source counts, until its budget ends."""
+    """Two runs that were interrupted are the same as one that was not; each source counts, until
+    its budget ends."""
     command, runs = [ROOT / "train.py", mixture], [tmp_path / "whole", tmp_path / "parts"]
     done = run_script(*command, f"run.dir={runs[0]}")
     assert done.returncode == 0, done.stderr
@@ -178,7 +181,8 @@ def test_commands_on_a_config_and_a_run_with_a_stream(folder, whole, mixture, tm
 
 
 def test_a_run_that_reads_a_part_of_an_unknown_whole(folder, tmp_path):
-    """A streamed dataset without a known size: the summary does not know the share that was read."""
+    """A streamed dataset without a known size: the summary does not know the share that was
+    read."""
     options = ["data.source=hub", "train.max_steps=8", f"run.dir={tmp_path / 'run'}"]
     done = run_script(ROOT / "train.py", folder / "config.yaml", *options)
     assert done.returncode == 0, done.stderr

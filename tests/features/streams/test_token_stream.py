@@ -1,4 +1,5 @@
-"""Streams: sources read from any document, and blocks of tokens that are written ahead and removed behind."""
+"""Streams: sources read from any document, and blocks of tokens that are written ahead and removed
+behind."""
 
 import contextlib
 import errno
@@ -51,7 +52,8 @@ def write_rows(path, some, opened=open):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The same 300 texts, with a few empty ones, as JSON lines, Parquet, text files and a saved dataset."""
+    """The same 300 texts, with a few empty ones, as JSON lines, Parquet, text files and a saved
+    dataset."""
     import datasets
 
     folder = tmp_path_factory.mktemp("texts")
@@ -95,7 +97,8 @@ def source_of(folder, name):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_source_begins_at_any_document(folder, name, monkeypatch):
-    """Also at a document that was found after a beginning in the middle, as resumed runs do again and again."""
+    """Also at a document that was found after a beginning in the middle, as resumed runs do again
+    and again."""
     monkeypatch.setattr(rows, "STATE_ROWS", 7)
     source = source_of(folder, name)
     documents = list(source.documents())
@@ -143,7 +146,8 @@ def assert_same_windows(left, right):
 
 
 def blocks_on_disk(path):
-    """Numbers of the blocks that take space: those in the folder, and removed ones that are still open."""
+    """Numbers of the blocks that take space: those in the folder, and removed ones that are still
+    open."""
     names = {file.name for file in path.glob("block-*.t*")}
     for file in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
@@ -155,7 +159,8 @@ def blocks_on_disk(path):
 
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory):
-    """The windows of more than two epochs of a stream, its folder, and the files that were there meanwhile."""
+    """The windows of more than two epochs of a stream, its folder, and the files that were there
+    meanwhile."""
     path = tmp_path_factory.mktemp("whole")
     stream = open_stream(path, source_of(folder, "jsonl"))
     windows, seen = [], []
@@ -236,7 +241,8 @@ def test_a_stream_continues_anywhere(folder, whole, name, tmp_path, monkeypatch)
 
 @given(st.data())
 def test_damage_to_its_files_costs_time_but_no_bit(folder, whole, tmp_path_factory, data):
-    """Files that are missing, cut or changed are written again; lines of the record that are damaged, too."""
+    """Files that are missing, cut or changed are written again; lines of the record that are
+    damaged, too."""
     windows, _, _ = whole
     path = tmp_path_factory.mktemp("damaged")
     stream = open_stream(path, source_of(folder, "jsonl"))
@@ -298,7 +304,8 @@ def test_a_process_that_waits_ends_when_the_run_does(folder, tmp_path):
 @pytest.mark.parametrize("packing", ["documents", "best_fit"])
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_packings_and_conversations(tmp_path, packing, kind):
-    """Every target of the training split comes once per epoch, also from conversations, whose masks stay."""
+    """Every target of the training split comes once per epoch, also from conversations, whose masks
+    stay."""
     some = texts(120)
     chats = [
         [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:]}]
@@ -351,7 +358,8 @@ def test_a_position_of_another_version_of_the_library(folder, whole, tmp_path, s
 
 
 def test_documents_of_a_validation_file_are_left_out(tmp_path):
-    """As in a corpus that is tokenized first, also in later epochs and after a beginning in the middle."""
+    """As in a corpus that is tokenized first, also in later epochs and after a beginning in the
+    middle."""
     path, some = tmp_path / "a.jsonl", texts(120)
     write_rows(path, some)
     tokenizer = make_tokenizer("bpe:300", some)
@@ -384,7 +392,8 @@ def test_two_streams_of_one_text_have_their_own_order(folder, tmp_path):
 
 
 def test_a_text_that_changes_is_an_error(tmp_path):
-    """Before the place where the run is: named. Files that were added before it: the place is found again."""
+    """Before the place where the run is: named. Files that were added before it: the place is found
+    again."""
     (tmp_path / "texts").mkdir()
     for i, text in enumerate(texts(300)):
         (tmp_path / "texts" / f"{i:04d}").write_text(text)
@@ -423,7 +432,8 @@ def test_a_text_that_changes_is_an_error(tmp_path):
 
 
 def test_a_place_that_the_library_lost_is_found_by_reading_again(folder, whole, tmp_path, capsys):
-    """The positions of some versions of `datasets` are wrong; then the record says where to look."""
+    """The positions of some versions of `datasets` are wrong; then the record says where to
+    look."""
     source = source_of(folder, "streamed")
     stream = open_stream(tmp_path, source)
     read_windows(stream, 0, 300)

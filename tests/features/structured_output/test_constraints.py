@@ -1,4 +1,5 @@
-"""Constrained decoding: texts match their JSON schema or regex, and everything else stays as it was."""
+"""Constrained decoding: texts match their JSON schema or regex, and everything else stays as it
+was."""
 
 import gc
 import json
@@ -72,7 +73,8 @@ def model():
 
 
 def random_schema(rng, depth=0):
-    """A random schema whose texts are of bounded length, so that most are complete in a few hundred tokens."""
+    """A random schema whose texts are of bounded length, so that most are complete in a few hundred
+    tokens."""
     kinds = ["string", "integer", "number", "enum", "pattern", "const", "types"]
     kinds += ["object", "array", "tuple", "anyOf", "ref"] if depth < 2 else []
     kind = rng.choice(kinds)

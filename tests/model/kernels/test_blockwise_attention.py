@@ -1,4 +1,5 @@
-"""Blockwise attention against the reference, values and gradients, wherever the block boundaries fall."""
+"""Blockwise attention against the reference, values and gradients, wherever the block boundaries
+fall."""
 
 import pytest
 import torch
@@ -59,7 +60,8 @@ def test_training_in_bf16_is_as_near_as_its_precision(kv_heads, length):
 
 
 def test_a_model_in_bf16_takes_it_and_learns_the_same_with_and_without_compile(stress):
-    """Compiled as far as torch's own operators, and with --stress to machine code, which takes half a minute."""
+    """Compiled as far as torch's own operators, and with --stress to machine code, which takes half
+    a minute."""
     config = ThinkerConfig(
         vocab_size=31, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, max_seq_len=150
     )

@@ -1,4 +1,5 @@
-"""FlexAttention against the reference, as far as a CPU computes it; the rest is in tests/test_cuda.py."""
+"""FlexAttention against the reference, as far as a CPU computes it; the rest is in
+tests/test_cuda.py."""
 
 import pytest
 import torch
@@ -50,7 +51,8 @@ def _traced_no_more_than_needed(monkeypatch):
 
 
 def situation(text, features="", B=2, H=4, K=2, T=150, D=8, dtype=torch.float64, device="cpu"):
-    """Queries, keys, values, sinks; and what MaskBuilder and attend() take, by the names of their arguments."""
+    """Queries, keys, values, sinks; and what MaskBuilder and attend() take, by the names of their
+    arguments."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"q": (B, H, T, D), "k": (B, K, T, D), "v": (B, K, T, D), "sinks": (H,)}
     inputs = {
@@ -118,7 +120,8 @@ def test_a_query_that_sees_nothing_gives_0():
     [*(("bigbird(3, 2, 16, 2, 1)", each) for each in FEATURES), ("token(3)", FEATURES[-1])],
 )
 def test_gradients_equal_the_references(text, features, monkeypatch):
-    """torch refuses gradients on a CPU, although it has the formulas; the gradients of sinks and soft-cap are ours."""
+    """torch refuses gradients on a CPU, although it has the formulas; the gradients of sinks and
+    soft-cap are ours."""
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False, raising=False)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     pattern, tokens, inputs, *scores = situation(text, features, T=40)
@@ -160,7 +163,8 @@ def test_tables_of_blocks_hold_what_the_pattern_leaves(text, features, monkeypat
 
 
 def test_random_blocks_are_the_same_where_heads_are_counted_in_32_bits():
-    """As the kernel counts them; the hash overflows 32 bits from the eleventh on, and keeps those that it needs."""
+    """As the kernel counts them; the hash overflows 32 bits from the eleventh on, and keeps those
+    that it needs."""
     pattern, tokens, *_ = situation("random(16, 3, 7)", H=16)
     mask = FlexAttention(pattern, tokens, 16, None).block_mask.mask_mod
     b, h, at = torch.tensor(0), torch.arange(16)[:, None, None], torch.arange(150)
@@ -176,7 +180,8 @@ def named(number, indices):
 
 
 def test_a_compiled_program_serves_every_length_and_keeps_the_patterns_numbers(monkeypatch):
-    """As on a GPU, but for the last step: here the compiler hands over what it read, and that runs as it is."""
+    """As on a GPU, but for the last step: here the compiler hands over what it read, and that runs
+    as it is."""
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False, raising=False)
     programs = []
 
@@ -204,7 +209,8 @@ def test_a_compiled_program_serves_every_length_and_keeps_the_patterns_numbers(m
         torch.testing.assert_close(
             computed("flex", *given), computed("reference", *given), rtol=1e-5, atol=1e-5
         )
-    # The first pattern's first length, then any length of each: more than torch would compile unasked.
+    # The first pattern's first length, then any length of each: more than torch would compile
+    # unasked.
     assert len(programs) == 1 + len(lengths) > 8
     nodes = [
         node for program in programs for part in program.children() for node in part.graph.nodes

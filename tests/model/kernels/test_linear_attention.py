@@ -1,4 +1,5 @@
-"""Linear attention is the masked quadratic form of its features, however it is cut, and nears softmax attention."""
+"""Linear attention is the masked quadratic form of its features, however it is cut, and nears
+softmax attention."""
 
 import itertools
 import math
@@ -39,7 +40,8 @@ def reference(q, k, v, features, documents=None):
 
 
 def in_parts(q, k, v, features, lengths, documents=None, chunk=64):
-    """The positions in calls of these lengths, the last of them again and again, with the state handed on."""
+    """The positions in calls of these lengths, the last of them again and again, with the state
+    handed on."""
     ys, state, at = [], None, 0
     lengths = itertools.chain(lengths, itertools.repeat(lengths[-1]))
     while at < q.shape[2]:
@@ -53,7 +55,8 @@ def in_parts(q, k, v, features, lengths, documents=None, chunk=64):
 
 
 def assert_near(ours, known, tolerance):
-    """To the scale of the whole tensor; what is zero but for rounding has that of its terms, which are about 1."""
+    """To the scale of the whole tensor; what is zero but for rounding has that of its terms, which
+    are about 1."""
     assert (ours - known).abs().max() <= tolerance * max(known.abs().max().item(), 0.1)
 
 
@@ -184,9 +187,11 @@ def test_time_and_memory_are_linear():
 
 
 def log_reference(q, k, v, features):
-    """As the reference, by logarithms, which no norm can overflow. Also what φ's floor would take away.
+    """As the reference, by logarithms, which no norm can overflow. Also what φ's floor would take
+    away.
 
-    Returns: the outputs, and of each row the logarithm of its weights' sum over that of all features at their largest.
+    Returns: the outputs, and of each row the logarithm of its weights' sum over that of all
+    features at their largest.
     """
     q, k, v, omega = (x.double() for x in (q, k, v, features))
     q, k = q * q.shape[-1] ** -0.25, k * k.shape[-1] ** -0.25
@@ -236,7 +241,8 @@ def test_large_norms_stay_finite_and_right(norms, chunk, seed):
 
 @pytest.mark.parametrize("norm", [1, 10, 20, 100, 500])
 def test_gradients_at_large_norms(norm):
-    """Against the reference by logarithms where that is sound, which at norm 20 still is nearly everywhere."""
+    """Against the reference by logarithms where that is sound, which at norm 20 still is nearly
+    everywhere."""
     (q, k, v), features = drawn(1, 1, 1, 40, 64, dtype=torch.float64), random_features(64, 64, 0)
     q, k = ((F.normalize(x.detach(), dim=-1) * norm).requires_grad_() for x in (q, k))
     known, sound = log_reference(q, k, v, features)

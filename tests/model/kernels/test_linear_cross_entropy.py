@@ -84,7 +84,8 @@ def test_a_loss_scale_beyond_fp16_keeps_gradients_finite():
 
 
 def chunk(targets, V=50):
-    """Logits in bf16, (n, V), and targets; what autograd makes of them in fp64: the loss and its gradient."""
+    """Logits in bf16, (n, V), and targets; what autograd makes of them in fp64: the loss and its
+    gradient."""
     logits = 3 * torch.randn(len(targets), V, generator=torch.Generator().manual_seed(2))
     logits, targets = logits.bfloat16(), torch.tensor(targets)
     leaf = logits.double().requires_grad_()

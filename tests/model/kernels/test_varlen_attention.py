@@ -1,4 +1,5 @@
-"""What leads to the variable-length kernel: boundaries, shapes, windows. tests/test_cuda.py runs the kernel."""
+"""What leads to the variable-length kernel: boundaries, shapes, windows. tests/test_cuda.py runs
+the kernel."""
 
 import inspect
 import itertools
