@@ -135,7 +135,19 @@ def config_schema() -> str:
     from thinker.training.config.config import Config
 
     schema = Config.model_json_schema() | {"title": "Thinker config"}
-    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(_unwrapped(schema), indent=1, ensure_ascii=False) + "\n"
+
+
+def _unwrapped(schema: Any) -> Any:
+    """A JSON schema whose descriptions are single lines."""
+    if isinstance(schema, list):
+        return [_unwrapped(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: _unwrapped(value) for key, value in schema.items()}
+    if isinstance(result.get("description"), str):
+        result["description"] = " ".join(result["description"].split())
+    return result
 
 
 def _type_name(schema: dict[str, Any]) -> str:
