@@ -81,8 +81,8 @@ class Feature:
     objective: str = ""
     callbacks: str = ""  # (settings) -> list of callbacks, empty if the config does not ask for any
     # Keys that decide weights or batches, such as "train.prune", and for each a function that says
-    # whether it may change when a run resumes: (training.state.resume.KeyChange) -> the reason why not,
-    # or "". "": it may not.
+    # whether it may change when a run resumes: (training.state.resume.KeyChange) -> the reason why
+    # not, or "". "": it may not.
     fixed_keys: Mapping[str, str] = field(default_factory=dict)
 
     # Data.
@@ -92,8 +92,8 @@ class Feature:
     # (config.data, sha256, tokenizer hash) -> Corpus: the tokens of an existing run in the cache,
     # or None.
     find_corpus: str = ""
-    # (training.data.training_batches.DatasetOptions) -> OrderedDataset: the training windows of all sources, or
-    # None.
+    # (training.data.training_batches.DatasetOptions) -> OrderedDataset: the training windows of all
+    # sources, or None.
     dataset: str = ""
     # (DatasetOptions, TextSource, name, number) -> OrderedDataset: the windows of one source, or
     # None.
