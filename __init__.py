@@ -11,33 +11,63 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinker.data.text.sources import SOURCES, register_source
     from thinker.generation import Completion, Generator, SamplingParams
     from thinker.interop import load, save
     from thinker.model import KVCache, Thinker, ThinkerConfig
+    from thinker.model.patterns.pattern_parser import PATTERNS
+    from thinker.model.patterns.patterns import Pattern
+    from thinker.model.registries import ACTIVATIONS, MLPS, NORMS
+    from thinker.runtime.errors import UserError
     from thinker.training.api import train
+    from thinker.training.callback import Callback
+    from thinker.training.objective import Loss, Objective
+    from thinker.training.optim.registry import OPTIMIZERS
 
 _MODULES = {
+    "ACTIVATIONS": "thinker.model.registries",
+    "MLPS": "thinker.model.registries",
+    "NORMS": "thinker.model.registries",
+    "OPTIMIZERS": "thinker.training.optim.registry",
+    "PATTERNS": "thinker.model.patterns.pattern_parser",
+    "SOURCES": "thinker.data.text.sources",
+    "Callback": "thinker.training.callback",
     "Completion": "thinker.generation",
     "Generator": "thinker.generation",
     "KVCache": "thinker.model",
+    "Loss": "thinker.training.objective",
+    "Objective": "thinker.training.objective",
+    "Pattern": "thinker.model.patterns.patterns",
     "SamplingParams": "thinker.generation",
     "Thinker": "thinker.model",
     "ThinkerConfig": "thinker.model",
     "UserError": "thinker.runtime.errors",
     "load": "thinker.interop",
+    "register_source": "thinker.data.text.sources",
     "save": "thinker.interop",
     "train": "thinker.training.api",
 }
 
 __all__ = [
+    "ACTIVATIONS",
+    "MLPS",
+    "NORMS",
+    "OPTIMIZERS",
+    "PATTERNS",
+    "SOURCES",
+    "Callback",
     "Completion",
     "Generator",
     "KVCache",
+    "Loss",
+    "Objective",
+    "Pattern",
     "SamplingParams",
     "Thinker",
     "ThinkerConfig",
     "UserError",
     "load",
+    "register_source",
     "save",
     "train",
 ]

@@ -181,7 +181,10 @@ def run_line(line, variables, folder):
         )
     if program.startswith("thinker-"):
         words.insert(0, f"{program.removeprefix('thinker-')}.py")
-    words[0] = str(ROOT / words[0])
+    if (folder / words[0]).exists():  # a file of the page
+        words[0] = str(folder / words[0])
+    else:
+        words[0] = str(ROOT / words[0])
     return run_script(*words, cwd=folder, input="Hello\n", **environment)
 
 
@@ -191,10 +194,19 @@ def run_line(line, variables, folder):
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_commands_and_python_run(path, folder, monkeypatch, start_server):
-    """In the order of the page, in one folder; the Python of a page is one program."""
+    """In the order of the page, in one folder; the Python of a page is one program.
+
+    A block whose first line names a file, such as `# my_parts.py`, is that file.
+    """
     monkeypatch.chdir(folder)
     variables, names, address = "", {"__name__": "page"}, DEFAULT_ADDRESS
-    for language, code in blocks(path, "bash", "python"):
+    for language, code in blocks(path, "bash", "python", "yaml"):
+        named = re.match(r"# (\w+\.(?:py|yaml))\n", code)
+        if named:
+            (folder / named[1]).write_text(code)
+            continue
+        if language == "yaml":
+            continue
         if language == "python":
             exec(compile(code.replace(DEFAULT_ADDRESS, address), str(path), "exec"), names)
             continue
