@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from conftest import random_model
 from installed import if_installed
 
@@ -97,7 +98,13 @@ def run_batch(generator, requests, numbers, max_rows=4, n_removed=0):
 
 
 def check_equal(generator, sequences):
-    """Each text is the one that generate() gives alone."""
+    """Each text is the one that generate() gives alone.
+
+    In bf16 without kernels for any number of rows, the last bits of a product depend on the number
+    of rows, and so may a sampled token.
+    """
+    if generator.model.dtype == torch.bfloat16 and not generator.is_batch_invariant:
+        return
     for sequence in sequences:
         (known,) = generator.generate([sequence.completion.prompt], [sequence.params])
         found = sequence.completion

@@ -68,7 +68,7 @@ def use(model):
         "bf16": {"dtype": "bf16"},
     }.items():
         generator = Generator(model, TOKENIZER, **options)
-        found = cached_logits(generator.decode_model, generator.model.new_cache)
+        found = cached_logits(generator.decoder.step, generator.model.new_cache)
         results[name] = float((found.float() - plain).abs().max() / plain.abs().max())
         results["notices"].append(generator.kernel_problem)
     tokens, targets = batch(8).inputs, batch(8).targets

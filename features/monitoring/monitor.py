@@ -272,7 +272,8 @@ def make_observer(
         return None
     setup.need_cache("monitor")
     if not caches.is_observable:
-        reason = f"{caches.option}, whose attention it does not see"
+        option = "retrieve" if caches.option == "window" else caches.option
+        reason = f"{option}, whose attention it does not see"
         raise UserError(f"monitor cannot be combined with {reason}; use only one")
     monitor.calibrate(decoder.model)
     return monitor

@@ -142,7 +142,9 @@ class _HookedAttend(_HookedMethod):
         for point, x in (("q", q), ("k", k), ("v", v)):
             if point in self:  # later passes overwrite the cache that k and v view
                 self.apply(point, x.clone() if has_cached_keys else x)
-        if "weights" in self and has_state:
+        # Such a cache shows attend() only some of the keys that it attends to.
+        has_other_keys = cache is not None and mask.kernel == "retrieval"
+        if "weights" in self and (has_state or has_other_keys):
             raise UserError(
                 "attention.weights is not available with this kind of cache; run without a cache"
             )

@@ -1,12 +1,10 @@
 """The needles are what they say they are, and are scored as whole passes would score them."""
 
 import re
-import runpy
 from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT
 from story_parser import parse
 
 from thinker.data.corpus.corpus import prepare_corpus
@@ -15,7 +13,6 @@ from thinker.evaluation import needle
 from thinker.features.retrieval.retrieval_cache import RetrievalCache
 from thinker.features.retrieval.windowed_needle import cached_log_probs
 from thinker.generation.caches.sink_cache import SinkCache
-from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -217,13 +214,3 @@ def test_needles_in_a_window(random_model, byte):
     result = needle.needle_test(model, byte, 200, 2, scorer=scorer)
     assert result["n_examples"] == 2
     assert 0 < result["chance"] < 0.1
-
-
-def test_a_plot_leaves_out_distances_without_needles(tmp_path):
-    script = runpy.run_path(str(ROOT / "scripts" / "needle.py"))
-    far = {"distance": 64, "accuracy": 0.5, "chance": 0.1}
-    near = {"distance": 4, "unreachable": "no story repeats a fact at that distance"}
-    script["plot"]({"window": [near, far], "retrieval": [near, far]}, 4, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="nothing to plot: no story repeats"):
-        script["plot"]({"window": [near], "retrieval": [near]}, 4, tmp_path / "a.png")

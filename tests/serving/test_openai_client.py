@@ -243,10 +243,12 @@ def test_logprobs_are_those_of_generate(complete, generate, generator):
     logprobs, tokenizer = choice.logprobs, generator.tokenizer
     assert choice.token_ids == known.token_ids
     assert choice.prompt_token_ids == generator.encode(CHARACTERS["prompt"])
-    assert logprobs.token_logprobs == known.logprobs
-    assert [list(top.values()) for top in logprobs.top_logprobs] == [
-        list(t.values()) for t in known.top_logprobs
-    ]
+    # Without kernels for any number of rows, the last bits depend on the texts beside it.
+    tolerance = 0 if generator.is_batch_invariant else 1e-5
+    assert logprobs.token_logprobs == pytest.approx(known.logprobs, rel=0, abs=tolerance)
+    for top, known_top in zip(logprobs.top_logprobs, known.top_logprobs, strict=True):
+        values = list(known_top.values())
+        assert list(top.values()) == pytest.approx(values, rel=0, abs=tolerance)
     assert any(token.startswith("bytes:\\x") for token in logprobs.tokens)
     data = [tokenizer.token_bytes(token) for token in known.token_ids]
     for token, octets in zip(logprobs.tokens, data):

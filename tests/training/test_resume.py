@@ -71,7 +71,7 @@ def all_keys(sections):
 def check(section, key, value):
     _, before = settings_with()
     config, after = settings_with(section, key, value)
-    sections = config.model_dump(mode="json", exclude={"model", "tracking"}) | {
+    sections = config.model_dump(mode="json", exclude={"model", "tracking", "extensions"}) | {
         "model": after.model.to_dict()
     }
     resume.check_unchanged(RunDirectory("runs/x"), before, sections)

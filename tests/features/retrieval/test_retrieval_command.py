@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
 from conftest import ROOT, run_script
+
+from thinker.features.retrieval import command
+from thinker.runtime.errors import UserError
 
 GENERATE = ROOT / "generate.py"
 
@@ -29,3 +33,12 @@ def test_retrieval_reports_what_is_stored(tiny_run):
     assert "each query retrieves up to 2 blocks of 4" in completed.stderr
     refused = run_script(*common[:4], "--retrieve", "2", "--retrieve-block", "3")
     assert "use a block that divides the window" in refused.stderr
+
+
+def test_a_plot_leaves_out_distances_without_needles(tmp_path):
+    far = {"distance": 64, "accuracy": 0.5, "chance": 0.1}
+    near = {"distance": 4, "unreachable": "no story repeats a fact at that distance"}
+    command.plot({"window": [near, far], "retrieval": [near, far]}, 4, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="nothing to plot: no story repeats"):
+        command.plot({"window": [near], "retrieval": [near]}, 4, tmp_path / "a.png")
