@@ -92,7 +92,7 @@ def test_a_step_waits_for_nothing_and_copies_only_its_batch(gpu, options):
     assert loss.device == grad_norm.device == gpu
     assert trace.reads == {}
     n_copies = (3 if options["documents"] else 2) * BATCH_SIZE // options["micro_batch_size"]
-    assert trace.uploads == {"training/step.py:__call__": n_copies}
+    assert trace.uploads == {"data/batches/prefetch.py:rows": n_copies}
 
 
 @pytest.mark.parametrize(
