@@ -160,7 +160,9 @@ class DistillationLoss(Callback):
             self._recorded.append(("norm", "norm"))
 
     def on_start(self, run: TrainingRun) -> None:
-        """Create the files for the teacher's logits."""
+        """Create the files for the teacher's logits, if they are kept."""
+        if self.options.cached_logits is None:
+            return  # a stream has no number of windows, and needs none
         n_windows, seq_len = len(run.dataset), run.parts.settings.data.seq_len
         self.files.create_files(run.directory.path, n_windows, seq_len, run.corpus, self.dist)
 

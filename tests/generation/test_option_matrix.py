@@ -86,7 +86,7 @@ def plain_logprobs(plain, case, completion):
     """The log-probabilities (T, V) that each sampled token came from: one pass per token, without a
     batch."""
     tokens, rows = plain.encode(completion.prompt), []
-    cache = plain.new_cache(plain.model, 1, CONTEXT) if "window" in case["memory"] else None
+    cache = plain.new_cache(1, CONTEXT) if "window" in case["memory"] else None
     unread, view = tokens, list(tokens)
     for token in completion.token_ids:
         if cache is not None:

@@ -62,9 +62,9 @@ class Config(ConfigSection):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Config:
+        self._check_combinations()
         for check in offers("check_config"):
             check(self)
-        self._check_combinations()
         self._check_unread_keys()
         self._check_lengths()
         return self
