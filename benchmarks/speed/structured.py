@@ -143,7 +143,8 @@ def measure(
             with torch.no_grad():
                 logits = generator.decoder.step(torch.tensor([sequence.tokens[-1:]]), cache)
             middle = time.perf_counter()
-            _, ended = sequence.extend(generator.sample([sequence], cache, logits, 1)[0])
+            sampled = generator.decoder.sample([sequence], cache, logits, 1)
+            _, ended = sequence.extend(sampled[0])
             seconds[name].append(time.perf_counter() - middle)
             seconds["step"].append(middle - start)
         assert ended == (len(seconds["free"]) == params.max_new_tokens)

@@ -52,7 +52,11 @@ class Muon(torch.optim.Muon):
         fused AdamW)."""
         assert closure is None, "closures are not supported"
         found_inf = getattr(self, "found_inf", None)
-        skip = None if found_inf is None else found_inf > 0
+        skip = None
+        weight = 1 - self.row_beta  # of new squares
+        if found_inf is not None:
+            skip = found_inf > 0
+            weight = skip.logical_not() * weight
         n_sharded = 0  # matrices orthogonalized so far, to balance them over the ranks
         for group in self.param_groups:
             for parameters in _by_shape(group["params"]):
@@ -61,7 +65,7 @@ class Muon(torch.optim.Muon):
                 if self.is_fused and ranks is None and skip is None:
                     self._fused_step(group, parameters)
                     continue
-                self._plain_step(group, parameters, skip, ranks, n_sharded)
+                self._plain_step(group, parameters, weight, skip, ranks, n_sharded)
                 if ranks is not None:
                     n_sharded += len(parameters)
 
@@ -92,6 +96,7 @@ class Muon(torch.optim.Muon):
         self,
         group: dict[str, Any],
         parameters: list[Tensor],
+        weight: float | Tensor,
         skip: Tensor | None,
         ranks: Any,
         n_sharded: int,
@@ -106,9 +111,6 @@ class Muon(torch.optim.Muon):
         else:
             updates = sharded_orthogonalize(updates, shape[0], n_sharded, ranks)
 
-        weight = 1 - self.row_beta
-        if skip is not None:
-            weight = skip.logical_not() * (1 - self.row_beta)
         normalize = _compiled() if self.is_compiled and ranks is None else normalize_rows
         row_second_moments = [local_tensor(state["row_second_moment"]) for state in states]
         updates, means = normalize(updates, torch.stack(row_second_moments), weight, skip, ranks)
