@@ -232,7 +232,7 @@ class _Fusing:
             source = originals[name] if parameter.is_meta else parameter
             module, _, leaf = name.rpartition(".")
             setattr(new.get_submodule(module), leaf, frozen(source, self.dtype))
-        return new.to(self.model.device).eval()
+        return new.eval()
 
 
 def frozen(weight: Tensor, dtype: torch.dtype) -> nn.Parameter:

@@ -310,5 +310,5 @@ def test_a_config_that_chooses_its_size_keeps_one_choice_for_all_trials(tune, te
         chosen = dict(override.split("=") for override in plan["size"])
         for key in ("model.d_model", "data.tokenizer", "model.dropout"):
             section, _, name = key.partition(".")
-            assert str(trained[section][name]) == chosen[key]
+            assert trained[section][name] == json.loads(chosen[key])
     assert tune(*command) == shown
