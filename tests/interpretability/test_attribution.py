@@ -4,7 +4,6 @@ import pytest
 import torch
 from induction_model import V, induction_circuit
 
-from thinker.features.pruning import pruning
 from thinker.interpretability import attribution
 from thinker.runtime.errors import UserError
 
@@ -166,12 +165,6 @@ def test_patching_all_of_the_stream_brings_all_of_it_back(random_model, tokens):
     model = random_model()
     with pytest.raises(UserError, match="cannot be patched by position"):
         attribution.patch(model, tokens, corrupt, 3, names=["blocks.0.attention.weights"])
-
-
-def test_gradient_times_attention_of_a_pruned_model(random_model, tokens):
-    left = pruning.prune(random_model(n_kv_heads=4), [(0, 3)])
-    found = attribution.gradient_times_attention(left, tokens, 3, 7)
-    assert found.isnan().flatten(2).all(2).tolist() == [[False] * 3 + [True], [False] * 4]
 
 
 def test_one_position_alone_is_predicted(random_model, tokens):

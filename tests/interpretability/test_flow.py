@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_heads import causal
 
-from thinker.features.pruning import pruning
 from thinker.interpretability import flow
 from thinker.runtime.errors import UserError
 
@@ -49,14 +48,6 @@ def test_any_attention(layers, n_heads, length, seed):
         second, first = flow.with_residual(weights).flip(0)
         by_hand = torch.minimum(second[:, :, None], first[None]).sum(dim=1)
         torch.testing.assert_close(flows, by_hand, rtol=0, atol=1e-5)
-
-
-def test_heads_that_a_layer_does_not_have_count_for_nothing(random_model):
-    left = pruning.prune(random_model(n_kv_heads=4), [(0, 1), (0, 2)])
-    weights = left.attention_weights(torch.arange(9)[None])[:, 0]
-    rows = flow.with_residual(weights)
-    torch.testing.assert_close(rows.sum(dim=-1), torch.ones(2, 9))
-    torch.testing.assert_close(rows[0], (weights[0, :2].mean(dim=0) + torch.eye(9)) / 2)
 
 
 def test_maximum_flow_without_networkx_says_what_to_install(monkeypatch):

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
-from thinker.features.pruning import pruning
 from thinker.interpretability import attribution, head_reports, html_report, prompt_reports, reports
 from thinker.runtime.errors import RunError, UserError
 
@@ -215,26 +214,6 @@ def test_a_vocabulary_smaller_than_what_is_listed(tmp_path, visit):
     tab = visit(tmp_path / "p.html")
     assert tab.locator("#next li").count() == 4
     assert tab.locator("#lens-card").is_visible()
-
-
-def test_a_pruned_model(tmp_path, visit):
-    tokenizer = make_tokenizer("byte", [])
-    left = pruning.prune(random_model(vocab_size=tokenizer.vocab_size, n_kv_heads=4), [(0, 1)])
-    prompt = reports.Prompt.from_text(left, tokenizer, "abc abc")
-    explorer = html_report.make_explorer(left, tokenizer, prompt)
-    html_report.write_html_report(
-        tmp_path / "p.html",
-        "pruned",
-        head_reports.report_heads(left, prompt, head_reports.random_repeats(left), "all"),
-        explorer,
-    )
-    tab = visit(tmp_path / "p.html")
-    assert [
-        tab.get_by_role("gridcell", name="pruned").count(),
-        tab.get_by_role("gridcell").count(),
-    ] == [1, 8]
-    tab.get_by_role("gridcell", name="pruned").click()
-    tokens(tab).nth(4).click()
 
 
 def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):

@@ -12,7 +12,6 @@ from pairwise import pairwise
 
 from thinker import checkpoint
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
-from thinker.features.quantization_study.sensitivity import head_changes, measure
 from thinker.generation import Generator, SamplingParams
 from thinker.interop.gguf import write_gguf
 from thinker.interop.gguf_quantization import rounded_model
@@ -251,10 +250,3 @@ def test_another_temperature_without_training(random_model):
             override_attention_temperature(model, wrong)
     with pytest.raises(UserError, match="linear attention does not support"):
         override_attention_temperature(random_model(attention="linear(8)"), 2.0)
-
-
-def test_rounded_scores_are_divided_too():
-    model = random_model(attention_temperature=4.0, std=0.6)
-    tokens = torch.randint(61, (4, 33))
-    _, costs = measure(model, tokens[:, :-1], tokens[:, 1:], head_changes(model, bits=(8,)))
-    assert max(abs(cost.loss) for cost in costs) < 0.01

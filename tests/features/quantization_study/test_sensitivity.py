@@ -240,3 +240,12 @@ def test_other_bits_are_one_line(tiny_run, text, message):
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert message in done.stderr
+
+
+def test_rounded_scores_are_divided_too():
+    model = random_model(attention_temperature=4.0, std=0.6)
+    tokens = torch.randint(61, (4, 33))
+    _, costs = sensitivity.measure(
+        model, tokens[:, :-1], tokens[:, 1:], sensitivity.head_changes(model, bits=(8,))
+    )
+    assert max(abs(cost.loss) for cost in costs) < 0.01
