@@ -1,15 +1,15 @@
-"""List, write and remove the checkpoints of a run, optionally in the background."""
+"""Write and remove the checkpoints of a run, optionally in the background."""
 
-import os
 import re
 import shutil
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from thinker.checkpoint import format as checkpoint_format
+from thinker.checkpoint import write_files
 from thinker.checkpoint.format import Files
-from thinker.checkpoint.weights import to_cpu
+from thinker.checkpoint.listing import list_checkpoints, number_of
+from thinker.checkpoint.model_files import to_cpu
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 
 
@@ -83,7 +83,7 @@ class CheckpointManager:
             throttle = self._throttle
         folder = self.folder / f"{kind}-{step:08d}"
         ranks = self.dist if self.sharded else None
-        checkpoint_format.write_checkpoint(folder, files, throttle, ranks)
+        write_files.write_checkpoint(folder, files, throttle, ranks)
         if self.dist.is_main:
             self._remove_older(kind, written=folder)
 
@@ -95,7 +95,7 @@ class CheckpointManager:
         for folder in folders:
             is_milestone = False
             if kind == "step" and self.keep_every:
-                is_milestone = _number(folder) % self.keep_every == 0
+                is_milestone = number_of(folder) % self.keep_every == 0
             if folder != written and not is_milestone:
                 # Renamed first, so that a crash cannot leave a partial checkpoint under its name.
                 hidden = folder.with_name(f".{folder.name}.removed")
@@ -106,24 +106,6 @@ class CheckpointManager:
     def _throttle(self, seconds_worked: float) -> None:
         """Rest after work, unless somebody waits for the checkpoint."""
         self._is_awaited.wait(seconds_worked * (1 / self.cpu_share - 1))
-
-
-def list_checkpoints(folder: Path, kind: str = "step") -> list[Path]:
-    """The checkpoints KIND-N in a folder, oldest first, including damaged ones."""
-    matching = list(folder.glob(f"{kind}-*"))
-    folders = []
-    for path in matching:
-        is_folder = path.is_dir() and not path.is_symlink()
-        if is_folder and re.fullmatch(rf"{kind}-\d+", path.name):
-            folders.append(path)
-    if not all(os.path.lexists(path) for path in matching):
-        # A running training has just replaced one.
-        return list_checkpoints(folder, kind)
-    return sorted(folders, key=_number)
-
-
-def _number(folder: Path) -> int:
-    return int(folder.name.split("-")[1])
 
 
 def quarantine(folder: Path, prefix: str) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from thinker.checkpoint.format import CorruptCheckpoint, verify
-from thinker.checkpoint.manager import list_checkpoints
+from thinker.checkpoint.listing import CHECKPOINTS, latest_checkpoint
 from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.files import atomic_write, make_folder, sync_to_disk
 
@@ -27,7 +26,7 @@ class RunDirectory:
         self.writes = writes
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = self.path / CHECKPOINTS
         self.dataset_files = self.path / "streams"  # for as long as a run reads them
         self._lock = FileLock(self.path / ".lock", timeout=0)
         self._locked_file: os.stat_result | None = None
@@ -146,35 +145,8 @@ class RunDirectory:
             atomic_write(self.metrics, "".join(kept))
 
     def latest(self) -> Path | None:
-        """The newest intact checkpoint, or None if there are none.
-
-        Raises UserError if all are damaged.
-        """
-        damaged: set[Path] = set()
-        while True:
-            folders = list_checkpoints(self.checkpoints)  # a running training may change them
-            intact = [folder for folder in folders if folder not in damaged]
-            if not intact:
-                break
-            newest = intact[-1]
-            try:
-                verify(newest)
-                if damaged:
-                    print(f"using {newest} instead", file=sys.stderr)
-                return newest
-            except CorruptCheckpoint as error:
-                if newest.exists():  # otherwise the training has just replaced it
-                    print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
-                    damaged.add(newest)
-        if not damaged:
-            return None
-        hint = ""
-        if list_checkpoints(self.checkpoints, "best"):
-            hint = "sample with --checkpoint best, or "
-        raise UserError(
-            f"all checkpoints in {self.checkpoints} are damaged; "
-            f"{hint}train again in another run.dir"
-        )
+        """The newest intact checkpoint; see latest_checkpoint()."""
+        return latest_checkpoint(self.checkpoints)
 
 
 def _are_metrics(line: Any) -> bool:

@@ -16,14 +16,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from thinker.runtime.errors import UserError
+from thinker.checkpoint.format import DTYPES, SHARDS, CorruptCheckpoint
 from thinker.runtime.process_group import DistContext
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import CheckpointException
-
-PATTERN = "shard-*.safetensors"
-DTYPES = {torch.float32: "F32"}  # by their names in safetensors
 
 # What torch raises for damaged files.
 UNREADABLE = (
@@ -35,10 +32,6 @@ UNREADABLE = (
     TypeError,
     AttributeError,
 )
-
-
-class CorruptCheckpoint(UserError):
-    """A checkpoint that is incomplete or damaged. The message names the file."""
 
 
 def write(folder: Path, tensors: dict[str, Tensor], dist: DistContext) -> list[Path]:
@@ -56,16 +49,11 @@ def write(folder: Path, tensors: dict[str, Tensor], dist: DistContext) -> list[P
     except CheckpointException as error:
         raise _first_failure(error) from error
     written = []
-    for path in folder.glob(PATTERN):
+    for path in folder.glob(SHARDS):
         number = int(path.name.split("-")[1])  # counts from 1
         if number == dist.rank + 1:
             written.append(path)
     return written
-
-
-def is_sharded(folder: Path) -> bool:
-    """Whether a checkpoint's tensors are in one file per rank."""
-    return any(folder.glob(PATTERN))
 
 
 def read_header(folder: Path) -> dict[str, tuple]:

@@ -1,55 +1,17 @@
-"""Save the weights of a model in a checkpoint, and load them from one."""
+"""Load the weights of a model from a checkpoint."""
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinker.checkpoint import format as checkpoint_format
-from thinker.checkpoint.format import (
-    CONFIG,
-    MODEL,
-    STATE,
-    TRAINING,
-    CorruptCheckpoint,
-    Files,
-    read_header,
-)
+from thinker.checkpoint.format import CONFIG, MODEL, RANK_OF, CorruptCheckpoint
+from thinker.checkpoint.read_files import load_tensors, read_header, read_json
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.lora import RANK_OF, add_lora, merge_lora
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
 
 MODEL_CLASS = "model_class"  # in config.json, of a model whose class is a user's
-
-
-def save(
-    folder: Path, model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None
-) -> None:
-    """Write a checkpoint; see checkpoint_files() and write_checkpoint()."""
-    checkpoint_format.write_checkpoint(folder, checkpoint_files(model, state, training))
-
-
-def checkpoint_files(
-    model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None
-) -> Files:
-    """Collect the files of a checkpoint, with the live tensors. Only resuming needs `training`."""
-    config = model.config.to_dict()
-    kind = model_class(model)
-    if kind is not Thinker:
-        config[MODEL_CLASS] = f"{kind.__module__}:{kind.__qualname__}"
-    files = {CONFIG: config, MODEL: model_tensors(model), STATE: state}
-    if training is not None:
-        files[TRAINING] = training
-    return files
-
-
-def model_class(model: Thinker) -> type[Thinker]:
-    """The class of a model, without the one that FSDP2 puts before it."""
-    kind = type(model)
-    return kind.__mro__[2] if hasattr(model, "unshard") else kind
 
 
 def _find_class(name: str | None, folder: Path) -> type[Thinker]:
@@ -68,26 +30,6 @@ def _find_class(name: str | None, folder: Path) -> type[Thinker]:
             "the extensions of its config"
         )
     return found
-
-
-def to_cpu(files: Files, dist: DistContext = SINGLE_PROCESS, always: bool = True) -> Files:
-    """Copy all tensors, unsharded, to host memory, so that training can go on during the write.
-
-    dist: the ranks, which all call this; only rank 0 gets tensors. always: also copy tensors in
-    host memory.
-    """
-    result: Files = {}
-    for name, file in files.items():
-        if not name.endswith(checkpoint_format.TENSORS):
-            result[name] = file
-            continue
-        result[name] = {}
-        for key, tensor in file.items():
-            full = full_tensor(tensor.detach())  # one at a time, to save memory
-            is_new = hasattr(tensor, "to_local")  # already a copy
-            if dist.is_main:
-                result[name][key] = full.to("cpu", copy=always and not is_new)
-    return result
 
 
 def model_tensors(model: Thinker) -> dict[str, Tensor]:
@@ -117,7 +59,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> Thinker:
 
     Raises CorruptCheckpoint or UserError.
     """
-    values = checkpoint_format.read_json(folder / CONFIG)
+    values = read_json(folder / CONFIG)
     kind = _find_class(values.pop(MODEL_CLASS, None), folder)
     config = ThinkerConfig.from_dict(values)
     if config.n_layers > len(read_header(folder)):  # a wrong number could take forever to build
@@ -128,6 +70,8 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> Thinker:
         model = kind(config)  # the weights are about to be replaced
     lora_rank = read_lora_rank(folder)
     if lora_rank is not None:
+        from thinker.model.lora import add_lora, merge_lora
+
         add_lora(model, lora_rank)
     model = model.float()  # independent of torch.set_default_dtype()
     load_weights(model, folder, assign=True)
@@ -141,7 +85,7 @@ def load_weights(model: Thinker, folder: Path, assign: bool = False) -> None:
 
     Raises CorruptCheckpoint.
     """
-    tensors = checkpoint_format.load_tensors(folder, MODEL, model_tensors(model))
+    tensors = load_tensors(folder, MODEL, model_tensors(model))
     # A tied head is not in the file.
     model.load_state_dict(tensors, strict=not model.config.tie_embeddings, assign=assign)
     if model.config.tie_embeddings:

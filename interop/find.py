@@ -4,9 +4,9 @@ import os
 import re
 from pathlib import Path
 
-from thinker.checkpoint import list_checkpoints, verify
-from thinker.checkpoint.run_directory import RunDirectory
-from thinker.checkpoint.sharded import is_sharded
+from thinker.checkpoint.format import is_sharded
+from thinker.checkpoint.listing import CHECKPOINTS, latest_checkpoint, list_checkpoints
+from thinker.checkpoint.read_files import verify
 from thinker.runtime.errors import UserError
 
 
@@ -48,16 +48,14 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
             )
         verify(path)
         return path
-    run = RunDirectory(path)
-    if not run.checkpoints.is_dir():
+    if not (path / CHECKPOINTS).is_dir():
         wanted = "a run directory, or a Hugging Face folder"
-        # The folder checkpoints/ itself.
-        if RunDirectory(path.parent).checkpoints == path:
+        if path.parent / CHECKPOINTS == path:
             wanted = path.parent
         raise UserError(
             f"{path} is not a run directory (no checkpoints/ in it) or a checkpoint; use {wanted}"
         )
-    return _find_in_run(run, path, checkpoint)
+    return _find_in_run(path, checkpoint)
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -74,25 +72,26 @@ def _is_checkpoint(path: Path) -> bool:
     return False
 
 
-def _find_in_run(run: RunDirectory, path: Path, checkpoint: str) -> Path:
+def _find_in_run(run: Path, checkpoint: str) -> Path:
     """Find a checkpoint of a run: "latest", "best", the number of a step, or a folder's name."""
     if re.fullmatch("[0-9]{1,8}", checkpoint):
         checkpoint = f"step-{int(checkpoint):08d}"
+    checkpoints = run / CHECKPOINTS
     found = None
     if checkpoint == "latest":
-        found = run.latest()
+        found = latest_checkpoint(checkpoints)
     elif checkpoint == "best":
-        best = list_checkpoints(run.checkpoints, "best")
+        best = list_checkpoints(checkpoints, "best")
         if best:
             found = best[-1]
-    elif (run.checkpoints / checkpoint).is_dir():
-        found = run.checkpoints / checkpoint
+    elif (checkpoints / checkpoint).is_dir():
+        found = checkpoints / checkpoint
     if found is None:
-        folders = list_checkpoints(run.checkpoints, "step")
-        folders += list_checkpoints(run.checkpoints, "best")
+        folders = list_checkpoints(checkpoints, "step")
+        folders += list_checkpoints(checkpoints, "best")
         available = ", ".join(folder.name for folder in folders) or "none yet"
-        raise UserError(f"{path} has no checkpoint {checkpoint} (available: {available})")
-    if checkpoint != "latest":  # latest() has done so
+        raise UserError(f"{run} has no checkpoint {checkpoint} (available: {available})")
+    if checkpoint != "latest":  # latest_checkpoint() has done so
         verify(found)
     return found
 

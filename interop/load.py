@@ -5,8 +5,9 @@ from typing import get_type_hints
 
 import torch
 
-from thinker.checkpoint import CorruptCheckpoint, load_model, read_json
-from thinker.checkpoint.format import STATE
+from thinker.checkpoint.format import STATE, CorruptCheckpoint
+from thinker.checkpoint.read_files import read_json
+from thinker.checkpoint.weights import load_model
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import has_tokenizer, load_tokenizer
 from thinker.interop.find import find_model, is_adapter_folder, is_hf_folder

@@ -16,11 +16,11 @@ from thinker.checkpoint import (
     read_header,
     read_json,
 )
+from thinker.checkpoint.format import RANK_OF
 from thinker.interop.find import is_hf_folder
 from thinker.interop.hf_config import from_hf_config
 from thinker.interop.huggingface import load_pretrained, to_hf_name, write_json, write_tensors
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.lora import RANK_OF
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import checked_pattern
 

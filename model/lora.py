@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from thinker.model.layers import Linear
 from thinker.model.transformer import Thinker
 
-RANK_OF = "blocks.0.attention.o_proj.lora_A"  # (r, n_in), in every model with adapters
-
 
 class LoraLinear(Linear):
     """W x + scale · B A x. W is frozen; A (r, n_in) and B (n_out, r) are trained, and B starts at

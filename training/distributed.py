@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thinker.checkpoint import model_class
+from thinker.checkpoint.format import RANK_OF
 from thinker.model import Thinker
-from thinker.model.lora import RANK_OF, add_lora
+from thinker.model.lora import add_lora
 from thinker.runtime.process_group import DistContext, full_tensor
 from thinker.training.settings.settings import TrainSettings
 

@@ -12,7 +12,7 @@ from tqdm import tqdm, trange
 from thinker import checkpoint
 from thinker.benchmarks.environment import measure_seconds
 from thinker.checkpoint import CheckpointManager
-from thinker.checkpoint.weights import to_cpu
+from thinker.checkpoint.model_files import to_cpu
 from thinker.training.config.load import load_config
 from thinker.training.optim.schedule import lr_multiplier
 from thinker.training.run import build_trainer

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from thinker import checkpoint
-from thinker.checkpoint import CorruptCheckpoint, UnsupportedFormat
-from thinker.checkpoint import format as checkpoint_format
+from thinker.checkpoint import CorruptCheckpoint, UnsupportedFormat, write_files
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interop import load
@@ -276,7 +275,7 @@ def test_a_failed_save_leaves_no_debris_and_the_old_one_whole(run, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = sorted(p.name for p in run.checkpoints.iterdir())
-    monkeypatch.setattr(checkpoint_format, "sync_to_disk", full)
+    monkeypatch.setattr(write_files, "sync_to_disk", full)
     with pytest.raises(OSError, match="No space"):
         checkpoint.save(run.checkpoints / "step-00000003", random_model(), {"step": 3})
     assert sorted(p.name for p in run.checkpoints.iterdir()) == before

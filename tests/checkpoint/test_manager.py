@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from thinker import checkpoint
-from thinker.checkpoint import CheckpointManager, list_checkpoints
-from thinker.checkpoint import format as checkpoint_format
+from thinker.checkpoint import CheckpointManager, list_checkpoints, write_files
 
 
 def files(value, size=8):
@@ -67,7 +66,7 @@ def test_the_old_one_goes_only_when_the_new_one_is_whole(tmp_path, background, m
     def full(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(checkpoint_format, "sync_to_disk", full)
+    monkeypatch.setattr(write_files, "sync_to_disk", full)
     with pytest.raises(OSError, match="No space"):  # noqa: PT012 - in the background it is the next one that tells
         saver.save("step", 2, files(2))
         saver.wait()
@@ -77,13 +76,13 @@ def test_the_old_one_goes_only_when_the_new_one_is_whole(tmp_path, background, m
 
 
 def test_training_may_change_the_tensors_while_they_are_written(tmp_path, monkeypatch):
-    may_write, write = threading.Event(), checkpoint_format.write_checkpoint
+    may_write, write = threading.Event(), write_files.write_checkpoint
 
     def late(*arguments):
         assert may_write.wait(20)
         write(*arguments)
 
-    monkeypatch.setattr(checkpoint_format, "write_checkpoint", late)
+    monkeypatch.setattr(write_files, "write_checkpoint", late)
     saver = CheckpointManager(tmp_path, 2, None, background=True)
     live = files(1)
     saver.save("step", 1, live)  # returns although nothing may be written yet
@@ -96,7 +95,7 @@ def test_training_may_change_the_tensors_while_they_are_written(tmp_path, monkey
 
 
 def test_one_is_written_at_a_time_so_memory_for_one_copy_is_enough(tmp_path, monkeypatch):
-    writing, most, write = [], [], checkpoint_format.write_checkpoint
+    writing, most, write = [], [], write_files.write_checkpoint
 
     def watched(folder, *arguments):
         writing.append(folder)
@@ -104,7 +103,7 @@ def test_one_is_written_at_a_time_so_memory_for_one_copy_is_enough(tmp_path, mon
         write(folder, *arguments)
         writing.remove(folder)
 
-    monkeypatch.setattr(checkpoint_format, "write_checkpoint", watched)
+    monkeypatch.setattr(write_files, "write_checkpoint", watched)
     saver = CheckpointManager(tmp_path, 2, None, background=True)
     for step in range(1, 6):
         saver.save("step", step, files(step, 1 << 16))

@@ -311,7 +311,7 @@ def test_a_run_can_be_read_while_it_is_trained(tiny_run, tmp_path, monkeypatch, 
     old, new = (run / "checkpoints" / f"step-000000{step}" for step in (38, 40))
     away = new.rename(tmp_path / new.name)
     module = sys.modules[
-        "thinker.checkpoint.run_directory" if moment == "verify" else "thinker.interop.load"
+        "thinker.checkpoint.listing" if moment == "verify" else "thinker.interop.load"
     ]
     function, calls = getattr(module, moment), []
 

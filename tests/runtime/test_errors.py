@@ -92,7 +92,7 @@ def test_a_working_directory_that_is_gone(shell, tmp_path):
     [
         ("from thinker.runtime.files import atomic_write; from pathlib import Path\n"
          "run_command(lambda: atomic_write(Path('a.txt'), bytes(100_000)))", "a.txt"),
-        ("from thinker.checkpoint.format import write_checkpoint; from pathlib import Path; import torch\n"
+        ("from thinker.checkpoint.write_files import write_checkpoint; from pathlib import Path; import torch\n"
          "files = {'model.safetensors': {'a': torch.zeros(100_000)}}\n"
          "run_command(lambda: write_checkpoint(Path('step-1'), files))", "step-1"),
     ],
