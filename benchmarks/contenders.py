@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from thinker.benchmarks.environment import measure_median, measure_seconds
-from thinker.runtime.device import configure_backend
+from thinker.runtime.backend import configure_backend
 from thinker.runtime.errors import RunError, UserError
 from thinker.training.metrics import MemoryMeter
 

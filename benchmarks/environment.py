@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from thinker.runtime.device import processor_name
+from thinker.runtime.backend import processor_name
 
 
 def describe_environment() -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation.engine import Generator
 from thinker.generation.sequence import Completion, kept_when_sliding
-from thinker.runtime.standard_streams import for_stream
+from thinker.runtime.process.standard_streams import for_stream
 
 if TYPE_CHECKING:
     from thinker.generation.scoring import Score

@@ -8,7 +8,8 @@ import yaml
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.model import Thinker
-from thinker.runtime.reading import read_text, read_yaml
+from thinker.runtime.reading import read_text
+from thinker.runtime.yaml_files import read_yaml
 
 ROWS = {  # keys of metrics.jsonl
     "step": "steps",

@@ -1,13 +1,6 @@
-"""Choose and configure the device, and the fastest precision on it."""
+"""Choose the device, and the fastest precision on it."""
 
-import contextlib
-import ctypes
-import os
-import platform
-import re
-import sys
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,10 +14,6 @@ DTYPES_BY_NAME = DTYPES | {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-
-# Parameters of mallopt(), from malloc.h.
-M_TRIM_THRESHOLD = -1
-M_MMAP_MAX = -4
 
 
 def choose_device(name: torch.device | str = "auto") -> torch.device:
@@ -63,59 +52,6 @@ def to_device(values: list | Tensor, device: torch.device) -> Tensor:
     elif is_cuda:
         values = values.pin_memory()
     return values.to(device, non_blocking=is_cuda)
-
-
-def configure_backend(device: torch.device) -> None:
-    """Set process-wide options that make training on the device faster."""
-    if device.type == "cpu":
-        torch.set_flush_denormal(True)  # peaked softmaxes produce denormals, which are slow
-        _keep_freed_memory()
-    elif device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = True
-        torch.backends.cudnn.allow_tf32 = True
-
-
-def _keep_freed_memory() -> None:
-    """Make glibc keep the memory of large tensors, unless the environment configures malloc.
-
-    Otherwise the system clears every page again: 17,000 to 59,000 page faults per step, up to a
-    quarter of its time.
-    """
-    if sys.platform != "linux":
-        return
-    if any(name.startswith(("MALLOC_", "LD_PRELOAD")) for name in os.environ):
-        return
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(M_MMAP_MAX, 0)
-
-
-def device_name(device: torch.device) -> str:
-    """Type and product name of a device."""
-    if device.type == "cuda":
-        return f"cuda: {torch.cuda.get_device_name(device)}"
-    return f"{device.type}: {processor_name()}"
-
-
-def processor_name() -> str:
-    """Product name of the CPU, or its architecture if the name is unknown."""
-    with contextlib.suppress(OSError):
-        cpu_info = Path("/proc/cpuinfo").read_text()
-        found = re.search(r"(?m)^model name\s*:(.*)", cpu_info)
-        if found:
-            return found[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def enable_determinism() -> None:
-    """Make torch use only deterministic kernels, for bitwise equal runs.
-
-    Call it before the first use of a GPU.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
 
 
 def choose_precision(name: str, device: torch.device) -> str:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Iterable
 
 from thinker.runtime.constants import FULL_DISK
-from thinker.runtime.interrupts import end_on_interrupt, interrupt_once
-from thinker.runtime.standard_streams import (
+from thinker.runtime.process.interrupts import end_on_interrupt, interrupt_once
+from thinker.runtime.process.standard_streams import (
     ResilientStream,
     open_closed_streams,
     print_error,

@@ -58,8 +58,9 @@ def main() -> int:
     from thinker.evaluation import long_context
     from thinker.interop import load
     from thinker.interop.find import find_model
+    from thinker.runtime.backend import configure_backend
     from thinker.runtime.checks import finite_json
-    from thinker.runtime.device import choose_device, configure_backend
+    from thinker.runtime.device import choose_device
 
     device = choose_device(arguments.device)
     configure_backend(device)

@@ -37,7 +37,8 @@ def main() -> int:
     from thinker.interop.model_card import model_card
     from thinker.interop.peft_adapter import save_adapter
     from thinker.interop.verify_export import verify_hf_export
-    from thinker.runtime.reading import read_json, read_yaml
+    from thinker.runtime.reading import read_json
+    from thinker.runtime.yaml_files import read_yaml
 
     out, path = Path(os.path.abspath(arguments.out)), Path(arguments.path)
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):

@@ -403,7 +403,8 @@ def make_report(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], Any
     from thinker.interop import load
     from thinker.interop.find import find_model
     from thinker.interpretability.reports import Prompt
-    from thinker.runtime.device import choose_device, configure_backend
+    from thinker.runtime.backend import configure_backend
+    from thinker.runtime.device import choose_device
 
     device = choose_device(arguments.device)
     configure_backend(device)

@@ -24,7 +24,7 @@ def main() -> int:
 
         config = load_config(arguments.config, arguments.overrides)
         check_run_folder(arguments.config, config, arguments.overrides)
-        from thinker.runtime.standard_streams import resilient_output
+        from thinker.runtime.process.standard_streams import resilient_output
         from thinker.training.run import train
 
         with resilient_output():

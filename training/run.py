@@ -9,7 +9,8 @@ import torch
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.model import Thinker
-from thinker.runtime.device import choose_device, configure_backend, enable_determinism
+from thinker.runtime.backend import configure_backend, enable_determinism
+from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.runtime.registry import offers

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from thinker.runtime import interrupts
+from thinker.runtime.process import interrupts
 
 
 class SignalHandler:

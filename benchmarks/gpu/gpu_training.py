@@ -23,7 +23,7 @@ from thinker.benchmarks.speed.train import (
     make_batch,
     make_training_step,
 )
-from thinker.runtime.device import configure_backend
+from thinker.runtime.backend import configure_backend
 from thinker.runtime.errors import RunError
 
 Results = Iterator[dict[str, Any]]

@@ -11,7 +11,7 @@ import torch
 from thinker.benchmarks.environment import time_alternately
 from thinker.benchmarks.training_runs import ROOT, TrainingRun, train_all
 from thinker.data.batches.prefetch import Batch
-from thinker.runtime.device import configure_backend
+from thinker.runtime.backend import configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import BLUE, GREY, new_figure
 from thinker.training.config.load import load_config

@@ -16,7 +16,8 @@ from thinker.benchmarks.training_runs import ROOT, TrainingRun, train_all
 from thinker.data.batches.windows import PackedDataset
 from thinker.evaluation.long_context import loss_by_position, override_rope_scaling
 from thinker.interop import load
-from thinker.runtime.device import choose_device, configure_backend
+from thinker.runtime.backend import configure_backend
+from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure
 from thinker.training.config.load import load_config

@@ -15,8 +15,8 @@ from thinker.data.batches.dataset import ShuffledDataset
 from thinker.data.batches.windows import PackedDataset
 from thinker.data.tokenizers.text_bytes import token_byte_lengths
 from thinker.evaluation.loss import Evaluator
+from thinker.runtime.backend import configure_backend
 from thinker.runtime.constants import IGNORE_INDEX
-from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
 from thinker.training.data.run_corpus import prepare_training_data

@@ -18,7 +18,8 @@ from thinker.model.kernels.linear_attention import linear_attention, random_feat
 from thinker.model.masks import MaskBuilder
 from thinker.model.patterns.pattern_parser import parse_pattern
 from thinker.model.patterns.patterns import CAUSAL, Pattern, TokenInfo
-from thinker.runtime.device import DTYPES, configure_backend
+from thinker.runtime.backend import configure_backend
+from thinker.runtime.device import DTYPES
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import new_figure
 from thinker.training.settings.memory_estimate import LiveTensorMeter

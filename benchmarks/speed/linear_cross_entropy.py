@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
-from thinker.runtime.device import DTYPES, choose_device, choose_precision, configure_backend
+from thinker.runtime.backend import configure_backend
+from thinker.runtime.device import DTYPES, choose_device, choose_precision
 from thinker.training.metrics import MemoryMeter
 
 

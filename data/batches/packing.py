@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from thinker.data.corpus.file_arrays import FileArray, OpenFile
 from thinker.data.corpus.shards import DamagedShard, Shard
-from thinker.runtime.files import FileArray, OpenFile, atomic_write, can_write
+from thinker.runtime.files import atomic_write, can_write
 
 HASH_BYTES = 32
 Table = FileArray | np.ndarray

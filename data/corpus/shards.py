@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from thinker.data.corpus.file_arrays import FileArray, OpenFile
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import RunError
-from thinker.runtime.files import FileArray, OpenFile
 
 MAGIC = b"THNKTOKS"
 FORMAT = 1

@@ -63,8 +63,9 @@ def main() -> int:
 
     from thinker.features.early_exit.agreement import early_exit_cost, format_table
     from thinker.interop import load
+    from thinker.runtime.backend import configure_backend
     from thinker.runtime.checks import finite_json
-    from thinker.runtime.device import choose_device, configure_backend
+    from thinker.runtime.device import choose_device
     from thinker.training.data.open_run import sample_sequences
 
     device = choose_device(arguments.device)

@@ -8,7 +8,7 @@ from fork_server import ROOT, run_script
 
 CODE = """
 import resource, torch
-from thinker.runtime.device import configure_backend
+from thinker.runtime.backend import configure_backend
 configure_backend(torch.device("cpu"))
 for round in range(30):
     if round == 20:

@@ -234,7 +234,7 @@ def test_standard_streams_may_be_closed(tmp_path, closed):
 
 TWICE = """
 import signal, sys, threading
-from thinker.runtime import interrupts
+from thinker.runtime.process import interrupts
 from thinker.runtime.errors import run_command
 
 interrupts.TWICE_SECONDS = 1.0

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, run_script
 
-from thinker.runtime.standard_streams import for_stream, visible
+from thinker.runtime.process.standard_streams import for_stream, visible
 
 ATTACK = "a\x1b]0;title\x07\x1b[2J\x9b1m\x7f\r\b"
 SHOWN = r"a\x1b]0;title\x07\x1b[2J\x9b1m\x7f\x0d\x08"

@@ -28,7 +28,8 @@ with atheris.instrument_imports(
     from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
     from thinker.interop.hf_config import from_hf_config
     from thinker.runtime.errors import RunError, UserError
-    from thinker.runtime.reading import read_json, read_yaml
+    from thinker.runtime.reading import read_json
+    from thinker.runtime.yaml_files import read_yaml
     from thinker.training.config.load import load_config, validate_config
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -25,7 +25,7 @@ from training_runs import (
     wait_for,
 )
 
-from thinker.runtime import interrupts
+from thinker.runtime.process import interrupts
 from thinker.training.signals import SignalHandler
 
 LONG = ["train.max_steps=100000", "train.eval_every=null", "train.save_every=null"]

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from thinker.runtime.errors import UserError
 from thinker.runtime.extensions import import_extensions
-from thinker.runtime.reading import read_yaml
+from thinker.runtime.yaml_files import read_yaml
 from thinker.training.config.config import Config
 from thinker.training.config.error_messages import describe_error
 from thinker.training.config.overrides import apply_override

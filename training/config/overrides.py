@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from thinker.runtime.errors import UserError
-from thinker.runtime.reading import Loader
+from thinker.runtime.yaml_files import Loader
 from thinker.training.config.config import config_sections
 from thinker.training.config.types import nested_section
 

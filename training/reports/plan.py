@@ -13,8 +13,9 @@ from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.batches.dataset import Sample
 from thinker.data.batches.prefetch import Batch
 from thinker.model import KVCache, Thinker
+from thinker.runtime.backend import configure_backend
 from thinker.runtime.constants import IGNORE_INDEX
-from thinker.runtime.device import DTYPES, choose_device, configure_backend
+from thinker.runtime.device import DTYPES, choose_device
 from thinker.training.callback import Callback
 from thinker.training.callbacks.setup import callbacks_of_weights
 from thinker.training.config.config import Config

@@ -17,7 +17,7 @@ from thinker.checkpoint import CorruptCheckpoint
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.tokenizers.tokenizer import FILE_NAME
 from thinker.data.tokenizers.tokenizer_factory import is_path
-from thinker.runtime.device import device_name
+from thinker.runtime.backend import device_name
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 from thinker.runtime.registry import features, import_offer
