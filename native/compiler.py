@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -17,108 +18,57 @@ from thinker.runtime.errors import UserError
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
-TRAINING_FLAGS = (
-    "-fno-trapping-math",
-)  # without it GCC does not vectorize loops that choose between two numbers
 COMPILERS = ("gcc", "clang", "cc")
 CPU_INFO = Path("/proc/cpuinfo")
+TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
+# By function of decode.c, a letter of TYPES for each argument.
+SIGNATURES = {
+    "run": "pipi",
+    "sample": "piiippppppp",
+    "sample_steps": "pippipiipppppi",
+    "max_rows": "",
+}
 
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The compiled decode.c. Raises UserError with the reason if this machine cannot compile or
-    load it."""
-    library = _load("decode.c", FLAGS)
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    library.run.argtypes = pointer, integer, pointer, integer
-    library.sample.argtypes = pointer, integer, integer, integer, *[pointer] * 7
-    library.sample_steps.argtypes = (
-        pointer,
-        integer,
-        pointer,
-        pointer,
-        integer,
-        pointer,
-        integer,
-        integer,
-        *[pointer] * 5,
-        integer,
-    )
-    library.max_rows.argtypes, library.max_rows.restype = (), integer
-    library.run.restype = library.sample.restype = library.sample_steps.restype = None
+    """The compiled decode.c.
+
+    Raises UserError with the reason if this machine cannot compile or load it.
+    """
+    library = compiled("decode.c", SIGNATURES)
+    library.max_rows.restype = ctypes.c_int64
     return library
 
 
-@cache
-def load_training_library() -> ctypes.CDLL:
-    """The compiled train.c, which takes a few seconds, not half a minute. Raises UserError as
-    load_library() does."""
-    library = _load("train.c", FLAGS + TRAINING_FLAGS)
-    pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-    signatures = {
-        "rms_norm": (pointer, integer, pointer, number, integer, integer, pointer),
-        "rms_norm_backward": (
-            pointer,
-            pointer,
-            integer,
-            pointer,
-            number,
-            integer,
-            integer,
-            pointer,
-            pointer,
-            pointer,
-        ),
-        "rotate_heads": (pointer,),
-        "rotate_heads_backward": (pointer,),
-        "swiglu": (pointer, integer, integer, integer, pointer),
-        "swiglu_backward": (pointer, pointer, integer, integer, integer, pointer),
-        "dropout": (pointer, integer, integer, pointer, number, pointer),
-        "muon_momentum": (
-            pointer,
-            pointer,
-            integer,
-            integer,
-            integer,
-            number,
-            integer,
-            pointer,
-            integer,
-        ),
-        "muon_update": (
-            pointer,
-            integer,
-            pointer,
-            pointer,
-            integer,
-            integer,
-            integer,
-            number,
-            number,
-            number,
-            integer,
-            pointer,
-        ),
-    }
-    for name, types in signatures.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = (
-            (*types, integer),
-            None,
-        )  # the last argument is the number of threads
-    return library
+def compiled(source: str, signatures: Mapping[str, str], *flags: str) -> ctypes.CDLL:
+    """A compiled file of this folder.
 
-
-def _load(source: str, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """A compiled file of this folder."""
-    wanted = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
-    compiler = next((path for name in wanted if (path := shutil.which(name))), None)
-    if compiler is None:
-        raise UserError(f"no C compiler found ({', '.join(wanted)})")
+    `signatures`: by function, a letter of TYPES for each argument. `flags`: of the compiler, beside
+    FLAGS. Raises UserError as load_library() does.
+    """
+    compiler = _find_compiler()
     try:
-        return ctypes.CDLL(str(_find_or_compile(compiler, FOLDER / source, flags)))
+        library = ctypes.CDLL(str(_find_or_compile(compiler, FOLDER / source, FLAGS + flags)))
     except OSError as error:
         raise UserError(f"cannot load the kernels compiled by {compiler}: {error}") from None
+    for name, letters in signatures.items():
+        function = getattr(library, name)
+        function.argtypes = [TYPES[letter] for letter in letters]
+        function.restype = None
+    return library
+
+
+def _find_compiler() -> str:
+    """The path of the compiler that CC names, or else of the first that is installed."""
+    names = COMPILERS
+    if os.environ.get("CC"):
+        names = (os.environ["CC"],)
+    for name in names:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise UserError(f"no C compiler found ({', '.join(names)})")
 
 
 def has_compiler() -> bool:
@@ -145,16 +95,22 @@ def _find_or_compile(compiler: str, source: Path, flags: tuple[str, ...]) -> Pat
             command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL
         )
         if result.returncode or not temporary.exists():
-            lines = result.stderr.strip().splitlines()
-            reason = next(
-                (line for line in lines if "error" in line), lines[-1] if lines else "no message"
-            )
+            reason = _reason(result.stderr)
             raise UserError(f"{compiler} cannot compile the kernels: {reason}")
         return temporary.replace(folder / f"{key}-{_hash(temporary.read_bytes())}.so")
     except OSError as error:
         raise UserError(f"{compiler} cannot compile the kernels: {error}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _reason(messages: str) -> str:
+    """The first line of a compiler's messages that names an error, or else the last line."""
+    lines = messages.strip().splitlines()
+    for line in lines:
+        if "error" in line:
+            return line
+    return lines[-1] if lines else "no message"
 
 
 def _hash(content: bytes) -> str:
@@ -178,18 +134,12 @@ def _cache_folder() -> Path:
 def _key(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
     """Changes with source, headers, flags, compiler, CPU and torch, whose OpenMP library is
     linked."""
-    cpu = platform.machine()
+    cpu = [platform.machine()]
     if CPU_INFO.exists():
-        cpu = "".join(
-            re.findall(r"(?m)^(?:model name|flags|Features)\s*:.*", CPU_INFO.read_text())[:2]
-        )
+        described = r"(?m)^(?:model name|flags|Features)\s*:.*"
+        cpu = re.findall(described, CPU_INFO.read_text())[:2]
+    headers = sorted(FOLDER.glob("*.h"))
+    texts = [path.read_text() for path in (source, *headers)]
     stat = os.stat(compiler)
-    parts = [
-        *(path.read_text() for path in (source, *sorted(FOLDER.glob("*.h")))),
-        *flags,
-        compiler,
-        stat.st_size,
-        stat.st_mtime_ns,
-        cpu,
-    ]
-    return _hash("\n".join(map(str, [*parts, torch.__version__])).encode())
+    found = [compiler, stat.st_size, stat.st_mtime_ns, "".join(cpu), torch.__version__]
+    return _hash("\n".join(map(str, [*texts, *flags, *found])).encode())

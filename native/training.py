@@ -3,6 +3,7 @@ fp32 inside."""
 
 import ctypes
 from ctypes import Structure, c_double, c_int64, c_void_p
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,9 +11,33 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from thinker.native.compiler import load_training_library
+from thinker.native.compiler import compiled
 
 N_PARTS = 48  # PARTS in rows.h
+# Without it GCC does not vectorize loops that choose between two numbers.
+FLAG = "-fno-trapping-math"
+# By function of train.c, a letter of compiler.TYPES for each argument; the last one is the number
+# of threads.
+SIGNATURES = {
+    "rms_norm": "pipdiipi",
+    "rms_norm_backward": "ppipdiipppi",
+    "rotate_heads": "pi",
+    "rotate_heads_backward": "pi",
+    "swiglu": "piiipi",
+    "swiglu_backward": "ppiiipi",
+    "dropout": "piipdpi",
+    "muon_momentum": "ppiiidipii",
+    "muon_update": "pippiiidddipi",
+}
+
+
+@cache
+def load_training_library() -> ctypes.CDLL:
+    """The compiled train.c, which takes a few seconds, not half a minute.
+
+    Raises UserError as compiler.load_library() does.
+    """
+    return compiled("train.c", SIGNATURES, FLAG)
 
 
 class _Heads(Structure):

@@ -21,7 +21,6 @@ from thinker.model.layers import Linear, RMSNorm
 from thinker.model.positions import Rotation
 from thinker.model.transformer import MLP
 from thinker.native import training as native
-from thinker.native.compiler import load_training_library
 from thinker.runtime.errors import UserError
 from thinker.training.settings.settings import TrainSettings
 
@@ -114,7 +113,7 @@ def choose_kernels(
         problem = f"they run only on CPUs; the device is {device.type}"
         return proven(Kernels(forms), model), problem
     try:
-        load_training_library()
+        native.load_training_library()
     except UserError as error:
         return Kernels({}), str(error)
     return proven(Kernels(NATIVE, is_native=True), model), ""

@@ -11,7 +11,7 @@ from thinker.model import ThinkerConfig
 from thinker.model.attention import Attention
 from thinker.model.layers import RMSNorm
 from thinker.model.transformer import MLP
-from thinker.native import compiler
+from thinker.native import compiler, training
 from thinker.native.compiler import has_compiler
 from thinker.training.config.load import validate_config
 from thinker.training.kernels import NATIVE, Kernels, choose_kernels, fused_kernels
@@ -128,10 +128,10 @@ def test_why_a_run_has_no_kernels(monkeypatch):
     assert choose_kernels(model, off, CPU) == (Kernels({}), "train.kernels is off")
     monkeypatch.setattr(compiler, "COMPILERS", ("no-such-compiler",))
     monkeypatch.delenv("CC", raising=False)
-    compiler.load_training_library.cache_clear()
+    training.load_training_library.cache_clear()
     try:
         step = make_step()
         assert step.kernel_problem == "no C compiler found (no-such-compiler)"
         trained(step)
     finally:
-        compiler.load_training_library.cache_clear()
+        training.load_training_library.cache_clear()
