@@ -8,8 +8,8 @@ import torch
 from thinker.checkpoint.format import STATE, CorruptCheckpoint
 from thinker.checkpoint.read_files import read_json
 from thinker.checkpoint.weights import load_model
+from thinker.data.tokenizers.saved_tokenizer import has_tokenizer, load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.data.tokenizers.tokenizer_factory import has_tokenizer, load_tokenizer
 from thinker.interop.find import find_model, is_adapter_folder, is_hf_folder
 from thinker.model import Thinker
 from thinker.runtime.checks import check_types, check_weights

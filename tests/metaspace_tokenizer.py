@@ -3,7 +3,7 @@
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from thinker.data.tokenizers.tokenizer_factory import load_tokenizer
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 
 
 def metaspace_tokenizer(folder, more_pieces, byte_fallback, normalizer=None):

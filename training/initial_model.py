@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.data.tokenizers.tokenizer_factory import check_spec, load_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import check_spec
 from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError

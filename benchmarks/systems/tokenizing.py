@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from thinker.data.text.tables.rows import read_tables
-from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 
 # Each side runs in a separate process and prints tokens, seconds and the peak memory in bytes of
 # its largest process.
@@ -86,7 +87,7 @@ def map_and_write(encode, **options):
 """
 START = """
 import json, os, resource, sys, time
-from thinker.data.tokenizers.tokenizer_factory import load_tokenizer
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 file, tokenizer, folder = sys.argv[1:]
 """
 END = """

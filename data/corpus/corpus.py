@@ -17,8 +17,9 @@ from thinker.data.corpus.corpus_cache import building_folder, publish, read_inde
 from thinker.data.corpus.shards import FORMAT, SHARD_TOKENS, DamagedShard, TokenShards
 from thinker.data.text.document import MissingData
 from thinker.data.text.sources import Source, open_source, stamps
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.data.tokenizers.tokenizer_factory import check_spec, load_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import check_spec
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import make_folder
 from thinker.runtime.reading import read_json

@@ -18,9 +18,10 @@ from thinker.data.text.sources import Source
 from thinker.data.text.split import SplitDocument, empty_split_error, split_documents
 from thinker.data.text.text_sample import sample_texts
 from thinker.data.tokenizers import tokenizer_factory
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.text_bytes import loses_text, warn_of_lost_text
 from thinker.data.tokenizers.tokenizer import FILE_NAME, Tokenizer
-from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
 
 

@@ -94,30 +94,39 @@ class Tokenizer:
 
         # Templates name their tokens; without a map they get ours.
         if special_tokens_map is None:
-            eos_token = bos_token
-            for name, number in special_tokens.items():
-                if number == self.eos_id:
-                    eos_token = name
-            special_tokens_map = {"bos_token": bos_token, "eos_token": eos_token}
+            special_tokens_map = {"bos_token": bos_token, "eos_token": self._eos_token()}
         self.special_tokens_map = special_tokens_map
-        names_are_known = all(name in special_tokens for name in self.non_special_added_tokens)
-        if normalizer not in (None, "NFC") or not names_are_known:
-            raise ValueError(
-                "the normalizer is not NFC, or non_special_added_tokens has an unknown name"
-            )
-        texts = [kind, *special_tokens_map.values()]
-        if chat_template is not None:
-            texts.append(chat_template)
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(
-                "its kind, chat template or a name in special_tokens_map is not a string"
-            )
+        self._check_names()
+
         self._added_bytes = {}
         for name in self.non_special_added_tokens:
             self._added_bytes[special_tokens[name]] = name.encode()
         self._encoding = tiktoken.Encoding(
             kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
+
+    def _eos_token(self) -> str:
+        """The name of the first EOS token: the last of its names, or else that of the BOS token."""
+        eos_token = self.bos_token
+        for name, number in self.special_tokens.items():
+            if number == self.eos_id:
+                eos_token = name
+        return eos_token
+
+    def _check_names(self) -> None:
+        """Raise ValueError for an unknown normalizer or name, or for one that is not a string."""
+        names_are_known = all(name in self.special_tokens for name in self.non_special_added_tokens)
+        if self.normalizer not in (None, "NFC") or not names_are_known:
+            raise ValueError(
+                "the normalizer is not NFC, or non_special_added_tokens has an unknown name"
+            )
+        texts = [self.kind, *self.special_tokens_map.values()]
+        if self.chat_template is not None:
+            texts.append(self.chat_template)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(
+                "its kind, chat template or a name in special_tokens_map is not a string"
+            )
 
     def __repr__(self) -> str:
         facts = f"{self.kind}, {self.vocab_size:,} ids, BOS {self.bos_token!r}"

@@ -7,13 +7,12 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import tiktoken
 
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import (
     BOS_TOKEN,
-    FILE_NAME,
     MAX_VOCAB,
     ONE_CHARACTER,
     PIECE_CHARS,
@@ -22,7 +21,6 @@ from thinker.data.tokenizers.tokenizer import (
 )
 from thinker.runtime.errors import UserError, did_you_mean
 
-HF_FILE_NAME = "tokenizer.json"  # as in hf_tokenizer, which few runs need
 SAMPLE_BYTES = 32 << 20  # maximum bytes of UTF-8 to train a tokenizer on
 # GPT-4's pattern without possessive quantifiers, which other libraries interpret differently.
 WORDS = (
@@ -94,25 +92,6 @@ def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
             characters.update(text)
         tokens += [c.encode() for c in sorted(characters) if ord(c) > 127]  # others are a byte
     return _with_bos(kind, tokens)
-
-
-def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a folder contains a tokenizer in our format or Hugging Face's."""
-    names = (FILE_NAME, HF_FILE_NAME)
-    return any((Path(folder) / name).is_file() for name in names)
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a saved tokenizer from a run directory, its file, or a Hugging Face folder.
-
-    Raises UserError.
-    """
-    path = Path(path)
-    if (path / HF_FILE_NAME).is_file() and not (path / FILE_NAME).is_file():
-        from thinker.data.tokenizers import tokenizer_conversion
-
-        return tokenizer_conversion.read(path)
-    return Tokenizer.load(path)
 
 
 def _with_bos(kind: str, tokens: list[bytes], pattern: str = ONE_CHARACTER) -> Tokenizer:

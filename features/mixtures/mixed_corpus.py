@@ -17,8 +17,9 @@ from thinker.data.text.sources import open_source
 from thinker.data.text.split import split_documents
 from thinker.data.text.text_sample import sample_texts
 from thinker.data.tokenizers import tokenizer_factory
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.data.tokenizers.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import check_spec, make_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import make_folder
 from thinker.training.config.config import Config

@@ -17,8 +17,9 @@ from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.text import chat, chat_template
 from thinker.data.text.messages import check_messages
 from thinker.data.tokenizers import tokenizer_conversion
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from thinker.data.tokenizers import tokenizer_conversion
 from thinker.data.tokenizers.hf_tokenizer import HFTokenizer
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.text_bytes import token_byte_lengths
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_conversion import GPT2
-from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
 
 transformers = pytest.importorskip("transformers")

@@ -25,7 +25,8 @@ with atheris.instrument_imports(
     from thinker.data.text import chat, chat_template
     from thinker.data.text.tables.jsonl import read_rows
     from thinker.data.tokenizers import tokenizer_conversion
-    from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
+    from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
+    from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
     from thinker.interop.hf_config import from_hf_config
     from thinker.runtime.errors import RunError, UserError
     from thinker.runtime.reading import read_json

@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from thinker.data.batches.prefetch import Batch
 from thinker.data.tokenizers import tokenizer_conversion
-from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interop import load
 from thinker.interop.huggingface import save_pretrained
 from thinker.interop.peft_adapter import load_adapter, save_adapter

@@ -8,7 +8,8 @@ from conftest import run_script
 from training_runs import assert_same_run, assert_same_tensors, checkpoint_steps
 
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.tokenizers.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import validate_config
 from thinker.training.settings.resolve import resolve_settings

@@ -7,8 +7,9 @@ from pathlib import Path
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.corpus.corpus import Corpus, find_corpus, prepare_corpus
 from thinker.data.text.document import MissingData
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.data.tokenizers.tokenizer_factory import is_path, load_tokenizer
+from thinker.data.tokenizers.tokenizer_factory import is_path
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_text
 from thinker.runtime.registry import offers

@@ -1,0 +1,26 @@
+"""Load the tokenizer of a folder, in our format or in Hugging Face's."""
+
+from pathlib import Path
+
+from thinker.data.tokenizers.tokenizer import FILE_NAME, Tokenizer
+
+HF_FILE_NAME = "tokenizer.json"  # as in hf_tokenizer, which few runs need
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder contains a tokenizer in our format or Hugging Face's."""
+    names = (FILE_NAME, HF_FILE_NAME)
+    return any((Path(folder) / name).is_file() for name in names)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load a saved tokenizer from a run directory, its file, or a Hugging Face folder.
+
+    Raises UserError.
+    """
+    path = Path(path)
+    if (path / HF_FILE_NAME).is_file() and not (path / FILE_NAME).is_file():
+        from thinker.data.tokenizers import tokenizer_conversion
+
+        return tokenizer_conversion.read(path)
+    return Tokenizer.load(path)
