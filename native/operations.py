@@ -2,17 +2,28 @@
 
 import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinker.native.compiler import load_library
-from thinker.native.quantization import GROUP, Packed
 
 EMBED, LINEAR, ROTATE, ATTEND = range(4)  # kinds of operations
 NO_TRANSFORM, RMS_NORM, SWIGLU = range(3)  # of the input of LINEAR
 FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 QUANTIZED_FORMATS = {8: 2, 4: 3}  # by bits
+GROUP = 32  # inputs of a quantized matrix that share a scale
+
+
+class Packed(NamedTuple):
+    """A quantized matrix in the order in which the kernels read it (native/linear.h)."""
+
+    codes: Tensor  # uint8, (blocks, groups, bytes)
+    scale: Tensor  # bf16, (blocks, groups, 16)
+    bits: int
+    n_in: int
+    n_out: int
 
 
 class Cached(Structure):
@@ -30,30 +41,26 @@ class Cached(Structure):
 
     def bind(self, tensor: Tensor) -> None:
         """Refer to the memory of a tensor (B, K, S, D), which must outlive the use."""
-        self.data, self.format, self.scale, self.newest, self.n_newest = (
-            tensor.data_ptr(),
-            FORMATS[tensor.dtype],
-            0,
-            0,
-            0,
-        )
+        self.data = tensor.data_ptr()
+        self.format = FORMATS[tensor.dtype]
         self.row, self.head, self.slot, _ = tensor.stride()
+        self.scale = 0
+        self.newest = 0
+        self.n_newest = 0
 
     def bind_quantized(self, codes: Tensor, scale: Tensor, newest: Tensor, bits: int) -> None:
-        """Refer to codes (B, K, S, D or D / 2), their scale (B, K, S), and unrounded vectors, (B,
-        K, n_newest, D)."""
-        self.data, self.format, self.scale = (
-            codes.data_ptr(),
-            QUANTIZED_FORMATS[bits],
-            scale.data_ptr(),
-        )
+        """Refer to codes (B, K, S, D or D / 2), their scale (B, K, S), and unrounded vectors.
+
+        `newest`: these vectors, (B, K, n_newest, D).
+        """
+        self.data = codes.data_ptr()
+        self.format = QUANTIZED_FORMATS[bits]
         self.row, self.head, self.slot, _ = codes.stride()
+        self.scale = scale.data_ptr()
         self.scale_row, self.scale_head, _ = scale.stride()
-        self.newest, self.newest_format, self.n_newest = (
-            newest.data_ptr(),
-            FORMATS[newest.dtype],
-            newest.shape[2],
-        )
+        self.newest = newest.data_ptr()
+        self.newest_format = FORMATS[newest.dtype]
+        self.n_newest = newest.shape[2]
         self.newest_row, self.newest_head, *_ = newest.stride()
 
 
@@ -112,33 +119,34 @@ class Workspace:
 
     def __init__(self, n_rows: int, n_in: int) -> None:
         n_groups = -(-n_in // GROUP)
-        self.step, self.n_threads = Step(), torch.get_num_threads()
-        self.tensors = {
-            "transformed": torch.empty(n_rows, n_in, dtype=torch.float32, device="cpu"),
-            "codes": torch.empty(n_rows, n_groups * GROUP, dtype=torch.int8, device="cpu"),
-            "scale": torch.empty(n_rows, n_groups, dtype=torch.float32, device="cpu"),
-            "offset": torch.empty(n_rows, n_groups, dtype=torch.int32, device="cpu"),
-        }
-        for name, tensor in self.tensors.items():
-            setattr(
-                self.step if name == "transformed" else self.step.activations,
-                name,
-                tensor.data_ptr(),
-            )
+        self.step = Step()
+        self.n_threads = torch.get_num_threads()
+        self.tensors: dict[str, Tensor] = {}  # whose memory the step refers to
+        self.step.transformed = self._allocate("transformed", torch.float32, n_rows, n_in)
+        activations = self.step.activations
+        activations.codes = self._allocate("codes", torch.int8, n_rows, n_groups * GROUP)
+        activations.scale = self._allocate("scale", torch.float32, n_rows, n_groups)
+        activations.offset = self._allocate("offset", torch.int32, n_rows, n_groups)
+
+    def _allocate(self, name: str, dtype: torch.dtype, *shape: int) -> int:
+        """The address of a new tensor."""
+        self.tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
+        return self.tensors[name].data_ptr()
 
     def set_scores(self, n_scores: int) -> None:
         """Allocate memory for the attention scores of one tile per thread."""
         if n_scores > self.step.n_scores:
-            shape = self.n_threads, TILE_QUERIES, n_scores
-            self.tensors["scores"] = torch.empty(shape, dtype=torch.float32, device="cpu")
-            self.step.scores, self.step.n_scores = self.tensors["scores"].data_ptr(), n_scores
+            shape = (self.n_threads, TILE_QUERIES, n_scores)
+            self.step.scores = self._allocate("scores", torch.float32, *shape)
+            self.step.n_scores = n_scores
 
     def run(self, operations: ctypes.Array, n_rows: int, n_operations: int | None = None) -> None:
         """Run the first operations (default: all) on `n_rows` rows."""
+        if n_operations is None:
+            n_operations = len(operations)
         self.step.n_rows = n_rows
-        load_library().run(
-            operations, n_operations or len(operations), ctypes.byref(self.step), self.n_threads
-        )
+        step = ctypes.byref(self.step)
+        load_library().run(operations, n_operations, step, self.n_threads)
 
     def sample_steps(
         self,
@@ -149,12 +157,17 @@ class Workspace:
         temperatures: list[float],
         uniforms: list[float],
     ) -> tuple[list[int], list[float]]:
-        """Sample tokens of each row of logits (B, V), one per step and row in `uniforms`, and run
-        the operations between two steps. Returns tokens and log-probabilities, as in sample()."""
-        n, n_rows = len(uniforms), len(logits)
-        tokens, logprobs, numbers = (c_int64 * n)(), (c_float * n)(), (c_double * n)(*uniforms)
-        terms = torch.empty(n_ids + 32, dtype=torch.float64, device="cpu")
+        """Sample tokens of each row of logits (B, V), one per step and row in `uniforms`.
+
+        Runs the operations between two steps. Returns tokens and log-probabilities, as in sample().
+        """
+        n = len(uniforms)
+        n_rows = len(logits)
+        tokens = (c_int64 * n)()
+        logprobs = (c_float * n)()
+        numbers = (c_double * n)(*uniforms)
         by_row = (c_double * n_rows)(*temperatures)
+        terms = torch.empty(n_ids + 32, dtype=torch.float64, device="cpu")
         self.step.n_rows = n_rows
         load_library().sample_steps(
             operations,
@@ -176,26 +189,29 @@ class Workspace:
 
 
 def max_rows() -> int:
-    """The largest number of rows for which the kernels are as fast as torch's matrix products on
-    this processor."""
+    """Rows up to which the kernels are as fast as torch's matrix products on this processor."""
     return load_library().max_rows()
 
 
 def linear_operation(weight: Tensor | Packed, bias: Tensor | None = None) -> Operation:
-    """x weightᵀ + bias, for a contiguous weight (n_out, n_in) in fp32 or bf16, or a packed one;
-    bias in fp32."""
-    operation = Operation(kind=LINEAR, bias=None if bias is None else bias.data_ptr())
+    """x weightᵀ + bias, with the bias in fp32.
+
+    The weight is packed, or contiguous (n_out, n_in) in fp32 or bf16.
+    """
+    operation = Operation(kind=LINEAR)
+    if bias is not None:
+        operation.bias = bias.data_ptr()
     if isinstance(weight, Packed):
-        operation.format, operation.n_in, operation.n_out = (
-            QUANTIZED_FORMATS[weight.bits],
-            weight.n_in,
-            weight.n_out,
-        )
-        operation.weight, operation.scale = weight.codes.data_ptr(), weight.scale.data_ptr()
-    else:
-        assert weight.is_contiguous()
-        operation.format, operation.weight = FORMATS[weight.dtype], weight.data_ptr()
-        operation.n_out, operation.n_in = weight.shape
+        operation.format = QUANTIZED_FORMATS[weight.bits]
+        operation.weight = weight.codes.data_ptr()
+        operation.scale = weight.scale.data_ptr()
+        operation.n_out = weight.n_out
+        operation.n_in = weight.n_in
+        return operation
+    assert weight.is_contiguous()
+    operation.format = FORMATS[weight.dtype]
+    operation.weight = weight.data_ptr()
+    operation.n_out, operation.n_in = weight.shape
     return operation
 
 
@@ -214,14 +230,15 @@ def sample(
     Returns tokens and their log-probabilities under the unmodified model.
     """
     n_rows = len(uniforms)
-    tokens, logprobs, numbers = (
-        (c_int64 * n_rows)(),
-        (c_float * n_rows)(),
-        (c_double * n_rows)(*uniforms),
-    )
+    tokens = (c_int64 * n_rows)()
+    logprobs = (c_float * n_rows)()
+    numbers = (c_double * n_rows)(*uniforms)
     by_row = (c_double * n_rows)(*temperatures)
     terms = torch.empty(n_ids + 32, dtype=torch.float64, device="cpu")
-    masked = None if allowed is None else torch.empty(n_ids, dtype=torch.float32, device="cpu")
+    masks = [None, None]
+    if allowed is not None:
+        masked = torch.empty(n_ids, dtype=torch.float32, device="cpu")
+        masks = [allowed.data_ptr(), masked.data_ptr()]
     load_library().sample(
         logits.data_ptr(),
         n_rows,
@@ -232,7 +249,7 @@ def sample(
         terms.data_ptr(),
         tokens,
         logprobs,
-        *(None if tensor is None else tensor.data_ptr() for tensor in (allowed, masked)),
+        *masks,
     )
     return list(tokens), list(logprobs)
 

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GROUP = 32  # inputs that share a scale
+from thinker.native.operations import GROUP, Packed
+
 BLOCK = 16  # outputs that the kernels compute together
 SCALE_FACTORS = (1.0, 0.92, 0.85)  # of the scale without clipping, tried for 4 bits
 
@@ -22,16 +23,6 @@ class Quantized(NamedTuple):
     def dequantize(self) -> Tensor:
         """The weights, (n_out, n_in) fp32."""
         return (self.codes.float() * self.scale.float()[..., None]).flatten(1)[:, : self.n_in]
-
-
-class Packed(NamedTuple):
-    """A quantized matrix in the order in which the kernels read it (native/linear.h)."""
-
-    codes: Tensor  # uint8, (blocks, groups, bytes)
-    scale: Tensor  # bf16, (blocks, groups, 16)
-    bits: int
-    n_in: int
-    n_out: int
 
 
 def quantize(weight: Tensor, bits: int) -> Quantized:

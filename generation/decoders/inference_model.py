@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from thinker.generation.decoders.inference_linear import (
     FewRowsLinear,
     NativeLinear,
-    QuantizedLinear,
     has_known_weight,
 )
 from thinker.generation.mixed_bits import Bits, matrix_names
@@ -27,7 +26,6 @@ from thinker.model.inspection.activation_hooks import has_open_hooks
 from thinker.model.layers import Linear, RMSNorm
 from thinker.model.positions import Rotation, apply_rotary_emb
 from thinker.model.transformer import MLP
-from thinker.native.quantization import quantize
 from thinker.runtime.errors import UserError
 
 KINDS = frozenset({Attention, LinearAttention, MLP, RMSNorm, Linear})  # that have a faster form
@@ -204,6 +202,9 @@ class _Fusing:
         bias = torch.cat(biases).to(self.dtype) if biases else None
         n_bits = self.bits[name] if isinstance(self.bits, dict) else self.bits
         if n_bits is not None:
+            from thinker.generation.decoders.quantized_linear import QuantizedLinear
+            from thinker.native.quantization import quantize
+
             if self.native or not self.on_cpu:
                 return QuantizedLinear(weight, bias, n_bits, self.native)
             # Without kernels, a CPU would take longer to expand the codes than to multiply.
@@ -342,4 +343,4 @@ def known_modules(model: Thinker) -> Iterator[bool]:
         yield type(block.attention) is FusedAttention
         yield type(block.mlp) is FusedMLP and block.mlp.activation is F.silu
         yield type(block.attention_norm) is type(block.mlp_norm) is InferenceNorm
-        yield type(block.attention.o_proj) in (NativeLinear, QuantizedLinear)
+        yield hasattr(block.attention.o_proj, "kernel_weight")

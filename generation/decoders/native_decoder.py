@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from thinker.generation.constraint import allowed_tokens
 from thinker.generation.decoders.decoder import PlainDecoder, pass_lengths
-from thinker.generation.decoders.inference_linear import QuantizedLinear
 from thinker.generation.decoders.inference_model import known_modules
 from thinker.generation.sampler import sample_steps
 from thinker.generation.sequence import SampledToken, Sequence
@@ -400,8 +399,7 @@ class NativeDecoder(PlainDecoder):
         adds: bool = False,
     ) -> Operation:
         """out = [out +] module(transform(x)). `norm`: the transform is RMSNorm."""
-        weight = module.packed if isinstance(module, QuantizedLinear) else module.weight
-        operation = linear_operation(weight, None)
+        operation = linear_operation(module.kernel_weight)
         operation.x = x.data_ptr()
         operation.out = out.data_ptr()
         operation.adds = adds

@@ -8,12 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from thinker.benchmarks.speed.decode import matrix_bytes
-from thinker.generation.decoders.inference_linear import (
-    FewRowsLinear,
-    NativeLinear,
-    QuantizedLinear,
-)
+from thinker.generation.decoders.inference_linear import FewRowsLinear, NativeLinear
 from thinker.generation.decoders.inference_model import fuse_for_inference
+from thinker.generation.decoders.quantized_linear import QuantizedLinear
 from thinker.model.layers import Linear
 from thinker.native.compiler import has_compiler
 from thinker.native.quantization import quantize, quantized_linear

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator
 from thinker.generation.decoders import compiled_decoder as compiled_decode
-from thinker.generation.decoders.inference_linear import QuantizedLinear
+from thinker.generation.decoders.quantized_linear import QuantizedLinear
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.kernels import flex_attention, linear_cross_entropy
 
