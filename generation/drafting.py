@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import sys
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from thinker.generation.decoders.decoder import Decoder
 from thinker.generation.sampler import sample_tokens, top_logprobs
 from thinker.generation.sequence import SampledToken, Sequence
-from thinker.model import ThinkerConfig
+from thinker.model import KVCache, ThinkerConfig
+from thinker.runtime.device import to_device
 
 
 class Drafter(Protocol):
@@ -36,6 +40,64 @@ class Drafting(Protocol):
 
     def new_drafter(self) -> Drafter:
         """A drafter for a batch that begins."""
+
+
+def decode_with_drafts(
+    decoder: Decoder,
+    drafter: Drafter,
+    sequences: list[Sequence],
+    cache: KVCache,
+    logits: Tensor,
+    observe: Callable[[list[Sequence], KVCache], None],
+) -> Iterator[tuple[int, str]]:
+    """As Generator.decode(): decode from logits (B, 1, V) until all sequences have ended.
+
+    Yields (sequence.index, newly certain text). observe(sequences, cache) is called before a step.
+    """
+    drafts: list[list[int]] = [[] for _ in sequences]
+    while True:
+        sampled = sample_after_drafts(sequences, drafts, logits)
+        unfinished = []
+        for row, sequence in enumerate(sequences):
+            n_before = len(sequence.tokens)
+            text, has_ended = sequence.extend(sampled[row])
+            completion = sequence.completion
+            completion.drafted += len(drafts[row])
+            new = sequence.tokens[n_before:]
+            completion.accepted += sum(map(operator.eq, drafts[row], new))
+            if text:
+                yield sequence.index, text
+            if not has_ended:
+                unfinished.append(row)
+        if not unfinished:
+            return
+        if len(unfinished) < len(sequences):
+            sequences = [sequences[row] for row in unfinished]
+            cache.select(unfinished)
+            drafter.select(unfinished)
+        observe(sequences, cache)
+        with torch.no_grad():
+            # Drops rejected drafts, and what was sampled after the end of a text.
+            cache.truncate([len(sequence.tokens) - 1 for sequence in sequences])
+            max_len = max_draft_len(decoder.model.config, sequences)
+            drafts = [draft[:max_len] for draft in drafter.propose(sequences)]
+            logits = _read(decoder, sequences, drafts, cache)
+
+
+def _read(
+    decoder: Decoder, sequences: list[Sequence], drafts: list[list[int]], cache: KVCache
+) -> Tensor:
+    """Read the newest token of each sequence and its draft.
+
+    Returns the logits after the token and after each draft, (B, 1 + longest draft, V).
+    """
+    longest = max(len(draft) for draft in drafts)
+    rows = []
+    for sequence, draft in zip(sequences, drafts):
+        padding = [0] * (longest - len(draft))
+        rows.append([sequence.tokens[-1], *draft, *padding])
+    tokens = to_device(rows, decoder.model.device)  # (B, 1 + longest)
+    return decoder.step(tokens, cache)
 
 
 def max_draft_len(config: ThinkerConfig, sequences: list[Sequence]) -> int:

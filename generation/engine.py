@@ -14,7 +14,6 @@ from thinker.generation import parts
 from thinker.generation.caches.cache_factory import copy_row
 from thinker.generation.constraint import constraint_source
 from thinker.generation.decoders.prefill import read_prompts
-from thinker.generation.drafting import Drafter, max_draft_len, sample_after_drafts
 from thinker.generation.mixed_bits import check_bits
 from thinker.generation.sampling_params import SamplingParams, check_text, params_per_prompt
 from thinker.generation.sequence import Completion, Sequence, check_prompt
@@ -253,22 +252,19 @@ class Generator:
 
         Yields (sequence.index, newly certain text).
         """
-        drafter = None if self.drafting is None else self.drafting.new_drafter()
-        drafts: list[list[int]] = [[] for _ in sequences]
+        if self.drafting is not None:
+            from thinker.generation.drafting import decode_with_drafts
+
+            drafter = self.drafting.new_drafter()
+            arguments = (self.decoder, drafter, sequences, cache, logits, self._observe)
+            yield from decode_with_drafts(*arguments)
+            return
         while True:
-            if drafter is None:
-                n_steps = min(sequence.n_remaining for sequence in sequences)
-                sampled = self.decoder.sample(sequences, cache, logits, n_steps)
-            else:
-                sampled = sample_after_drafts(sequences, drafts, logits)
+            n_steps = min(sequence.n_remaining for sequence in sequences)
+            sampled = self.decoder.sample(sequences, cache, logits, n_steps)
             unfinished = []
             for row, sequence in enumerate(sequences):
-                n_before = len(sequence.tokens)
                 text, has_ended = sequence.extend(sampled[row])
-                completion = sequence.completion
-                completion.drafted += len(drafts[row])
-                new = sequence.tokens[n_before:]
-                completion.accepted += sum(map(operator.eq, drafts[row], new))
                 if text:
                     yield sequence.index, text
                 if not has_ended:
@@ -279,35 +275,23 @@ class Generator:
                 sequences = [sequences[row] for row in unfinished]
                 if cache is not None:
                     cache.select(unfinished)
-                if drafter is not None:
-                    drafter.select(unfinished)
-            for observer in self.observers:
-                observer.observe(self.model, sequences, partial(copy_row, cache))
-            drafts, logits = self._decode_step(sequences, cache, drafter)
+            self._observe(sequences, cache)
+            logits = self._decode_step(sequences, cache)
+
+    def _observe(self, sequences: list[Sequence], cache: KVCache | None) -> None:
+        """Show the texts to all observers."""
+        for observer in self.observers:
+            observer.observe(self.model, sequences, partial(copy_row, cache))
 
     @torch.no_grad()
-    def _decode_step(
-        self, sequences: list[Sequence], cache: KVCache | None, drafter: Drafter | None
-    ) -> tuple[list[list[int]], Tensor]:
-        """Read the newest token and the drafts of each sequence.
-
-        Returns the drafts, and the logits after the token and after each draft, (B, T, V).
-        """
-        drafts: list[list[int]] = [[] for _ in sequences]
+    def _decode_step(self, sequences: list[Sequence], cache: KVCache | None) -> Tensor:
+        """Read the newest token of each sequence. Returns the logits after it, (B, 1, V)."""
         if cache is None:
-            return drafts, self._uncached_logits(sequences)
-        # Drops rejected drafts, and what was sampled after the end of a text.
+            return self._uncached_logits(sequences)
+        # Drops what was sampled after the end of a text.
         cache.truncate([len(sequence.tokens) - 1 for sequence in sequences])
-        if drafter is not None:
-            max_len = max_draft_len(self.config, sequences)
-            drafts = [draft[:max_len] for draft in drafter.propose(sequences)]
-        longest = max(len(draft) for draft in drafts)
-        rows = []
-        for sequence, draft in zip(sequences, drafts):
-            padding = [0] * (longest - len(draft))
-            rows.append([sequence.tokens[-1], *draft, *padding])
-        tokens = to_device(rows, self.model.device)  # (B, 1 + longest)
-        return drafts, self.decoder.step(tokens, cache)
+        newest = [[sequence.tokens[-1]] for sequence in sequences]
+        return self.decoder.step(to_device(newest, self.model.device), cache)
 
     def _read_prompts(self, sequences: list[Sequence]) -> tuple[KVCache | None, Tensor]:
         """Read sequences from their beginning. Returns a cache and the logits after each."""

@@ -1,17 +1,21 @@
 """Builds the parts of a Generator: its caches, its decoder, and what features add."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from thinker.generation.caches.cache_factory import CacheFactory
 from thinker.generation.caches.full_cache import FullCaches
 from thinker.generation.decoders.decoder import Decoder, PlainDecoder
-from thinker.generation.drafting import Drafting
 from thinker.generation.sequence import Sequence
 from thinker.generation.setup import Setup
 from thinker.model import KVCache, Thinker
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.runtime.registry import features, import_offer
+
+if TYPE_CHECKING:
+    from thinker.generation.drafting import Drafting
 
 Options = Mapping[str, Any]  # those of features, by name
 

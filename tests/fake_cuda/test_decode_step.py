@@ -86,9 +86,8 @@ def test_rows_and_capacity_are_symbols_of_two_programs_per_model(new_generator):
                 lengths = [
                     2 + row % 7 * (index % 2) for row in range(rows)
                 ]  # equal and ragged in turns
-                _, logits = generator._decode_step(
-                    *texts_of_lengths(generator, lengths, max_len), None
-                )
+                texts = texts_of_lengths(generator, lengths, max_len)
+                logits = generator._decode_step(*texts)
                 assert logits.shape == (rows, 1, 264)
         assert len(programs) == 2
         products = [
@@ -110,11 +109,11 @@ def test_a_step_uploads_tokens_and_positions_without_waiting(
     generator, _ = new_generator(compile=compile, bits=bits)
     generator.model.rope(torch.arange(64, device=gpu), 64, torch.bfloat16)  # makes its table
     sequences, cache = texts_of_lengths(generator, lengths, 64)
-    generator._decode_step(sequences, cache, None)  # makes the bucket
+    generator._decode_step(sequences, cache)  # makes the bucket
     with DeviceTrace() as trace:
         for sequence in sequences:
             sequence.tokens.append(1)
-        generator._decode_step(sequences, cache, None)
+        generator._decode_step(sequences, cache)
     assert trace.reads == trace.waits == {}
     has_positions = (
         compile or len(set(lengths)) > 1
@@ -126,10 +125,10 @@ def test_a_step_uploads_tokens_and_positions_without_waiting(
 def test_rows_that_end_leave_without_waiting(new_generator):
     generator, _ = new_generator(compile=True)
     sequences, cache = texts_of_lengths(generator, [9, 4, 7], 64)
-    generator._decode_step(sequences, cache, None)
+    generator._decode_step(sequences, cache)
     with DeviceTrace() as trace:
         cache.select([0, 2])
-        generator._decode_step([sequences[0], sequences[2]], cache, None)
+        generator._decode_step([sequences[0], sequences[2]], cache)
     assert trace.reads == trace.waits == {}
     assert trace.uploads == {UPLOAD: 3}
 
