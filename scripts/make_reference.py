@@ -20,7 +20,7 @@ from typing import Any
 
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import run_command
-from thinker.runtime.registry import feature_command, features, import_offer
+from thinker.runtime.registry import FEATURES, feature_command, features, import_offer
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {  # command: the module with its main()
@@ -98,6 +98,7 @@ def reference_pages() -> dict[str, str]:
         for name, offer in feature.pages.items():
             make_page = import_offer(offer)
             pages[name] = _join([make_page(GENERATED)])
+    pages["features.md"] = features_markdown(pages)
     return pages
 
 
@@ -128,6 +129,29 @@ def config_markdown() -> str:
             )
         parts.append("")
     return _join(parts)
+
+
+def features_markdown(pages: dict[str, str]) -> str:
+    """The optional features, each with its guide and those of `pages` that it generates."""
+    parts = ["# Features\n", f"Each optional feature is a folder in `features/`. {GENERATED}"]
+    for feature in features():
+        package = import_module(f"{FEATURES}.{feature.name}")
+        summary = package.__doc__.splitlines()[0]
+        before, _, after = summary.partition(": ")  # "Pruning: remove heads."
+        if not after:
+            after = before
+        guide = f"features/{feature.name}/guide.md"
+        title = _title((ROOT / guide).read_text(encoding="utf-8"))
+        line = f"- [{title}](../../{guide}): {_sentence(after)}"
+        for name in feature.pages:
+            line += f" [{_title(pages[name])}]({name})."
+        parts.append(line)
+    return _join(parts)
+
+
+def _title(page: str) -> str:
+    """The heading of a page in Markdown."""
+    return page.splitlines()[0].removeprefix("# ")
 
 
 def config_schema() -> str:

@@ -15,17 +15,20 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import chromium
 import pytest
 from conftest import ROOT, TINY_OVERRIDES, run_script
+from installed import NAMES
 
 from thinker.benchmarks import command
 from thinker.benchmarks.pages import pages
 from thinker.benchmarks.pages.page_tables import TABLES
 from thinker.benchmarks.pages.recorded import load_results
+from thinker.runtime.registry import features
 from thinker.scripts.make_reference import parser_of, reference_pages
 
 browser = chromium.browser  # a fixture
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GUIDES = sorted((ROOT / "features").glob("*/guide.md"))
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")), *GUIDES]
 DEFAULT_ADDRESS = "http://127.0.0.1:8000"  # of a server
 BLOCK = re.compile(r"(?ms)^```(\w+)\n(.*?)^```$")
 TALES = ["data.max_documents=3000", "model.d_model=48"]
@@ -86,6 +89,11 @@ NOT_HERE = {
     "inspect_model.py patch": "needs a model that has learned to recall",
     "fineweb_val": "a download",
     'runs/gpu-124m --prompt "Once upon a time" --compile': "compiles for a minute",
+}
+
+NEEDS = {  # the features of commands outside of the guides of these features
+    "configs/small-text.yaml": "auto_size",
+    "train.distill.": "distillation",
 }
 
 
@@ -212,6 +220,9 @@ def test_commands_and_python_run(path, folder, monkeypatch, start_server):
             continue
         for line in lines_of(code):
             line = line.replace(DEFAULT_ADDRESS, address)
+            for name, feature in NEEDS.items():
+                if name in line and feature not in NAMES:
+                    pytest.skip(f"{line} needs {feature}, and what follows may need its result")
             if line.startswith("thinker-serve"):
                 address = start_server(*expand(line.rstrip("& "), variables)[1:], cwd=folder).url
             elif re.fullmatch(r"\w+=(\".*\"|'.*'|\S*)", line):
@@ -293,8 +304,19 @@ def test_the_page_of_main_figures_is_short():
     assert len(lines) <= 200
 
 
+def test_every_feature_has_a_guide_and_its_list_names_each():
+    assert {path.parent.name for path in GUIDES} == NAMES
+    listed = (DOCS / "reference" / "features.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\(../../features/(\w+)/guide.md\)", listed)) == NAMES
+    for feature in features():
+        for name in feature.pages:
+            assert f"]({name})" in listed
+
+
 def test_the_index_and_the_navigation_list_every_page():
+    """But no page of a feature, as features can be deleted: the site and a list add those."""
     every = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    every -= {f"reference/{name}" for feature in features() for name in feature.pages}
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\]\(([\w/-]+\.md)\)", index)) == every - {"index.md"}
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
@@ -331,7 +353,14 @@ def site(tmp_path_factory):
 
 
 def test_the_site_builds(site):
-    assert (site / "index.html").is_file()
+    index = (site / "index.html").read_text(encoding="utf-8")
+    for name in NAMES:
+        assert (site / "guides" / f"{name}.html").is_file()
+        assert f'href="guides/{name}.html"' in index
+    for feature in features():
+        for name in feature.pages:
+            assert f'href="reference/{name.removesuffix(".md")}.html"' in index
+    assert not (site / "site_hooks.py").exists()
 
 
 def test_search_works_without_a_network(site, browser):
@@ -358,6 +387,9 @@ def test_search_works_without_a_network(site, browser):
 def test_links_outside_the_site_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
         name, _, anchor = target.partition("#")
+        feature = re.fullmatch(r"features/(\w+)/guide.md", name)
+        if feature and feature[1] not in NAMES:
+            continue  # it has been deleted
         assert (ROOT / name).is_file(), target
         headings = (
             re.findall(r"(?m)^#+ (.*)$", (ROOT / name).read_text(encoding="utf-8"))

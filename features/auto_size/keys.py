@@ -15,7 +15,7 @@ class AutoSizeKeys(ConfigSection):
 
     size: Literal["auto"] | None = None
     """auto: choose shape, tokenizer, batch, steps, dropout and decay by text and time
-    (docs/guides/small-text.md)."""
+    (features/auto_size/guide.md)."""
 
 
 def leave_tokenizer_open(tree: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ class CleanKeys(ConfigSection):
 
     clean: CleanConfig | None = None
     """Rules for dropping documents, such as `{min_characters: 50, duplicates: near}`
-    (docs/guides/cleaning.md)."""
+    (features/cleaning/guide.md)."""
 
     def corpus_options(self, source: TextSource) -> dict[str, Any]:
         """As of the section without this feature, and which documents to drop."""

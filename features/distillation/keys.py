@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DistillConfig(ConfigSection):
-    """Learning from a teacher beside the text (docs/guides/smaller-models.md)."""
+    """Learning from a teacher beside the text (features/distillation/guide.md)."""
 
     teacher: Annotated[PathText, Field(examples=["runs/large"])]
     """Run directory, checkpoint or Hugging Face folder of the teacher, which must have the same
@@ -64,7 +64,7 @@ class DistillKeys(ConfigSection):
     """Keys of the section `train`."""
 
     distill: DistillConfig | None = None
-    """Learn from a teacher, such as `{teacher: runs/large}` (docs/guides/smaller-models.md). null:
+    """Learn from a teacher, such as `{teacher: runs/large}` (features/distillation/guide.md). null:
     from text alone."""
 
 

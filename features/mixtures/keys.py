@@ -76,7 +76,8 @@ class MixtureKeys(ConfigSection):
     """Keys of the section `data`."""
 
     sources: list[MixedSource] | None = None
-    """Several sources with weights, instead of source and its options (docs/guides/mixtures.md)."""
+    """Several sources with weights, instead of source and its options
+    (features/mixtures/guide.md)."""
 
     def text_sources(self) -> list[TextSource]:
         """The sources of a mixture, or the only one."""

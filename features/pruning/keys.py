@@ -16,7 +16,7 @@ EVERY = 20  # optimizer steps
 
 
 class PruneConfig(ConfigSection):
-    """Pruning during training: parts become zero and stay zero (docs/guides/smaller-models.md)."""
+    """Pruning during training: parts become zero and stay zero (features/pruning/guide.md)."""
 
     weights: Share = 0.0
     """Share of the weights in each matrix of the blocks that are zero at the end."""
@@ -78,7 +78,7 @@ class PruneKeys(ConfigSection):
     """Keys of the section `train`."""
 
     prune: PruneConfig | None = None
-    """Prune during training, such as `{neurons: 0.5}` (docs/guides/smaller-models.md). null: prune
+    """Prune during training, such as `{neurons: 0.5}` (features/pruning/guide.md). null: prune
     nothing."""
 
 

@@ -15,7 +15,7 @@ class StreamKeys(ConfigSection):
 
     buffer_tokens: Positive | None = None
     """Train while the source is tokenized, with about this many tokens on disk at most
-    (docs/guides/streams.md). null: tokenize all of it first."""
+    (features/streams/guide.md). null: tokenize all of it first."""
 
     def prepared_options(self) -> dict[str, Any]:
         """Of a stream, its start is tokenized before training; the validation split is in it."""
