@@ -51,9 +51,8 @@ def execute(lesson: Lesson, folder: Path) -> Any:
 
     notebook = jupytext.read(lesson.path)
     for number, cell in enumerate(notebook.cells):
-        cell.id = (
-            f"cell-{number}"  # not random, so that a new build changes no more than the lesson
-        )
+        # Not random, so that a new build changes no more than the lesson does.
+        cell.id = f"cell-{number}"
         if "folded" in cell.metadata.get("tags", []):  # code that few want to read
             cell.metadata["jupyter"] = {"source_hidden": True}
     notebook.metadata["kernelspec"] = {

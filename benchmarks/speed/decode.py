@@ -123,9 +123,8 @@ def make_random_model(shape: str, max_seq_len: int, device: torch.device) -> Thi
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, 0.02, generator=generator)
-        model.lm_head.weight[make_tokenizer("byte", []).eos_id] = (
-            0  # never the likeliest, so no row ends early
-        )
+        # The end is never the likeliest token, so no row ends early.
+        model.lm_head.weight[make_tokenizer("byte", []).eos_id] = 0
     return model
 
 

@@ -63,9 +63,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     tokenizer = make_vocabulary(SHAPES[arguments.shape]["vocab_size"])
     model = make_random_model(arguments.shape, arguments.new + 8, torch.device("cpu"))
     with torch.no_grad():
-        model.lm_head.weight *= (
-            8  # logits that vary as much as those of a trained model, which matters to top-p
-        )
+        # Logits then vary as much as those of a trained model, which matters to top-p.
+        model.lm_head.weight *= 8
     rows = []
     print(
         "                                    step ms  free ms  constrained ms  of it mask  constrained / step"

@@ -33,9 +33,8 @@ class Shape(NamedTuple):
     vocab_size: int
     seq_len: int
     micro_batch_size: int
-    n_micro_batches: int = (
-        1  # several on a GPU, as in a real run: the optimizer's share of a step counts
-    )
+    # Several on a GPU, as in a real run: the optimizer's share of a step counts.
+    n_micro_batches: int = 1
 
     def model_config(self) -> ThinkerConfig:
         """The model, as `llama`."""

@@ -41,9 +41,8 @@ SHAPES = [
     (768, 12, 12),
     (1024, 16, 16),
 ]
-PARAMETERS_PER_ROOT_FLOP = (
-    0.15  # parameters in the blocks, divided by the square root of the FLOPs of the run
-)
+# Parameters in the blocks, divided by the square root of the FLOPs of the run.
+PARAMETERS_PER_ROOT_FLOP = 0.15
 PARAMETERS_PER_BYTE = 6  # at most, of text: larger models memorize it
 MFU = 0.38  # share of the rate of a large matrix product that a training step reaches on a CPU
 GPU_MFU_WIDTH = 1024  # a guess: on a GPU narrower models reach less, in proportion to their width

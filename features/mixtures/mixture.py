@@ -19,9 +19,8 @@ class MixtureSource:
     # where it starts.
     weights: Mapping[float, float]
     tokens_per_sample: float = 1.0  # mean; weights are shares of tokens
-    max_samples: int | None = (
-        None  # the budget; when it is used up, the other sources share the weight
-    )
+    # The budget; when it is used up, the other sources share the weight.
+    max_samples: int | None = None
 
 
 @dataclass(frozen=True)
