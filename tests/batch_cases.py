@@ -1,5 +1,6 @@
 """Kinds of models, requests and checks that tests of continuous batches share."""
 
+import itertools
 import math
 
 import pytest
@@ -101,13 +102,17 @@ def check_equal(generator, sequences):
     """Each text is the one that generate() gives alone.
 
     In bf16 without kernels for any number of rows, the last bits of a product depend on the number
-    of rows, and so may a sampled token.
+    of rows, and so may a sampled token: there, texts are compared up to the first such token.
     """
-    if generator.model.dtype == torch.bfloat16 and not generator.is_batch_invariant:
-        return
+    may_differ = generator.model.dtype == torch.bfloat16 and not generator.is_batch_invariant
     for sequence in sequences:
         (known,) = generator.generate([sequence.completion.prompt], [sequence.params])
         found = sequence.completion
+        if may_differ:
+            pairs = zip(found.token_ids, known.token_ids)
+            n_equal = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            assert found.logprobs[:n_equal] == pytest.approx(known.logprobs[:n_equal], abs=0.1)
+            continue
         assert found.text == known.text
         assert found.token_ids == known.token_ids
         assert (found.finish_reason, found.n_slides) == (known.finish_reason, known.n_slides)
