@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from thinker.runtime.errors import UserError
     from thinker.training.api import train
     from thinker.training.callback import Callback
+    from thinker.training.callbacks.registry import CALLBACKS
     from thinker.training.objective import Loss, Objective
     from thinker.training.optim.registry import OPTIMIZERS
 
 _MODULES = {
     "ACTIVATIONS": "thinker.model.registries",
+    "CALLBACKS": "thinker.training.callbacks.registry",
     "MLPS": "thinker.model.registries",
     "NORMS": "thinker.model.registries",
     "OPTIMIZERS": "thinker.training.optim.registry",
@@ -50,6 +52,7 @@ _MODULES = {
 
 __all__ = [
     "ACTIVATIONS",
+    "CALLBACKS",
     "MLPS",
     "NORMS",
     "OPTIMIZERS",

@@ -14,6 +14,7 @@ from thinker import UserError, load, save, train
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime import extensions
 from thinker.training.callback import Callback
+from thinker.training.callbacks.registry import CALLBACKS
 from thinker.training.config.load import load_config, validate_config
 from thinker.training.objective import next_token_loss
 
@@ -160,6 +161,49 @@ def test_a_run_records_its_extensions_and_commands_import_them(train_args, tmp_p
     assert state["settings"]["extensions"] == recorded
     start(ROOT / "train.py", run / "config.yaml", "train.max_steps=4")
     start(ROOT / "generate.py", run, "--max-new-tokens", "3")
+
+
+COUNTER = """
+from thinker import CALLBACKS, Callback
+
+
+class Counter(Callback):
+    def __init__(self, settings):
+        self.n_steps = 0
+        self.n_last = settings.train.max_steps
+
+    def after_step(self, info):
+        self.n_steps += 1
+        if info.step == self.n_last:
+            print("counted", self.n_steps)
+
+    def state_dict(self):
+        return {"counted": self.n_steps}
+
+    def load_state_dict(self, state):
+        self.n_steps = state["counted"]
+
+
+CALLBACKS.register("counter", Counter)
+CALLBACKS.register("wrong", lambda settings: settings)
+"""
+
+
+def test_a_config_names_a_callback_of_its_module(train_args, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(CALLBACKS, "_values", {})
+    write_module(tmp_path, "my_counter", COUNTER)
+    tree = tree_of(train_args, tmp_path / "run", max_steps=2)
+    tree["extensions"] = [f"my_counter @ {tmp_path}"]
+    tree["train"]["callbacks"] = ["counter"]
+    train(tree)
+    tree["train"]["max_steps"] = 4
+    train(tree)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "counted" in line] == ["counted 2", "counted 4"]
+    with pytest.raises(UserError, match="no module in extensions registers a callback called rong"):
+        train(tree | {"train": tree["train"] | {"callbacks": ["rong"]}})
+    with pytest.raises(UserError, match="the callback wrong is a Settings; derive it from"):
+        train(tree | {"train": tree["train"] | {"callbacks": ["wrong"]}})
 
 
 class TwiceTheLoss:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticKnownError
 
+from thinker.training.callbacks.registry import CALLBACKS
 from thinker.training.config.types import (
     Beta,
     ConfigSection,
@@ -111,6 +112,12 @@ class ModelConfig(ConfigSection):
     norm: str = "rmsnorm"
     """Norm of the blocks and of the output: rmsnorm, layernorm, or a registered name. QK-norm is
     always RMSNorm."""
+
+
+def _check_callback(name: str) -> str:
+    if name not in CALLBACKS:
+        raise ValueError(f"no module in extensions registers a callback called {name}")
+    return name
 
 
 def _check_optimizer(name: str) -> str:
@@ -235,6 +242,9 @@ class TrainConfig(ConfigSection):
     """Skip up to this many steps with a non-finite loss or gradient; one more ends the run."""
     deterministic: bool = False
     """Make runs bitwise reproducible on the same machine."""
+    callbacks: list[Annotated[str, AfterValidator(_check_callback)]] | None = None
+    """Names of callbacks that modules in `extensions` register, in the order in which they run.
+    null: none."""
     sample_every: Positive | None = None
     """Steps between printed samples. null: print none."""
     sample_prompt: str = ""
