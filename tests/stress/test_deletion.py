@@ -5,12 +5,12 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
+from repository_copy import copy_repository
 
 from thinker.runtime.registry import features
 
@@ -30,19 +30,8 @@ def dependents(name):
 
 def copy_without(names, folder):
     """A copy of the repository without these features."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for file in listed.stdout.splitlines():
-        is_gone = any(file.startswith((f"features/{n}/", f"tests/features/{n}/")) for n in names)
-        if is_gone or not (ROOT / file).is_file():
-            continue
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, folder / file)
+    rooms = [f"{room}/{name}" for name in names for room in ("features", "tests/features")]
+    copy_repository(folder, rooms)
     init = folder / "features" / "__init__.py"
     text = init.read_text()
     for name in names:
