@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from thinker.generation.caches.cache_factory import CacheFactory
 from thinker.generation.caches.full_cache import FullCaches
-from thinker.generation.decoders.decoder import Decoder, PlainDecoder
+from thinker.generation.decoders.decoder import Decoder
 from thinker.generation.sequence import Sequence
 from thinker.generation.setup import Setup
 from thinker.model import KVCache, Thinker
@@ -65,27 +65,36 @@ def build_decoder(setup: Setup, caches: CacheFactory, options: Options) -> Decod
     of_feature = _the_part("decoder", options, setup, caches)
     if of_feature is not None:
         return of_feature
+    # Imported where they are used, because a text needs only one of them.
     if setup.compile:
         setup.need_cache("compile")
     if setup.is_on_cpu and setup.compile is not False:
-        from thinker.generation.decoders.native_decoder import NativeDecoder, kernel_problem
-
-        problem = kernel_problem(setup.dtype)
-        if not problem:
-            model, may_decode, problem = setup.prepare(setup.model, native=True)
-            if may_decode:
-                return NativeDecoder(model)
-            return PlainDecoder(model, kernel_problem=problem)
-        if setup.compile:
-            raise UserError(f"compile is not available: {problem}; use compile=False")
-        return PlainDecoder(setup.fuse(setup.model), kernel_problem=problem)
+        return _native_decoder(setup)
     if setup.compile:
         from thinker.generation.decoders.compiled_decoder import CompiledDecoder
 
         CompiledDecoder.check(setup, caches)
         return CompiledDecoder(setup.fuse(setup.model))
     model, _, problem = setup.prepare(setup.model)
-    can_roll_back = setup.use_cache and caches.can_roll_back
+    return _plain_decoder(model, problem, setup.use_cache and caches.can_roll_back)
+
+
+def _native_decoder(setup: Setup) -> Decoder:
+    """The decoder with kernels in C; the plain one where they cannot run."""
+    from thinker.generation.decoders.native_decoder import NativeDecoder, kernel_problem
+
+    problem = kernel_problem(setup.dtype)
+    if not problem:
+        model, may_decode, problem = setup.prepare(setup.model, native=True)
+        return NativeDecoder(model) if may_decode else _plain_decoder(model, problem)
+    if setup.compile:
+        raise UserError(f"compile is not available: {problem}; use compile=False")
+    return _plain_decoder(setup.fuse(setup.model), problem)
+
+
+def _plain_decoder(model: Thinker, problem: str, can_roll_back: bool = True) -> Decoder:
+    from thinker.generation.decoders.plain_decoder import PlainDecoder
+
     return PlainDecoder(model, kernel_problem=problem, can_roll_back=can_roll_back)
 
 

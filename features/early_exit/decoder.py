@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from thinker.generation.caches.cache_factory import CacheFactory
-from thinker.generation.decoders.decoder import PlainDecoder
+from thinker.generation.decoders.plain_decoder import PlainDecoder
 from thinker.generation.setup import Setup
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.inspection.activation_hooks import has_open_hooks

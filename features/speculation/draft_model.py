@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from thinker.generation.caches.cache_factory import CacheFactory
-from thinker.generation.decoders.decoder import PlainDecoder
+from thinker.generation.decoders.plain_decoder import PlainDecoder
 from thinker.generation.decoders.prefill import read_prompts
 from thinker.generation.drafting import max_draft_len
 from thinker.generation.sampler import sample_tokens

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from thinker.generation.constraint import allowed_tokens
-from thinker.generation.decoders.decoder import PlainDecoder, pass_lengths
+from thinker.generation.decoders.decoder import pass_lengths
 from thinker.generation.decoders.inference_model import known_modules
-from thinker.generation.sampler import sample_steps
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache, Thinker
 from thinker.model.attention import Attention
@@ -46,7 +45,7 @@ def kernel_problem(dtype: torch.dtype) -> str:
     return ""
 
 
-class NativeDecoder(PlainDecoder):
+class NativeDecoder:
     """Runs a model on a CPU without torch's overhead for each operation (see Decoder).
 
     Activations are in fp32. If `is_batch_invariant`, which needs full attention and a processor
@@ -58,11 +57,15 @@ class NativeDecoder(PlainDecoder):
     """
 
     option = "compile"
+    is_exact = True
     has_kernels = True
+    kernel_problem = ""
+    steps_per_read = 1
+    compile_seconds = 0.0
 
     def __init__(self, model: Thinker) -> None:
         """`model`: from fuse_for_inference(native=True)."""
-        super().__init__(model)
+        self.model = model
         config = model.config
         by_mask = all(not (pattern.by_content or pattern.n_features) for pattern in config.patterns)
         has_native_input = config.positions in ("rope", "alibi", "none") and not config.token_shift
@@ -89,6 +92,15 @@ class NativeDecoder(PlainDecoder):
             operations = list(self._list_operations())
             self._operations = (Operation * len(operations))(*operations)
             self._lm_head = (Operation * 1)(operations[-1])
+
+    @staticmethod
+    def supports(kind: type[KVCache]) -> bool:
+        """As Decoder.supports()."""
+        return True
+
+    def report(self) -> str:
+        """As Decoder.report()."""
+        return ""
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, cache: KVCache) -> Tensor:
@@ -160,17 +172,18 @@ class NativeDecoder(PlainDecoder):
     ) -> list[list[SampledToken]]:
         """As Decoder.sample(). Kernels sample what needs no filters and no penalties."""
         unfiltered = [row for row, one in enumerate(sequences) if one.is_unfiltered]
-        if not unfiltered:
-            return super().sample(sequences, cache, logits, max_steps, rows)
         if len(unfiltered) == len(sequences):
             return self._sample_natively(sequences, cache, logits, max_steps, rows)
+        from thinker.generation.sampler import sample_steps
 
         others = [row for row in range(len(sequences)) if row not in unfiltered]
-        fast = [sequences[row] for row in unfiltered]
         slow = [sequences[row] for row in others]
-        tokens = self._sample_natively(fast, cache, logits[unfiltered], 1, None)
-        other_tokens = sample_steps(slow, logits[others], 1, self.model)  # one step calls no model
-        by_row = dict(zip(unfiltered, tokens)) | dict(zip(others, other_tokens))
+        # One step calls no model.
+        by_row = dict(zip(others, sample_steps(slow, logits[others], 1, self.model)))
+        if unfiltered:
+            fast = [sequences[row] for row in unfiltered]
+            tokens = self._sample_natively(fast, cache, logits[unfiltered], 1, None)
+            by_row |= dict(zip(unfiltered, tokens))
         return [by_row[row] for row in range(len(sequences))]
 
     def _sample_natively(

@@ -5,9 +5,9 @@ import torch
 from decoder_contract import CHECKS, DecoderCase
 
 from thinker.generation.decoders.compiled_decoder import CompiledDecoder
-from thinker.generation.decoders.decoder import PlainDecoder
 from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.generation.decoders.native_decoder import NativeDecoder
+from thinker.generation.decoders.plain_decoder import PlainDecoder
 from thinker.native.compiler import has_compiler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
