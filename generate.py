@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import secrets
 import sys
 import time
@@ -69,24 +70,37 @@ def main() -> int:
         flags.read_files(arguments)
     params = sampling_params(arguments)
 
-    from thinker.generation.terminal import log
+    from thinker.generation.command.terminal import log
 
     loaded = load_model(arguments, features)
     generator = loaded.new_generator()
     setup = describe_setup(arguments, generator)
     if text_to_score is not None:
         log(setup)
-        return score(arguments, loaded, generator, text_to_score)
+        score(arguments, loaded, generator, text_to_score)
+        return 0
 
-    tokens = encode_prompt(arguments, generator, prompt)
+    conversation = None
+    if arguments.chat or arguments.interactive:
+        conversation = open_conversation(arguments, generator, prompt)
+    if arguments.chat:
+        tokens = conversation.encode(prompt)
+    else:
+        tokens = generator.encode(prompt)
     check(arguments, generator, params, tokens)  # before anything is printed
     if params.temperature > 0:
         setup = f"seed {params.seed}, {setup}"
     log(setup)
     if arguments.interactive:
-        return talk(arguments, generator, prompt, params)
+        from thinker.generation.chat.interactive import run_interactive
+
+        run_interactive(conversation, prompt, params)
+        return 0
     if arguments.json:
-        return write_json(arguments, features, generator, prompt, tokens, params)
+        from thinker.generation.command.json_samples import print_json_samples
+
+        print_json_samples(generator, prompt, tokens, params, arguments.num_samples, features)
+        return 0
     prompt = "" if arguments.chat else prompt
     show_logprobs = arguments.logprobs is not None
     print_samples(generator, prompt, tokens, params, arguments.num_samples, show_logprobs)
@@ -139,26 +153,23 @@ def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
 def add_input_flags(parser: ArgumentParser) -> None:
     """Flags for what the model reads, and how its text is printed."""
     group = parser.group("input and output")
+    add = group.add_argument
     prompt = group.add_mutually_exclusive_group()
     prompt_help = "prompt to continue (default: empty)"
     prompt.add_argument("--prompt", default="", metavar="TEXT", help=prompt_help)
     file_help = "read the prompt from FILE (UTF-8; - for stdin)"
     prompt.add_argument("--prompt-file", metavar="FILE", help=file_help)
-    samples_help = "number of samples, separated by ---"
-    group.add_argument("--num-samples", type=int, default=1, help=samples_help)
-    chat_help = "wrap the prompt in the model's chat template"
-    group.add_argument("--chat", action="store_true", help=chat_help)
-    system_help = "system message, with --chat (default: none)"
-    group.add_argument("--system", metavar="TEXT", help=system_help)
+    add("--num-samples", type=int, default=1, help="number of samples, separated by ---")
+    add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    add("--system", metavar="TEXT", help="system message, with --chat (default: none)")
     mode = group.add_mutually_exclusive_group()
     interactive_help = "read prompts from the terminal, turn by turn"
     mode.add_argument("--interactive", action="store_true", help=interactive_help)
     score_help = "print the likelihood of the text in FILE (UTF-8; - for stdin)"
     mode.add_argument("--score", metavar="FILE", help=score_help)
     logprobs_help = "print the log-probability of each token and of the N most likely"
-    group.add_argument("--logprobs", type=int, help=logprobs_help)
-    json_help = "print one JSON object per sample or score"
-    group.add_argument("--json", action="store_true", help=json_help)
+    add("--logprobs", type=int, help=logprobs_help)
+    add("--json", action="store_true", help="print one JSON object per sample or score")
 
 
 def add_sampling_flags(parser: ArgumentParser) -> None:
@@ -166,15 +177,15 @@ def add_sampling_flags(parser: ArgumentParser) -> None:
     group = parser.group(
         "sampling (order: penalties, logit bias, temperature, top-k, top-p, min-p)"
     )
-    new_help = "maximum number of tokens to generate"
-    group.add_argument("--max-new-tokens", type=int, default=256, help=new_help)
+    add = group.add_argument
+    add("--max-new-tokens", type=int, default=256, help="maximum number of tokens to generate")
     repetition_help = "values above 1 reduce repetition"
-    group.add_argument("--repetition-penalty", type=float, default=1.0, help=repetition_help)
+    add("--repetition-penalty", type=float, default=1.0, help=repetition_help)
     presence_help = "lower the logit of a generated token by X"
-    group.add_argument("--presence-penalty", type=float, default=0.0, help=presence_help)
+    add("--presence-penalty", type=float, default=0.0, help=presence_help)
     frequency_help = "lower the logit by X per occurrence"
-    group.add_argument("--frequency-penalty", type=float, default=0.0, help=frequency_help)
-    group.add_argument(
+    add("--frequency-penalty", type=float, default=0.0, help=frequency_help)
+    add(
         "--logit-bias",
         type=parse_logit_bias,
         action="append",
@@ -188,14 +199,13 @@ def add_sampling_flags(parser: ArgumentParser) -> None:
     greedy_help = "always choose the most likely token"
     temperature.add_argument("--greedy", action="store_true", help=greedy_help)
     top_k_help = "keep the K most likely tokens (default: all)"
-    group.add_argument("--top-k", type=int, metavar="K", help=top_k_help)
+    add("--top-k", type=int, metavar="K", help=top_k_help)
     top_p_help = "keep top tokens with total probability P (default: 1)"
-    group.add_argument("--top-p", type=float, metavar="P", help=top_p_help)
+    add("--top-p", type=float, metavar="P", help=top_p_help)
     min_p_help = "drop tokens below P * top probability (default: 0)"
-    group.add_argument("--min-p", type=float, metavar="P", help=min_p_help)
-    seed_help = "seed for reproducible samples (default: random)"
-    group.add_argument("--seed", type=int, help=seed_help)
-    group.add_argument(
+    add("--min-p", type=float, metavar="P", help=min_p_help)
+    add("--seed", type=int, help="seed for reproducible samples (default: random)")
+    add(
         "--stop",
         action="append",
         default=[],
@@ -208,10 +218,11 @@ def add_sampling_flags(parser: ArgumentParser) -> None:
 def add_performance_flags(parser: ArgumentParser) -> None:
     """Flags for options of Generator()."""
     group = parser.group("performance and context")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    add = group.add_argument
+    add("--device", default="auto", help="auto, cpu, cuda or mps")
     precisions = ["auto", "fp32", "bf16", "fp16"]
     precision_help = "precision of weights and KV cache"
-    group.add_argument("--precision", default="auto", choices=precisions, help=precision_help)
+    add("--precision", default="auto", choices=precisions, help=precision_help)
     bits = group.add_mutually_exclusive_group()
     bits_help = (
         "bits per weight: 8, 4 or mixed:FILE (default: as --precision); "
@@ -224,20 +235,17 @@ def add_performance_flags(parser: ArgumentParser) -> None:
         "compile decoding: on a CPU with its C compiler (default, if there is one), "
         "on a GPU with torch"
     )
-    group.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=None, help=compile_help
-    )
+    add("--compile", action=argparse.BooleanOptionalAction, default=None, help=compile_help)
     border = group.add_mutually_exclusive_group()
     window_help = "attend only to the newest N tokens (default: full context)"
     border.add_argument("--window", type=int, help=window_help)
     sinks_help = "with --window: also attend to the first N tokens"
-    group.add_argument("--sinks", type=int, default=0, help=sinks_help)
+    add("--sinks", type=int, default=0, help=sinks_help)
     slide_help = "stop at the context limit (default: drop old tokens)"
     border.add_argument("--no-slide", action="store_true", help=slide_help)
     cache_help = "bits of keys and values (default: --precision)"
-    group.add_argument("--cache-bits", type=int, choices=(8, 4), help=cache_help)
-    no_cache_help = "recompute all positions at every step"
-    group.add_argument("--no-cache", action="store_true", help=no_cache_help)
+    add("--cache-bits", type=int, choices=(8, 4), help=cache_help)
+    add("--no-cache", action="store_true", help="recompute all positions at every step")
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:
@@ -321,50 +329,43 @@ def describe_setup(arguments: argparse.Namespace, generator: Generator) -> str:
     return setup
 
 
-def score(arguments: argparse.Namespace, loaded: Loaded, generator: Generator, text: str) -> int:
-    """Print the likelihood of a text. Returns the exit status."""
-    from thinker.data.tokenizers.text_bytes import loses_text, warn_of_lost_text
-    from thinker.generation.score_report import print_score
+def score(arguments: argparse.Namespace, loaded: Loaded, generator: Generator, text: str) -> None:
+    """Print the likelihood of a text, and what fewer bits cost."""
+    from thinker.generation.command.score_report import report_score
 
-    tokenizer = loaded.tokenizer
-    warn_of_lost_text(loses_text(tokenizer, text, tokenizer.encode(text)), 1)
-    exact = None
+    new_exact = None
     if arguments.bits or arguments.cache_bits:
-        exact = loaded.new_generator(is_exact=True).score(text)
-    score = generator.score(text, arguments.logprobs or 0, progress=True)
-    print_score(generator, score, exact, arguments.json, arguments.logprobs is not None)
-    return 0
+        new_exact = functools.partial(loaded.new_generator, is_exact=True)
+    report_score(generator, new_exact, text, arguments.logprobs, arguments.json)
 
 
-def encode_prompt(arguments: argparse.Namespace, generator: Generator, prompt: str) -> list[int]:
-    """The tokens of the prompt, or of a chat that begins with it. Raises UserError."""
+def open_conversation(
+    arguments: argparse.Namespace, generator: Generator, prompt: str
+) -> Conversation:
+    """A chat with --chat; otherwise a text that user and model write in turns.
+
+    Raises UserError if the model or the prompt does not suit a chat.
+    """
     if not arguments.chat:
-        return generator.encode(prompt)
+        from thinker.generation.chat.conversation import Conversation
+
+        return Conversation(generator)
     if generator.tokenizer.chat_template is None:
         problem = "has no chat template: it was not trained on chats"
         raise UserError(f"{arguments.path} {problem}; remove --chat")
     if not prompt.strip() and (prompt or not arguments.interactive):
         raise UserError("--chat needs a message; add --prompt TEXT or --interactive")
-    return new_conversation(arguments, generator).encode(prompt)
+    from thinker.generation.chat.chat_conversation import ChatConversation
 
-
-def new_conversation(arguments: argparse.Namespace, generator: Generator) -> Conversation:
-    """A chat with --chat; otherwise a text that user and model write in turns."""
-    if arguments.chat:
-        from thinker.generation.chat.chat_conversation import ChatConversation
-
-        return ChatConversation(generator, arguments.system)
-    from thinker.generation.chat.conversation import Conversation
-
-    return Conversation(generator)
+    return ChatConversation(generator, arguments.system)
 
 
 def check(
     arguments: argparse.Namespace, generator: Generator, params: SamplingParams, tokens: list[int]
 ) -> None:
     """Raise UserError if the prompt does not fit the model, or the samples the memory."""
+    from thinker.generation.command.terminal import log
     from thinker.generation.sequence import Completion
-    from thinker.generation.terminal import log
 
     n = arguments.num_samples
     sequence = generator.new_sequence(0, Completion(""), params, tokens)
@@ -379,41 +380,6 @@ def check(
         )
 
 
-def talk(
-    arguments: argparse.Namespace, generator: Generator, prompt: str, params: SamplingParams
-) -> int:
-    """Read prompts from the terminal until the user quits. Returns the exit status."""
-    from thinker.generation.chat.interactive import run_interactive
-
-    run_interactive(new_conversation(arguments, generator), prompt, params)
-    return 0
-
-
-def write_json(
-    arguments: argparse.Namespace,
-    features: list[CommandFlags],
-    generator: Generator,
-    prompt: str,
-    tokens: list[int],
-    params: SamplingParams,
-) -> int:
-    """Print each sample as a JSON object. Returns the exit status."""
-    from thinker.generation.constraint import describe_unmet
-    from thinker.generation.terminal import log
-    from thinker.runtime.checks import finite_json
-
-    n = arguments.num_samples
-    completions = generator.generate([prompt] * n, params, [tokens] * n)
-    facts: dict[str, Any] = {}
-    for flags in features:
-        facts |= flags.facts(generator)
-    for index, completion in enumerate(completions):
-        row = dataclasses.asdict(completion) | {"seed": params.seed + index} | facts
-        print(finite_json(row))
-    log(*describe_unmet(completion.constraint_met for completion in completions))
-    return 0
-
-
 def print_samples(
     generator: Generator,
     prompt: str,
@@ -423,15 +389,15 @@ def print_samples(
     show_logprobs: bool,
 ) -> None:
     """Print samples: the first one as it is made, then the others."""
-    from thinker.generation.constraint import describe_unmet
-    from thinker.generation.sequence import Completion
-    from thinker.generation.terminal import (
+    from thinker.generation.command.terminal import (
         describe_context_end,
         describe_speed,
         log,
         logprob_lines,
         print_text,
     )
+    from thinker.generation.constraint import describe_unmet
+    from thinker.generation.sequence import Completion
 
     completions = [Completion(prompt) for _ in range(n_samples)]
     print_text(prompt)

@@ -30,7 +30,7 @@ ENVIRONMENT = {  # of all processes
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
 }
 ENTRY_MODULES = (
-    "thinker.benchmarks.gpu.gpu", "thinker.training.run", "thinker.generation.terminal", "thinker.evaluation.perplexity",
+    "thinker.benchmarks.gpu.gpu", "thinker.training.run", "thinker.generation.command.terminal", "thinker.evaluation.perplexity",
     "matplotlib.backends.backend_agg", "scipy.stats", "transformers.models.llama.modeling_llama", "pytest",
 )  # fmt: skip
 

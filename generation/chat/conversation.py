@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from thinker.generation.command.terminal import describe_context_end
 from thinker.generation.constraint import describe_unmet
 from thinker.generation.engine import Generator
 from thinker.generation.sampling_params import SamplingParams, check_text
 from thinker.generation.sequence import Completion, Sequence, kept_when_sliding
-from thinker.generation.terminal import describe_context_end
 from thinker.model import KVCache
 
 

@@ -7,8 +7,8 @@ import signal
 import sys
 
 from thinker.generation.chat.conversation import Conversation
+from thinker.generation.command.terminal import log, print_text
 from thinker.generation.sampling_params import SamplingParams
-from thinker.generation.terminal import log, print_text
 from thinker.runtime.errors import UserError, did_you_mean
 
 HELP = r"""Type \n for a line break, and // for / at the start of a line. Ctrl-C stops the model and keeps its text.

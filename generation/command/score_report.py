@@ -1,10 +1,34 @@
 """Prints the likelihood of a text."""
 
+from collections.abc import Callable
+
+from thinker.data.tokenizers.text_bytes import loses_text, warn_of_lost_text
+from thinker.generation.command.terminal import log, logprob_lines
 from thinker.generation.engine import Generator
 from thinker.generation.mixed_bits import describe_bits
 from thinker.generation.scoring import Score
-from thinker.generation.terminal import log, logprob_lines
 from thinker.runtime.checks import finite_json
+
+
+def report_score(
+    generator: Generator,
+    new_exact: Callable[[], Generator] | None,
+    text: str,
+    n_top: int | None,
+    as_json: bool,
+) -> None:
+    """Score a text and print the score.
+
+    `new_exact` makes a Generator in fp32, to report what fewer bits cost. `n_top`: how many of the
+    most likely tokens to print for each token; None: print no tokens.
+    """
+    tokenizer = generator.tokenizer
+    warn_of_lost_text(loses_text(tokenizer, text, tokenizer.encode(text)), 1)
+    exact = None
+    if new_exact is not None:
+        exact = new_exact().score(text)
+    score = generator.score(text, n_top or 0, progress=True)
+    print_score(generator, score, exact, as_json, n_top is not None)
 
 
 def print_score(
