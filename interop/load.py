@@ -15,7 +15,6 @@ from thinker.model import Thinker
 from thinker.runtime.checks import check_types, check_weights
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
-from thinker.runtime.extensions import import_extensions
 
 
 def load(
@@ -69,10 +68,7 @@ def _read_model(folder: Path) -> tuple[Thinker, list[Path]]:
 
 
 def _import_extensions(folder: Path) -> None:
-    """Import the modules that registered the names in a model.
-
-    The state of its checkpoint records them.
-    """
+    """Import the modules that registered the names in a model, which its state records."""
     state = read_json(folder / STATE)
     places = [state]
     if isinstance(state.get("settings"), dict):
@@ -82,6 +78,10 @@ def _import_extensions(folder: Path) -> None:
         entries = place.get("extensions")
         if isinstance(entries, list):
             recorded += [entry for entry in entries if isinstance(entry, str)]
+    if not recorded:
+        return
+    from thinker.runtime.extensions import import_extensions
+
     opened = folder.resolve()
     if opened.parent.name == "checkpoints":
         opened = opened.parent.parent  # the run directory
