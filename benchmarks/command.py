@@ -3,7 +3,9 @@
 from importlib import import_module
 
 from thinker.benchmarks.environment import record_result
-from thinker.runtime.cli import ArgumentParser, output_file, png_file
+from thinker.runtime.cli import ArgumentParser
+from thinker.runtime.files import output_file
+from thinker.runtime.plot_style import png_file
 
 BENCHMARKS = {  # by room and name, the arguments of two examples
     "losses.ablation": ("--seeds 3 --png ablation.png", "--steps 10 --only 'window(32)' 'topk(16)'"),

@@ -23,7 +23,7 @@ from thinker.checkpoint.format import (
     to_json,
 )
 from thinker.runtime import reading
-from thinker.runtime.files import sha256_of_file
+from thinker.runtime.reading import sha256_of_file
 
 Expected = Mapping[str, Tensor | None]  # tensors with the dtypes and shapes to expect
 

@@ -113,26 +113,6 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([\\n])", lambda match: characters[match[1]], text)
 
 
-def output_file(name: str | Path) -> Path:
-    """Check that a file can be written before long work begins. Raises UserError if not."""
-    path = Path(name)
-    if path.is_dir():
-        raise UserError(f"cannot write {name}: it is a folder; give a file name")
-    folder = path.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"cannot write {name}: its folder does not exist or is not writable")
-    return path
-
-
-def png_file(name: str | Path) -> Path:
-    """Check a PNG file to write, as output_file() does; used as the `type` of a flag."""
-    if Path(name).suffix.lower() not in (".png", ""):
-        raise UserError(
-            f"cannot write plot {name}: plots are PNG files; give a name that ends in .png"
-        )
-    return output_file(name)
-
-
 def parse_bits(text: str) -> int | dict[str, int]:
     """Parse --bits: "8", "4", or "mixed:FILE" for the bits of each matrix. Raises UserError."""
     if text in ("8", "4"):

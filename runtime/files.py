@@ -1,7 +1,6 @@
-"""Write files so that they appear complete, and check what is on the disk."""
+"""Write files so that they appear complete or not at all."""
 
 import errno
-import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -47,6 +46,17 @@ def make_folder(path: Path, setting: str) -> None:
         ) from error
 
 
+def output_file(name: str | Path) -> Path:
+    """Check that a file can be written before long work begins. Raises UserError if not."""
+    path = Path(name)
+    if path.is_dir():
+        raise UserError(f"cannot write {name}: it is a folder; give a file name")
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write {name}: its folder does not exist or is not writable")
+    return path
+
+
 def can_write(folder: Path) -> bool:
     """Whether files can be written into a folder. Creates it if needed."""
     try:
@@ -55,15 +65,6 @@ def can_write(folder: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def sha256_of_file(path: Path) -> str:
-    """The sha256 of a file, as 64 hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def sync_to_disk(path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from thinker.runtime.errors import UserError
+from thinker.runtime.files import output_file
 
 BLUE = "#2f6db3"
 ORANGE = "#d9662b"
@@ -52,3 +53,12 @@ def save_figure(figure: Any, file: Path | IO[bytes], **options: Any) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(file, format="png", **options)
+
+
+def png_file(name: str | Path) -> Path:
+    """Check a PNG file to write, as output_file() does; used as the `type` of a flag."""
+    if Path(name).suffix.lower() not in (".png", ""):
+        raise UserError(
+            f"cannot write plot {name}: plots are PNG files; give a name that ends in .png"
+        )
+    return output_file(name)

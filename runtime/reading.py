@@ -1,5 +1,6 @@
 """Read untrusted files: only regular files of bounded size."""
 
+import hashlib
 import json
 import re
 import sys
@@ -40,6 +41,15 @@ def read_text(path: Path) -> str:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid UTF-8; convert it, for example with iconv") from error
+
+
+def sha256_of_file(path: Path) -> str:
+    """The sha256 of a file, as 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read_text_or_stdin(name: str) -> str:

@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from thinker.runtime.cli import output_file, png_file
 from thinker.runtime.errors import run_command
+from thinker.runtime.files import output_file
+from thinker.runtime.plot_style import png_file
 from thinker.training.config.command_line import ConfigArgumentParser
 
 

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from thinker.runtime.cli import ArgumentParser, png_file
+from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
+from thinker.runtime.plot_style import png_file
 
 if TYPE_CHECKING:
     from thinker.data.corpus.shards import TokenShards

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from thinker.runtime.cli import ArgumentParser, output_file
+from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
+from thinker.runtime.files import output_file
 from thinker.runtime.reading import read_text
 from thinker.runtime.registry import offers_by_name
 

@@ -9,8 +9,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from thinker.runtime.cli import ArgumentParser, output_file, png_file
+from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
+from thinker.runtime.files import output_file
+from thinker.runtime.plot_style import png_file
 
 IN_EXPLORER = (
     "explain",

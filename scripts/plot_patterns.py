@@ -1,7 +1,8 @@
 """Plot attention patterns: python scripts/plot_patterns.py [PATTERN ...] [--png FILE]."""
 
-from thinker.runtime.cli import ArgumentParser, png_file
+from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
+from thinker.runtime.plot_style import png_file
 
 
 def main() -> int:

@@ -3,8 +3,8 @@
 
 from pathlib import Path
 
-from thinker.runtime.cli import png_file
 from thinker.runtime.errors import run_command
+from thinker.runtime.plot_style import png_file
 from thinker.training.config.command_line import ConfigArgumentParser
 
 

@@ -23,8 +23,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from thinker.data.corpus.shards import DamagedShard
-from thinker.runtime.files import atomic_write, sha256_of_file
-from thinker.runtime.reading import read_json
+from thinker.runtime.files import atomic_write
+from thinker.runtime.reading import read_json, sha256_of_file
 
 INDEX = "corpus.json"
 BUILDING = ".building"

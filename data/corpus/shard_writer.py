@@ -23,7 +23,8 @@ from thinker.data.corpus.shards import (
 )
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
-from thinker.runtime.files import atomic_write, sha256_of_file
+from thinker.runtime.files import atomic_write
+from thinker.runtime.reading import sha256_of_file
 
 # of the file with the sha256 of a shard, which is removed when the corpus is finished
 HASH_SUFFIX = ".sha256"

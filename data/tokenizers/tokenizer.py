@@ -16,7 +16,6 @@ import numpy as np
 import tiktoken
 
 from thinker.runtime.errors import UserError
-from thinker.runtime.files import atomic_write
 from thinker.runtime.reading import read_json
 
 FILE_NAME = "thinker-tokenizer.json"
@@ -240,6 +239,9 @@ class Tokenizer:
 
     def save(self, folder: str | Path) -> Path:
         """Write `thinker-tokenizer.json` to an existing folder, atomically."""
+        # Imported here, as most commands only read a tokenizer.
+        from thinker.runtime.files import atomic_write
+
         path = Path(folder) / FILE_NAME
         content = self._content() | {"sha256": self.content_hash}
         atomic_write(path, json.dumps(content, indent=0))

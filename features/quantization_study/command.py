@@ -8,9 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from thinker.runtime.cli import ArgumentParser, output_file, png_file
+from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError
-from thinker.runtime.files import atomic_write
+from thinker.runtime.files import atomic_write, output_file
+from thinker.runtime.plot_style import png_file
 
 BITS = (8, 4, 1)
 

@@ -5,8 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thinker.runtime.cli import ArgumentParser, png_file
+from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError
+from thinker.runtime.plot_style import png_file
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -21,7 +21,7 @@ from thinker.data.text.split import SplitDocument, empty_split_error, split_docu
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.features.streams.stream_index import BLOCK_NAME, Block, StreamIndex, block_path
 from thinker.runtime.errors import UserError
-from thinker.runtime.files import sha256_of_file
+from thinker.runtime.reading import sha256_of_file
 
 BLOCKS = 4  # in the buffer: the one before the block in use, the block in use, and two after it
 ONE_SHARD = 1 << 62  # tokens; a block is not split

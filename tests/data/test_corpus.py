@@ -23,7 +23,7 @@ from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.corpus.shards import HEADER_BYTES
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
-from thinker.runtime.files import sha256_of_file
+from thinker.runtime.reading import sha256_of_file
 
 
 def documents(corpus, tokens):
