@@ -392,11 +392,11 @@ def print_samples(
     from thinker.generation.command.terminal import (
         describe_context_end,
         describe_speed,
+        describe_unmet,
         log,
         logprob_lines,
         print_text,
     )
-    from thinker.generation.constraint import describe_unmet
     from thinker.generation.sequence import Completion
 
     completions = [Completion(prompt) for _ in range(n_samples)]
@@ -418,7 +418,7 @@ def print_samples(
             log(*logprob_lines(generator.tokenizer, completion))
     log(describe_speed(generator, completions, seconds, first_text))
     log(*describe_context_end(generator, completions, params.max_new_tokens).values())
-    log(*describe_unmet(completion.constraint_met for completion in completions))
+    log(*describe_unmet(completions))
 
 
 def command() -> None:

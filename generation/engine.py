@@ -12,7 +12,6 @@ from torch import Tensor
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation import parts
 from thinker.generation.caches.cache_factory import copy_row
-from thinker.generation.constraint import constraint_source
 from thinker.generation.decoders.prefill import read_prompts
 from thinker.generation.mixed_bits import check_bits
 from thinker.generation.sampling_params import SamplingParams, check_text, params_per_prompt
@@ -197,6 +196,8 @@ class Generator:
                 raise UserError(
                     f"json_schema and regex cannot be combined with {option}; use {option}=0"
                 )
+            from thinker.generation.constraint import constraint_source
+
             sequence.constraint = constraint_source().new_constraint(
                 self.tokenizer, params.json_schema, params.regex, params.logit_bias
             )

@@ -8,9 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from thinker.generation.constraint import allowed_tokens, banned_tokens
 from thinker.generation.sampling_params import LIMIT, SamplingParams
-from thinker.generation.sequence import SampledToken, Sequence
+from thinker.generation.sequence import SampledToken, Sequence, allowed_tokens
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 
@@ -193,7 +192,7 @@ class BatchSampler:
             uniforms.append([one.uniform(len(drafts) + step) for one, drafts in contexts])
         numbers = torch.tensor(uniforms, dtype=torch.float64, device="cpu")  # (n_steps, N)
         self._uniforms = iter(to_device(numbers, self.device))
-        allowed = allowed_tokens([sequence.constraint for sequence, _ in contexts])
+        allowed = allowed_tokens([sequence for sequence, _ in contexts])
         self._banned: Tensor | None = None
         if allowed is not None:  # it holds for one step only
             self._banned = banned_tokens(allowed, vocab_size, self.device)
@@ -272,6 +271,14 @@ def sample_steps(
                 top = dict(zip(ids[:n], values))
             sampled[row].append((token, token_logprobs[row][index], top))
     return sampled
+
+
+def banned_tokens(allowed: Tensor, vocab_size: int, device: torch.device) -> Tensor:
+    """The tokens that are not in `allowed` (N, V / 32), as (N, V) boolean on the device."""
+    octets = to_device(allowed, device).view(torch.uint8)  # (N, V / 8)
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=device)
+    is_banned = (octets[:, :, None] & bits) == 0  # (N, V / 8, 8)
+    return is_banned.flatten(1)[:, :vocab_size]
 
 
 def sample_tokens(contexts: list[tuple[Sequence, list[int]]], logits: Tensor) -> list[int]:

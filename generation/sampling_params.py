@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from thinker.generation.constraint import constraint_source
 from thinker.runtime.checks import describe
 from thinker.runtime.errors import UserError
 
@@ -81,6 +80,8 @@ class SamplingParams:
         self._set(name, int(value) if kind is Integral else float(value))
 
     def _check_constraint(self) -> None:
+        from thinker.generation.constraint import constraint_source
+
         source = constraint_source()
         if self.json_schema is not None:
             self._set("json_schema", source.canonical_schema(self.json_schema))

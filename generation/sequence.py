@@ -1,18 +1,23 @@
 """State and results of a text that grows."""
 
+from __future__ import annotations
+
 import random
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.generation.constraint import Constraint
 from thinker.generation.sampling_params import SamplingParams
 from thinker.generation.streaming import TextStreamer
 from thinker.model import ThinkerConfig
 from thinker.runtime.checks import check_computed
 from thinker.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from thinker.generation.constraint import Constraint
 
 SampledToken = tuple[int, float, dict[int, float]]  # token, log-probability, top log-probabilities
 
@@ -158,6 +163,21 @@ class Sequence:
         self.n_remaining = min(self.n_after_sliding, context_len + 1 - n_kept)
         self.n_after_sliding -= self.n_remaining
         self.completion.n_slides += 1
+
+
+def allowed_tokens(sequences: list[Sequence]) -> Tensor | None:
+    """What may follow in each text, (N, V / 32) int32; None if no text has a constraint.
+
+    In a text without a constraint, every token may follow.
+    """
+    masks = []
+    for sequence in sequences:
+        masks.append(None if sequence.constraint is None else sequence.constraint.allowed)
+    known = [mask for mask in masks if mask is not None]
+    if not known:
+        return None
+    everything = torch.full_like(known[0], -1)
+    return torch.stack([everything if mask is None else mask for mask in masks])
 
 
 def kept_when_sliding(context_len: int) -> int:

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from thinker.generation.command.terminal import describe_context_end
-from thinker.generation.constraint import describe_unmet
+from thinker.generation.command.terminal import describe_context_end, describe_unmet
 from thinker.generation.engine import Generator
 from thinker.generation.sampling_params import SamplingParams, check_text
 from thinker.generation.sequence import Completion, Sequence, kept_when_sliding
@@ -95,7 +94,7 @@ class Conversation:
         lines = describe_context_end(self.generator, [completion], max_new_tokens)
         yield from (line for name, line in lines.items() if name not in self._said)
         self._said |= lines.keys()
-        yield from describe_unmet([completion.constraint_met])
+        yield from describe_unmet([completion])
 
     def _decode(self, sequence: Sequence) -> Iterator[str]:
         self._last = sequence

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from thinker.generation.command.terminal import log
+from thinker.generation.command.terminal import describe_unmet, log
 from thinker.generation.command_flags import CommandFlags
-from thinker.generation.constraint import describe_unmet
 from thinker.generation.engine import Generator
 from thinker.generation.sampling_params import SamplingParams
 from thinker.runtime.checks import finite_json
@@ -30,4 +29,4 @@ def print_json_samples(
     for index, completion in enumerate(completions):
         row = dataclasses.asdict(completion) | {"seed": params.seed + index} | facts
         print(finite_json(row))
-    log(*describe_unmet(completion.constraint_met for completion in completions))
+    log(*describe_unmet(completions))

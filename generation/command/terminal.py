@@ -79,3 +79,13 @@ def describe_context_end(
     if evicted := generator.caches.describe_evicted(completions):
         lines["evicted"] = evicted
     return lines
+
+
+def describe_unmet(completions: list[Completion]) -> list[str]:
+    """A line or none: how many texts were cut before they matched a JSON schema or regex."""
+    n_unmet = sum(completion.constraint_met is False for completion in completions)
+    if n_unmet == 0:
+        return []
+    cut = "the text was" if len(completions) == 1 else f"{n_unmet} of {len(completions)} texts were"
+    hint = "use a higher --max-new-tokens, or a schema or regex with shorter texts"
+    return [f"{cut} cut before the JSON schema or regex was complete; {hint}"]

@@ -13,10 +13,9 @@ from collections.abc import Sequence as AbstractSequence
 import torch
 from torch import Tensor, nn
 
-from thinker.generation.constraint import allowed_tokens
 from thinker.generation.decoders.decoder import pass_lengths
 from thinker.generation.decoders.inference_model import known_modules
-from thinker.generation.sequence import SampledToken, Sequence
+from thinker.generation.sequence import SampledToken, Sequence, allowed_tokens
 from thinker.model import KVCache, Thinker
 from thinker.model.attention import Attention
 from thinker.model.inspection.activation_hooks import has_open_hooks
@@ -201,7 +200,7 @@ class NativeDecoder:
         B = len(sequences)
         n_ids = sequences[0].tokenizer.vocab_size
         temperatures = [sequence.params.temperature for sequence in sequences]
-        allowed = allowed_tokens([sequence.constraint for sequence in sequences])
+        allowed = allowed_tokens(sequences)
         n_steps = 1
         if allowed is None and self._can_step(B, cache):
             in_time = int(MAX_SECONDS / self.seconds_per_step)

@@ -23,8 +23,8 @@ from thinker.features.structured_output import constraints
 from thinker.features.structured_output.constraints import GrammarConstraint, pack_tokens
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.chat.conversation import Conversation
-from thinker.generation.constraint import allowed_tokens, banned_tokens
-from thinker.generation.sampler import distribution, sample
+from thinker.generation.sampler import banned_tokens, distribution, sample
+from thinker.generation.sequence import allowed_tokens
 from thinker.native import operations as native
 from thinker.runtime.errors import UserError
 
@@ -520,4 +520,4 @@ def test_grammars_are_compiled_once_and_freed_with_the_tokenizer(model):
 def test_free_sequences_have_no_mask(model):
     sequence = Generator(model, TOKENIZER).new_sequence(0, Completion(""), SamplingParams(), [97])
     assert sequence.constraint is None
-    assert allowed_tokens([None, None]) is None
+    assert allowed_tokens([sequence, sequence]) is None
