@@ -15,6 +15,7 @@ from repository_copy import copy_repository
 from thinker.runtime.registry import features
 
 NAMES = [feature.name for feature in features()]
+DOCS = "not python_run and not search"  # tests of the documentation that take seconds
 QUICKSTART = ["train.py", "configs/quickstart.yaml", "train.max_minutes=null"]
 
 
@@ -60,6 +61,12 @@ def make_pages(folder):
 def run_suite(folder):
     shown = run_in(folder, "-m", "pytest", "-m", "not more", "-n", "2", "--dist", "worksteal")
     assert " passed" in shown
+    run_docs(folder)
+
+
+def run_docs(folder):
+    """Links, navigation, generated pages and the site."""
+    assert " passed" in run_in(folder, "-m", "pytest", "tests/test_docs.py", "-v", "-k", DOCS)
 
 
 def facts_of_quickstart(folder, steps):
