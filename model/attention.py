@@ -1,22 +1,27 @@
 """Self-attention: projections, norms, RoPE and cache, then attend(), or sums over random
 features."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING, Union
 
 import torch
 from torch import Tensor, nn
 
 from thinker.model.attention_dispatch import ROWS, AttentionMask, attend, chunked_attention_weights
 from thinker.model.config import ThinkerConfig
-from thinker.model.inspection.implied_attention import implied_weights
-from thinker.model.kernels.linear_attention import linear_attention, random_features
-from thinker.model.kv_cache import LayerCache, LinearLayer
+from thinker.model.kernels import load_kernel
+from thinker.model.kv_cache import LayerCache
 from thinker.model.layers import Linear, RMSNorm
 from thinker.model.masks import CacheSlots
 from thinker.model.positions import Rotation, apply_rotary_emb, heads_last
 
-AnyCache = LayerCache | LinearLayer | None
+if TYPE_CHECKING:
+    from thinker.model.kernels.linear_attention import LinearState
+
+AnyCache = Union[LayerCache, "LinearState", None]
 
 
 class Attention(nn.Module):
@@ -26,17 +31,23 @@ class Attention(nn.Module):
     def __init__(self, config: ThinkerConfig, layer: int) -> None:
         super().__init__()
         self.use_rope = layer not in (config.no_rope_layers or [])
-        self.n_heads, self.n_kv_heads = H, K = config.head_counts(layer)
-        self.head_dim = D = config.head_dim
+        H, K = config.head_counts(layer)
+        D = config.head_dim
+        self.n_heads, self.n_kv_heads, self.head_dim = H, K, D
         self.scale = D**-0.5 / config.attention_temperature
         self.attn_logit_softcap = config.attn_logit_softcap
         self.q_proj = Linear(config.d_model, H * D, config.attention_bias)
         self.k_proj = Linear(config.d_model, K * D, config.attention_bias)
         self.v_proj = Linear(config.d_model, K * D, config.attention_bias)
         self.o_proj = Linear(H * D, config.d_model)
-        self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.sinks = nn.Parameter(torch.zeros(H)) if config.attention_sinks else None
+        self.q_norm = nn.Identity()
+        self.k_norm = nn.Identity()
+        if config.qk_norm:
+            self.q_norm = RMSNorm(D, config.norm_eps)
+            self.k_norm = RMSNorm(D, config.norm_eps)
+        self.sinks: nn.Parameter | None = None
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.zeros(H))
 
     def forward(
         self,
@@ -62,7 +73,8 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None and self.use_rope:
             rope = heads_last(rope)
-            q, k = apply_rotary_emb(q, rope), apply_rotary_emb(k, rope)
+            q = apply_rotary_emb(q, rope)
+            k = apply_rotary_emb(k, rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(
@@ -77,7 +89,9 @@ class Attention(nn.Module):
     ) -> Iterator[tuple[slice, Tensor]]:
         """Yield attention weights of the reference, (B, H, rows, S), for some queries at a time;
         see weights()."""
-        mask_of = mask.reference_rows or (lambda rows: mask.slice_rows(rows, q, k))
+        mask_of = mask.reference_rows
+        if mask_of is None:
+            mask_of = partial(mask.slice_rows, q=q, k=k)
         return chunked_attention_weights(
             q, k, mask_of, self.scale, self.attn_logit_softcap, self.sinks
         )
@@ -87,8 +101,9 @@ class Attention(nn.Module):
         weights = None
         for rows, part in self.weight_chunks(q, k, mask):
             if rows == slice(0, q.shape[2]):
-                return part
-            weights = part.new_empty(*q.shape[:3], k.shape[2]) if weights is None else weights
+                return part  # all at once, with their gradients
+            if weights is None:
+                weights = part.new_empty(*q.shape[:3], k.shape[2])
             weights[:, :, rows] = part
         return weights
 
@@ -99,20 +114,27 @@ class LinearAttention(Attention):
 
     def __init__(self, config: ThinkerConfig, n_features: int, layer: int) -> None:
         super().__init__(config, layer)
-        self.n_features, self.layer = n_features, layer
+        self.n_features = n_features
+        self.layer = layer
         self._features: Tensor | None = None
+        self._linear_attention = load_kernel("linear")
+        self._random_features = load_kernel("random features")
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: LinearLayer | None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: LinearState | None
     ) -> Tensor:
         """Attention.attend() with a state as cache; uses only the document ids of the mask."""
-        y, state = linear_attention(q, k, v, self.features(q.device), cache, mask.kernel_state)
+        features = self.features(q.device)
+        y, state = self._linear_attention(q, k, v, features, cache, mask.document_ids)
         if cache is not None:
-            cache.sums, cache.shift = state.sums, state.shift
+            cache.sums = state.sums
+            cache.shift = state.shift
         return y
 
     def weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
         """The attention matrix implied by the sums, ROWS keys at a time."""
+        from thinker.model.inspection.implied_attention import implied_weights
+
         # Of the class, because hooks may stand in for the method of this layer.
         attend = partial(type(self).attend, self, mask=mask, cache=None)
         return implied_weights(attend, q.float(), k.float(), ROWS)
@@ -122,5 +144,6 @@ class LinearAttention(Attention):
         """Random features (m, D), generated at first use from n_features, head_dim and the layer
         index."""
         if self._features is None or self._features.device != device:
-            self._features = random_features(self.n_features, self.head_dim, self.layer).to(device)
+            features = self._random_features(self.n_features, self.head_dim, self.layer)
+            self._features = features.to(device)
         return self._features

@@ -6,16 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from thinker.model.kernels.blockwise_attention import blockwise_attention
 from thinker.model.kernels.decode_attention import decode_attention
-from thinker.model.kernels.local_attention import from_blocks, keys_to_blocks, to_blocks
 from thinker.model.patterns.patterns import CAUSAL, Pattern, TokenInfo
 from thinker.runtime.errors import UserError
 
@@ -23,26 +21,43 @@ ROWS = 64  # queries per chunk of the reference, to bound memory
 KERNELS = ("auto", "sdpa", "blockwise", "local", "flex", "varlen", "reference")
 
 
+class PreparedKernel(Protocol):
+    """A kernel that is prepared for one mask."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        attn_logit_softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As attend() with this mask."""
+
+
 @dataclass
 class AttentionMask:
     """Which keys the queries of one pass attend to, in the form that `kernel` reads. The default
     hides no keys."""
 
-    allowed: Tensor | None = (
-        None  # broadcastable to (B, H, T, S): bool, or a bias that is added to the scores
-    )
-    is_causal: bool = False  # instead of `allowed`, if queries and keys are the same positions
-    kernel: str = "auto"  # the kernel that the mask was built for
-    may_be_empty: bool = False  # some queries may have no visible key
-    content_mask: Callable[..., Tensor] | None = (
-        None  # (q, k, scores of q, rows: those of q) -> allowed
-    )
-    kernel_state: Any = (
-        None  # prepared once per pass for local, flex and varlen; document ids for linear attention
-    )
-    reference_rows: Callable[[slice], AttentionMask] | None = (
-        None  # builds plain rows if the kernel reads another form
-    )
+    # Broadcastable to (B, H, T, S): bool, or a bias that is added to the scores.
+    allowed: Tensor | None = None
+    # Instead of `allowed`, if queries and keys are the same positions.
+    is_causal: bool = False
+    # The kernel that the mask was built for, one of KERNELS, or "cache": a KV cache whose `compute`
+    # also attends to keys that attend() is not given.
+    kernel: str = "auto"
+    # Some queries may have no visible key.
+    may_be_empty: bool = False
+    # (q, k, scores of q, rows: those of q) -> allowed.
+    content_mask: Callable[..., Tensor] | None = None
+    # The kernel itself, unless it is SDPA or the reference; prepared once per pass for all layers.
+    compute: PreparedKernel | None = None
+    # (B, T), for linear attention, which reads nothing else.
+    document_ids: Tensor | None = None
+    # Builds plain rows if the kernel reads another form.
+    reference_rows: Callable[[slice], AttentionMask] | None = None
 
     @property
     def differs_by_head(self) -> bool:
@@ -53,13 +68,14 @@ class AttentionMask:
         """The mask of a slice of queries, for the reference."""
         allowed = self.allowed
         if self.is_causal:
-            allowed = (
-                torch.arange(k.shape[2], device=k.device)
-                <= torch.arange(q.shape[2], device=k.device)[rows, None]
-            )
+            keys = torch.arange(k.shape[2], device=k.device)  # (S,)
+            queries = torch.arange(q.shape[2], device=k.device)[rows]
+            allowed = keys <= queries[:, None]  # (rows, S)
         elif allowed is not None and allowed.shape[-2] > 1:
             allowed = allowed[..., rows, :]
-        content_mask = self.content_mask and partial(self.content_mask, rows=rows)
+        content_mask = self.content_mask
+        if content_mask is not None:
+            content_mask = partial(content_mask, rows=rows)
         return AttentionMask(
             allowed, kernel=self.kernel, may_be_empty=self.may_be_empty, content_mask=content_mask
         )
@@ -81,9 +97,8 @@ def choose_kernel(
     support the pattern.
     """
     has_documents = query.document_id is not None
-    is_bounded = (
-        aligned and pattern.max_distance is not None and not (pattern.n_global and has_documents)
-    )
+    has_limit = aligned and pattern.max_distance is not None
+    is_bounded = has_limit and not (pattern.n_global and has_documents)
     is_window = pattern == CAUSAL or pattern.text == f"window({pattern.max_distance})"
     by_query = aligned and plain_scores and not (pattern.by_content or pattern.bidirectional_prefix)
     supported = {
@@ -97,7 +112,9 @@ def choose_kernel(
     if requested != "auto":
         if supported.get(requested, False):
             return requested
-        hint = "use auto" if requested in supported else f"choose from: {', '.join(KERNELS)}"
+        hint = f"choose from: {', '.join(KERNELS)}"
+        if requested in supported:
+            hint = "use auto"
         raise UserError(
             f"the kernel {requested!r} does not support {pattern.text} with these inputs; {hint}"
         )
@@ -137,42 +154,50 @@ def attend(
             arXiv:2408.00118).
         sinks: (H,), one extra score per head without a value, which lets a head attend to nothing.
     """
-    mask = AttentionMask() if mask is None else mask
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if mask.kernel in ("flex", "varlen", "retrieval"):
-        return mask.kernel_state(q, k, v, scale, attn_logit_softcap, sinks)
-    if mask.kernel == "local":
-        blocks, length = mask.kernel_state, q.shape[2]
-        q, k, v = to_blocks(q, blocks.size), keys_to_blocks(k, blocks), keys_to_blocks(v, blocks)
-        allowed = mask.allowed.repeat(
-            len(q) // len(mask.allowed), 1, 1, 1
-        )  # (B·blocks, 1 or H, block, keys)
-        mask = AttentionMask(allowed, may_be_empty=mask.may_be_empty)
-        return from_blocks(attend(q, k, v, mask, scale, attn_logit_softcap, sinks), length)
+    if mask is None:
+        mask = AttentionMask()
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    if mask.compute is not None:
+        return mask.compute(q, k, v, scale, attn_logit_softcap, sinks)
     if attn_logit_softcap is not None or sinks is not None or mask.kernel == "reference":
-        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, D)
-        mask_of = partial(mask.slice_rows, q=q, k=k)
-        chunks = chunked_attention_weights(q, k, mask_of, scale, attn_logit_softcap, sinks)
-        return torch.cat([weights.to(v.dtype) @ v for _, weights in chunks], dim=2)
-    if mask.kernel == "blockwise":
-        k, v = (
-            x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
-        )  # (B, H, T, D)
-        return blockwise_attention(q, k, v, scale, mask.allowed)
+        return _reference(q, k, v, mask, scale, attn_logit_softcap, sinks)
     if mask.content_mask is not None:
-        visible = mask.content_mask(q, k)  # (B, H, T, S)
-        visible = (
-            visible if mask.allowed is None else mask.allowed.masked_fill(~visible, -torch.inf)
-        )
-        mask = AttentionMask(visible, may_be_empty=mask.may_be_empty)
+        allowed = mask.content_mask(q, k)  # (B, H, T, S)
+        if mask.allowed is not None:
+            allowed = mask.allowed.masked_fill(~allowed, -torch.inf)
+        mask = AttentionMask(allowed, may_be_empty=mask.may_be_empty)
     if mask.differs_by_head and not torch.is_grad_enabled():
         # SDPA expands a per-head mask to one number per score; chunks of queries bound that memory.
-        chunks = [slice(start, start + 8 * ROWS) for start in range(0, q.shape[2], 8 * ROWS)]
-        return torch.cat(
-            [_sdpa(q[:, :, rows], k, v, mask.slice_rows(rows, q, k), scale) for rows in chunks],
-            dim=2,
-        )
+        n_rows = 8 * ROWS
+        parts = []
+        for start in range(0, q.shape[2], n_rows):
+            rows = slice(start, start + n_rows)
+            parts.append(_sdpa(q[:, :, rows], k, v, mask.slice_rows(rows, q, k), scale))
+        return torch.cat(parts, dim=2)
     return _sdpa(q, k, v, mask, scale)
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    attn_logit_softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The sum of the values by attention_weights()."""
+    v = repeat_heads(v, q.shape[1])  # (B, H, S, D)
+    mask_of = partial(mask.slice_rows, q=q, k=k)
+    chunks = chunked_attention_weights(q, k, mask_of, scale, attn_logit_softcap, sinks)
+    parts = [weights.to(v.dtype) @ v for _, weights in chunks]  # (B, H, rows, D) each
+    return torch.cat(parts, dim=2)
+
+
+def repeat_heads(x: Tensor, n_heads: int) -> Tensor:
+    """Repeat each KV head for the query heads that it serves: (B, K, S, D) -> (B, H, S, D)."""
+    return x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
 
 def attention_weights(
@@ -185,19 +210,21 @@ def attention_weights(
 ) -> Tensor:
     """Attention weights of the reference (Vaswani et al. 2017), (B, H, T, S), in fp32 or
     float64."""
-    mask = AttentionMask() if mask is None else mask
+    if mask is None:
+        mask = AttentionMask()
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
     dtype = torch.promote_types(q.dtype, torch.float32)
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(dtype)  # (B, H, S, D)
-    scores = (
-        q.to(dtype) @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    )  # (B, H, T, S)
+    k = repeat_heads(k, q.shape[1]).to(dtype)  # (B, H, S, D)
+    scores = q.to(dtype) @ k.transpose(-2, -1) * scale  # (B, H, T, S)
     if attn_logit_softcap is not None:
         scores = attn_logit_softcap * torch.tanh(scores / attn_logit_softcap)
     allowed = mask.allowed
     if mask.is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     elif allowed is not None and allowed.dtype != torch.bool:
-        scores, allowed = scores + allowed, None
+        scores = scores + allowed  # a bias
+        allowed = None
     if mask.content_mask is not None:
         allowed = mask.content_mask(q, k, scores)
     if allowed is not None:
@@ -215,37 +242,37 @@ def chunked_attention_weights(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield attention_weights() of ROWS queries at a time, or of all if gradients flow;
     mask_of(rows) masks them."""
-    T, needs_grad = q.shape[2], torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    for start in range(0, T, T if needs_grad else ROWS):
-        rows = slice(start, T if needs_grad else min(start + ROWS, T))
+    T = q.shape[2]
+    n_rows = ROWS
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        n_rows = T
+    for start in range(0, T, n_rows):
+        rows = slice(start, min(start + n_rows, T))
         yield rows, attention_weights(q[:, :, rows], k, mask_of(rows), *options)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:
-    is_grouped, allowed = q.shape[1] != k.shape[1], mask.allowed
+    """attend() by torch's scaled_dot_product_attention, or for a few queries on a CPU by ours."""
+    is_grouped = q.shape[1] != k.shape[1]
+    allowed = mask.allowed
     if q.device.type == "cpu":
         needs_sdpa = mask.is_causal or mask.may_be_empty or torch.is_grad_enabled()
         if not needs_sdpa and q.shape[2] <= 16 and q.dtype == torch.float32:
             return decode_attention(q, k, v, allowed, scale)
         k = k.contiguous()  # as SDPA's flash kernel requires
-    elif (
-        is_grouped
-        and q.is_cuda
-        and q.shape[2] == 1
-        and not (mask.differs_by_head or mask.is_causal)
-    ):
-        # With one query per head, heads that share a KV head become its queries, so that each key
-        # is read once.
-        B, H, _, D = q.shape
-        q = q.reshape(B, k.shape[1], -1, D)  # (B, K, H/K, D)
-        return _sdpa(q, k, v, mask, scale).reshape(B, H, 1, -1)
-    elif is_grouped and q.is_cuda and allowed is not None:
-        # CUDA's kernels with a mask do not support grouped keys: SDPA would fall back to the slow
-        # math path.
-        k, v = (
-            x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
-        )  # (B, H, S, D)
-        is_grouped = False
+    elif q.is_cuda and is_grouped:
+        if q.shape[2] == 1 and not (mask.differs_by_head or mask.is_causal):
+            # With one query per head, heads that share a KV head become its queries, so that each
+            # key is read once.
+            B, H, _, D = q.shape
+            q = q.reshape(B, k.shape[1], -1, D)  # (B, K, H/K, D)
+            return _sdpa(q, k, v, mask, scale).reshape(B, H, 1, -1)
+        if allowed is not None:
+            # CUDA's kernels with a mask do not support grouped keys: SDPA would fall back to the
+            # slow math path.
+            k = repeat_heads(k, q.shape[1])  # (B, H, S, D)
+            v = repeat_heads(v, q.shape[1])
+            is_grouped = False
     if allowed is not None and allowed.dtype != torch.bool:
         if mask.may_be_empty and q.dtype != allowed.dtype:
             # If only distant keys are visible, their biases are large, and 16 bits cannot tell them
@@ -257,8 +284,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
         options["enable_gqa"] = True
     if q.is_cuda and not (mask.is_causal and torch.is_grad_enabled()):
         # cuDNN's gradients with a mask may be NaN, and it builds a new plan for every cache length.
-        with sdpa_kernel(
-            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        ):
+        backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(backends):
             return F.scaled_dot_product_attention(q, k, v, **options)
     return F.scaled_dot_product_attention(q, k, v, **options)

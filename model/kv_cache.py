@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
-from thinker.model.kernels.linear_attention import LinearState
+from thinker.model.kernels import load_kernel
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
 from thinker.runtime.checks import describe
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from thinker.model.kernels.linear_attention import LinearState
 
 
 @dataclass
@@ -34,39 +38,42 @@ class LayerCache:
     ) -> tuple[AttentionMask, CacheSlots]:
         """Return the mask and slots of new positions, (T,) or (B, T), which `cache` already
         counts."""
-        if max(cache.lengths) == positions.shape[-1]:  # the first chunk
-            return cache.build_mask(pattern, positions, positions, aligned=True), CacheSlots(
-                positions
-            )
-        slots = CacheSlots(positions, max(cache.lengths))
+        end = max(cache.lengths)
+        if end == positions.shape[-1]:  # the first chunk
+            mask = cache.build_mask(pattern, positions, positions, aligned=True)
+            return mask, CacheSlots(positions)
+        slots = CacheSlots(positions, end)
         has_alibi = cache.mask_builder.alibi_slopes is not None
         if positions.shape == (1,) and pattern == CAUSAL and not has_alibi:
             return AttentionMask(), slots  # the last position attends to every key
-        return cache.build_mask(
-            pattern, positions, torch.arange(slots.kv_len, device=positions.device)
-        ), slots
+        keys = torch.arange(end, device=positions.device)
+        return cache.build_mask(pattern, positions, keys), slots
 
     def update(
         self, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Store new keys and values (B, K, T, D). Returns q and the keys and values to attend to,
         (B, K, S, D) each."""
-        keys, values, slot_mapping = k, v, slots.slot_mapping
+        keys, values = k, v
         if slots.kv_len is not None:
-            keys, values = self.keys[:, :, : slots.kv_len], self.values[:, :, : slots.kv_len]
-            if (
-                self.size < math.inf and k.shape[2] > 1
-            ):  # read the old ring before it is overwritten
-                keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
-        for stored, new in ((self.keys, k), (self.values, v)):
-            if slot_mapping.dim() == 2:
-                rows = torch.arange(len(slot_mapping), device=slot_mapping.device)[
-                    :, None
-                ]  # (B, 1)
-                stored[rows, :, slot_mapping] = new.transpose(1, 2)  # (B, T, K, D)
-            else:
-                stored.index_copy_(2, slot_mapping, new)
+            keys = self.keys[:, :, : slots.kv_len]
+            values = self.values[:, :, : slots.kv_len]
+            is_ring = self.size < math.inf
+            if is_ring and k.shape[2] > 1:  # read the old ring before it is overwritten
+                keys = torch.cat((keys, k), dim=2)
+                values = torch.cat((values, v), dim=2)
+        self._store(self.keys, k, slots.slot_mapping)
+        self._store(self.values, v, slots.slot_mapping)
         return q, keys, values
+
+    @staticmethod
+    def _store(stored: Tensor, new: Tensor, slot_mapping: Tensor) -> None:
+        """Write (B, K, T, D) to the slots (T,), or (B, T) if they differ by row."""
+        if slot_mapping.dim() == 1:
+            stored.index_copy_(2, slot_mapping, new)
+            return
+        rows = torch.arange(len(slot_mapping), device=slot_mapping.device)[:, None]  # (B, 1)
+        stored[rows, :, slot_mapping] = new.transpose(1, 2)  # (B, T, K, D)
 
 
 @dataclass
@@ -87,9 +94,8 @@ class RingLayer(LayerCache):
         unread slot."""
         ring = self.size - self.n_global
         is_global = positions < self.n_global
-        slots = torch.where(
-            is_global, positions, self.n_global + (positions - self.n_global) % ring
-        )
+        in_ring = self.n_global + (positions - self.n_global) % ring
+        slots = torch.where(is_global, positions, in_ring)
         is_overwritten = ~is_global & (positions < positions[..., -1:] + 1 - ring)
         return torch.where(is_overwritten, self.size, slots)
 
@@ -108,33 +114,24 @@ class RingLayer(LayerCache):
     ) -> tuple[AttentionMask, CacheSlots]:
         """See LayerCache.prepare(); the high-water mark of each row determines what the ring
         contains."""
-        slots, T = CacheSlots(self.slot_mapping(positions)), positions.shape[-1]
-        if max(cache.lengths) == T:
+        T = positions.shape[-1]
+        slots = CacheSlots(self.slot_mapping(positions))
+        if max(cache.lengths) == T:  # the first chunk
             return cache.build_mask(pattern, positions, positions, aligned=True), slots
-        is_single = T == 1
-        high_water = cache.high_water if is_single else cache.high_water_before
+        rows_differ = positions.dim() == 2
+        high_water = cache.high_water
+        if T > 1:  # the ring is read before the new keys are written
+            high_water = cache.high_water_before
         slots.kv_len = min(max(high_water), self.size)
-        lengths = to_device(
-            high_water if positions.dim() == 2 else high_water[:1], positions.device
-        )
+        lengths = high_water if rows_differ else high_water[:1]
+        lengths = to_device(lengths, positions.device)
         keys = self.slot_positions(lengths, slots.kv_len)  # (B or 1, kv_len)
-        if (
-            not is_single
-        ):  # new keys follow those in the ring, without the old keys that they replace
+        if T > 1:  # new keys follow those in the ring, without the old keys that they replace
             keys = torch.where(keys < positions[..., :1], keys, INVALID_POSITION)
             keys = torch.cat((keys, positions.expand(len(keys), -1)), dim=1)
-        return cache.build_mask(
-            pattern, positions, keys if positions.dim() == 2 else keys[0]
-        ), slots
-
-
-class LinearLayer(LinearState):
-    """State of a linear attention layer: sums over all keys, whose size does not depend on the
-    number of keys."""
-
-    tensors = ("sums", "shift")
-    size = slack = 0
-    no_truncate_reason = "linear attention cannot forget keys; create a new cache"
+        if not rows_differ:
+            keys = keys[0]
+        return cache.build_mask(pattern, positions, keys), slots
 
 
 class KVCache:
@@ -160,47 +157,41 @@ class KVCache:
     ) -> None:
         """`slack`: number of positions that truncate() can always remove, even from ring
         buffers."""
-        if not all(
-            type(n) is int and n >= least
-            for n, least in ((batch_size, 1), (max_len, 1), (slack, 0))
-        ):
-            sizes = (
-                f"batch_size={describe(batch_size)}, max_len={describe(max_len)}, "
-                f"slack={describe(slack)}"
-            )
-            raise UserError(
-                f"invalid cache size {sizes}; use integers of at least 1 (slack: at least 0)"
-            )
-        self.max_len, self.device, self.slack = max_len, torch.device(device), slack
+        _check_sizes(batch_size, max_len, slack)
+        self.max_len = max_len
+        self.slack = slack
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.head_dim = config.head_dim
+        self.prefix = config.prefix
         self.mask_builder = MaskBuilder.of_model(config, dtype, self.device, "auto")
-        self.prefix, self.head_dim, self.dtype = config.prefix, config.head_dim, dtype
-        self.layers = [
-            self._new_layer(pattern, batch_size, config.head_counts(layer)[1])
-            for layer, pattern in enumerate(self.mask_builder.patterns)
-        ]
+        self.layers: list[LayerCache | LinearState] = []
+        for layer, pattern in enumerate(self.mask_builder.patterns):
+            _, n_kv_heads = config.head_counts(layer)
+            self.layers.append(self._new_layer(pattern, batch_size, n_kv_heads))
         self.n_moves = 0  # times that the tensors of all layers were replaced
         self.lengths = [0] * batch_size
-        self.high_water = self.high_water_before = (
-            self.lengths
-        )  # largest length of each row before truncate()
-        keeps_tokens = self.mask_builder.by_token or config.token_shift
-        self.tokens = (
-            torch.zeros(batch_size, max_len, dtype=int, device=device) if keeps_tokens else None
-        )
+        # The largest length of each row before truncate(), and the same before the last append().
+        self.high_water = self.lengths
+        self.high_water_before = self.lengths
+        self.tokens: Tensor | None = None
+        if self.mask_builder.by_token or config.token_shift:
+            self.tokens = torch.zeros(batch_size, max_len, dtype=int, device=device)
 
-    def _new_layer(self, pattern: Pattern, B: int, K: int) -> LayerCache | LinearLayer:
+    def _new_layer(self, pattern: Pattern, B: int, K: int) -> LayerCache | LinearState:
         if pattern.n_features:
-            return LinearLayer.empty((B, K, pattern.n_features, self.head_dim), self.device)
+            shape = (B, K, pattern.n_features, self.head_dim)
+            return load_kernel("linear state").empty(shape, self.device)
         size = max(1, (pattern.max_distance or 0) + self.slack) + pattern.n_global
         if size >= self.max_len or not pattern.fits_ring_buffer:
-            return LayerCache(*self._new_tensors(B, K, self.max_len), self.slack)
-        return RingLayer(*self._new_tensors(B, K, size + 1), self.slack, pattern.n_global)
+            keys, values = self._new_tensors(B, K, self.max_len)
+            return LayerCache(keys, values, self.slack)
+        keys, values = self._new_tensors(B, K, size + 1)
+        return RingLayer(keys, values, self.slack, pattern.n_global)
 
     def _new_tensors(self, B: int, K: int, size: int) -> tuple[Tensor, Tensor]:
-        return tuple(
-            torch.zeros(B, K, size, self.head_dim, device=self.device, dtype=self.dtype)
-            for _ in range(2)
-        )
+        keys = torch.zeros(B, K, size, self.head_dim, device=self.device, dtype=self.dtype)
+        return keys, torch.zeros_like(keys)
 
     @property
     def is_unbounded(self) -> bool:
@@ -221,20 +212,28 @@ class KVCache:
             positions = positions + (to_device(starts, self.device) - starts[0])[:, None]  # (B, T)
         token_before = None
         if self.tokens is not None:
-            at = (positions[..., :1].expand(batch_size, 1) - 1) % self.max_len
-            token_before = self.tokens.gather(1, at)  # any id before position 0
-            newest = slice(-self.max_len, None)  # unbounded caches keep the last max_len tokens
-            self.tokens.scatter_(
-                1, positions.expand(batch_size, -1)[:, newest] % self.max_len, tokens[:, newest]
-            )
-        patterns, prepared = self.mask_builder.patterns, {}
-        for layer, pattern in zip(self.layers, patterns):
-            if pattern.n_features:  # no mask and no slots
-                prepared[pattern] = AttentionMask(), None
-            elif pattern not in prepared:
-                prepared[pattern] = layer.prepare(self, pattern, positions)
-        masks, slots = ([prepared[pattern][i] for pattern in patterns] for i in (0, 1))
+            token_before = self._add_tokens(positions.expand(batch_size, -1), tokens)
+        prepared: dict[Pattern, tuple[AttentionMask, CacheSlots | None]] = {}
+        masks = []
+        slots = []
+        for layer, pattern in zip(self.layers, self.mask_builder.patterns):
+            if pattern not in prepared:
+                if pattern.n_features:  # no mask and no slots
+                    prepared[pattern] = (AttentionMask(), None)
+                else:
+                    prepared[pattern] = layer.prepare(self, pattern, positions)
+            mask, layer_slots = prepared[pattern]
+            masks.append(mask)
+            slots.append(layer_slots)
         return ForwardContext(positions, max(self.lengths), masks, slots, token_before=token_before)
+
+    def _add_tokens(self, positions: Tensor, tokens: Tensor) -> Tensor:
+        """Keep the ids of new positions, (B, T) each. Returns the id before each row, (B, 1)."""
+        at = (positions[:, :1] - 1) % self.max_len
+        token_before = self.tokens.gather(1, at)  # any id before position 0
+        newest = slice(-self.max_len, None)  # unbounded caches keep the last max_len tokens
+        self.tokens.scatter_(1, positions[:, newest] % self.max_len, tokens[:, newest])
+        return token_before
 
     def reserve(self, batch_size: int, length: int) -> list[int]:
         """Add `length` positions to every row and return the previous lengths. Raises the errors of
@@ -252,8 +251,7 @@ class KVCache:
         if min(starts) < self.prefix and (max(starts) > 0 or length < self.prefix):
             raise UserError(
                 f"{length} positions after {min(starts)} split the bidirectional prefix; pass "
-                f"the first {self.prefix} "
-                "positions in one call"
+                f"the first {self.prefix} positions in one call"
             )
         self.lengths = [start + length for start in starts]
         self.high_water_before = self.high_water
@@ -264,10 +262,12 @@ class KVCache:
         self, pattern: Pattern, queries: Tensor, keys: Tensor, aligned: bool = False
     ) -> AttentionMask:
         """Mask between queries and keys at these positions, (T,) or (B, T) each."""
-        query, key = TokenInfo(queries), TokenInfo(keys)
+        query = TokenInfo(queries)
+        key = TokenInfo(keys)
         if self.mask_builder.by_token:
             rows = torch.arange(len(self.lengths), device=self.device)[:, None]
-            query.token_id, key.token_id = self.tokens[rows, queries], self.tokens[rows, keys]
+            query.token_id = self.tokens[rows, queries]
+            key.token_id = self.tokens[rows, keys]
         return self.mask_builder.build(pattern, query, key, aligned)
 
     def truncate(self, lengths: list[int]) -> None:
@@ -289,11 +289,13 @@ class KVCache:
         """Whether truncate() would succeed."""
         return all(self._can_truncate_layer(layer, lengths) for layer in self.layers)
 
-    def _can_truncate_layer(self, layer: LayerCache | LinearLayer, lengths: list[int]) -> bool:
-        return all(
-            new == old or high_water <= layer.size or high_water - new <= layer.slack
-            for new, old, high_water in zip(lengths, self.lengths, self.high_water)
-        )
+    def _can_truncate_layer(self, layer: LayerCache | LinearState, lengths: list[int]) -> bool:
+        for new, old, high_water in zip(lengths, self.lengths, self.high_water):
+            is_unchanged = new == old
+            keeps_all = high_water <= layer.size
+            if not (is_unchanged or keeps_all or high_water - new <= layer.slack):
+                return False
+        return True
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows in this order, to drop finished rows or repeat a shared prompt."""
@@ -312,10 +314,19 @@ class KVCache:
         self.n_moves += 1
         for layer, other_layer in zip(self.layers, other.layers):
             for name in layer.tensors:
-                setattr(layer, name, torch.cat((getattr(layer, name), getattr(other_layer, name))))
+                both = (getattr(layer, name), getattr(other_layer, name))
+                setattr(layer, name, torch.cat(both))
         if self.tokens is not None:
             self.tokens = torch.cat((self.tokens, other.tokens))
-        self.lengths, self.high_water = (
-            self.lengths + other.lengths,
-            self.high_water + other.high_water,
-        )
+        self.lengths = self.lengths + other.lengths
+        self.high_water = self.high_water + other.high_water
+
+
+def _check_sizes(batch_size: int, max_len: int, slack: int) -> None:
+    for size, least in ((batch_size, 1), (max_len, 1), (slack, 0)):
+        if type(size) is not int or size < least:
+            raise UserError(
+                f"invalid cache size batch_size={describe(batch_size)}, "
+                f"max_len={describe(max_len)}, slack={describe(slack)}; use integers of at least "
+                f"1 (slack: at least 0)"
+            )

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from thinker.model.attention_dispatch import AttentionMask, choose_kernel
 from thinker.model.config import ThinkerConfig
-from thinker.model.kernels.flex_attention import FlexAttention
-from thinker.model.kernels.local_attention import LocalBlocks, positions_to_blocks
-from thinker.model.kernels.varlen_attention import VarlenAttention
+from thinker.model.kernels import load_kernel
 from thinker.model.patterns.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
 from thinker.model.positions import Rotation, alibi_slopes
 
@@ -35,9 +33,8 @@ class ForwardContext:
     masks: list[AttentionMask]  # per layer; layers with the same pattern share one
     slots: list[CacheSlots | None]  # per layer; None without a cache of keys
     rope: Rotation = None
-    token_before: Tensor | None = (
-        None  # (B, 1): the id that precedes each row in the cache, if the cache keeps ids
-    )
+    # (B, 1): the id that precedes each row in the cache, if the cache keeps ids.
+    token_before: Tensor | None = None
 
 
 @dataclass
@@ -46,9 +43,8 @@ class MaskBuilder:
 
     n_heads: int  # H, query heads
     dtype: torch.dtype = torch.float32  # dtype of the activations
-    alibi_slopes: Tensor | None = (
-        None  # (H,), penalty per position of distance (model/positions.py)
-    )
+    # (H,), penalty per position of distance (model/positions.py).
+    alibi_slopes: Tensor | None = None
     kernel: str = "auto"  # one of attention_dispatch.KERNELS; "reference" supports all patterns
     plain_scores: bool = True  # without attn_logit_softcap and sinks
     patterns: list[Pattern] = field(default_factory=list)  # one per layer
@@ -60,7 +56,9 @@ class MaskBuilder:
         cls, config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str
     ) -> MaskBuilder:
         """Create the builder for a model."""
-        slopes = alibi_slopes(config.n_heads, device) if config.positions == "alibi" else None
+        slopes = None
+        if config.positions == "alibi":
+            slopes = alibi_slopes(config.n_heads, device)
         plain_scores = config.attn_logit_softcap is None and not config.attention_sinks
         return cls(config.n_heads, dtype, slopes, kernel, plain_scores, config.patterns)
 
@@ -72,15 +70,16 @@ class MaskBuilder:
     def whole_sequence(self, query: TokenInfo) -> ForwardContext:
         """Context of a pass without a cache. Masks that depend only on the length are kept for the
         next pass."""
-        T, (length, masks) = query.position.shape[-1], self._last
+        T = query.position.shape[-1]
+        length, masks = self._last
         depends_on_length_alone = query.document_id is None and query.token_id is None
         if length != T or not depends_on_length_alone:
             masks = {}
         if depends_on_length_alone:
-            self._last = T, masks
+            self._last = (T, masks)
         for pattern in self.patterns:
             if pattern.n_features:
-                masks[pattern] = AttentionMask(kernel_state=query.document_id)
+                masks[pattern] = AttentionMask(document_ids=query.document_id)
             elif pattern not in masks:
                 masks[pattern] = self.build(pattern, query, query, aligned=True)
         by_layer = [masks[pattern] for pattern in self.patterns]
@@ -102,70 +101,55 @@ class MaskBuilder:
         `aligned`: both have the same positions in the same order. Raises UserError if `kernel` does
         not support it.
         """
+        has_alibi = self.alibi_slopes is not None
         kernel = choose_kernel(
-            self.kernel,
-            pattern,
-            query,
-            aligned,
-            self.dtype,
-            self.alibi_slopes is not None,
-            self.plain_scores,
+            self.kernel, pattern, query, aligned, self.dtype, has_alibi, self.plain_scores
         )
         mask = AttentionMask(kernel=kernel, may_be_empty=not pattern.includes_self)
         if aligned:
             mask.reference_rows = partial(self.reference_mask, pattern, query)
         if kernel == "flex":
-            mask.kernel_state = FlexAttention(pattern, query, self.n_heads, self.alibi_slopes)
-        elif kernel == "varlen":
-            mask.kernel_state = VarlenAttention(query.document_id, pattern.max_distance)
-        elif (
-            pattern == CAUSAL
-            and aligned
-            and query.document_id is None
-            and self.alibi_slopes is None
-        ):
+            new_kernel = load_kernel("flex")
+            mask.compute = new_kernel(pattern, query, self.n_heads, self.alibi_slopes)
+            return mask
+        if kernel == "varlen":
+            new_kernel = load_kernel("varlen")
+            mask.compute = new_kernel(query.document_id, pattern.max_distance)
+            return mask
+        if kernel == "local":
+            local = load_kernel("local")(pattern.max_distance, pattern.n_global)
+            # (blocks or B·blocks, block) and (..., n_global + before + block)
+            query = _map_tensors(key, local.query_blocks)
+            key = _map_tensors(key, partial(local.key_blocks, invalid=INVALID_POSITION))
+            self._set_allowed(mask, pattern, _unsqueeze(query, -1), _unsqueeze(key, -2))
+            local.mask = AttentionMask(mask.allowed, may_be_empty=mask.may_be_empty)
+            mask.compute = local
+            return mask
+        if pattern == CAUSAL and aligned and query.document_id is None and not has_alibi:
             mask.is_causal = True
         else:
-            if kernel == "local":
-                blocks = mask.kernel_state = LocalBlocks.for_distance(
-                    pattern.max_distance, pattern.n_global
-                )
-                query, key = (  # (blocks or B·blocks, block) and (..., n_global + before + block)
-                    _map_tensors(
-                        key,
-                        lambda x, i=i: positions_to_blocks(x, blocks, INVALID_POSITION)[i].flatten(
-                            0, -2
-                        ),
-                    )
-                    for i in (0, 1)
-                )
             self._set_allowed(mask, pattern, _unsqueeze(query, -1), _unsqueeze(key, -2))
+        if kernel == "blockwise":
+            mask.compute = load_kernel("blockwise")(mask.allowed)
         return mask
 
     def _set_allowed(
         self, mask: AttentionMask, pattern: Pattern, query: TokenInfo, key: TokenInfo
     ) -> None:
         """Mask for kernels that read `allowed`: query (..., T, 1), key (..., 1, S)."""
-        device, slopes = query.position.device, self.alibi_slopes
+        device = query.position.device
+        slopes = self.alibi_slopes
         if pattern.by_head or slopes is not None:
             head = torch.arange(self.n_heads, device=device)[:, None, None]  # (H, 1, 1)
         else:
             head = torch.zeros((), dtype=int, device=device)
         bias = None
         if slopes is not None:
-            bias = (
-                -slopes[:, None, None] * (query.position - key.position).abs()
-            )  # (H, T, S) or (B, H, T, S)
+            distance = (query.position - key.position).abs()  # (T, S) or (B, 1, T, S)
+            bias = -slopes[:, None, None] * distance  # (H, T, S) or (B, H, T, S)
         if pattern.by_content:
-
-            def content_mask(
-                q: Tensor, k: Tensor, scores: Tensor | None = None, rows: slice = slice(None)
-            ) -> Tensor:
-                part = _map_tensors(query, lambda x: x[..., rows, :])  # (..., rows, 1)
-                part.scores, part.vectors = scores, q
-                return pattern(head, part, replace(key, vectors=k))
-
-            mask.allowed, mask.content_mask = bias, content_mask
+            mask.allowed = bias
+            mask.content_mask = _content_mask(pattern, head, query, key)
             return
         mask.allowed = pattern(head, query, key)  # (T, S), (H, T, S) or (B, 1 or H, T, S)
         if bias is None and mask.kernel == "blockwise":
@@ -176,11 +160,38 @@ class MaskBuilder:
             mask.allowed = mask.allowed[None]
 
 
+def _content_mask(
+    pattern: Pattern, head: Tensor, query: TokenInfo, key: TokenInfo
+) -> Callable[..., Tensor]:
+    """The mask of a pattern that depends on the queries and keys of a layer."""
+
+    def content_mask(
+        q: Tensor, k: Tensor, scores: Tensor | None = None, rows: slice = slice(None)
+    ) -> Tensor:
+        part = _map_tensors(query, lambda x: x[..., rows, :])  # (..., rows, 1)
+        part.scores = scores
+        part.vectors = q
+        return pattern(head, part, replace(key, vectors=k))
+
+    return content_mask
+
+
 def _map_tensors(info: TokenInfo, function: Callable[[Tensor], Tensor]) -> TokenInfo:
-    tensors = (getattr(info, field.name) for field in fields(info))
-    return TokenInfo(*(None if x is None else function(x) for x in tensors))
+    """Apply a function to every tensor that is there."""
+    mapped = TokenInfo(function(info.position))
+    for each in fields(info)[1:]:
+        tensor = getattr(info, each.name)
+        if tensor is not None:
+            setattr(mapped, each.name, function(tensor))
+    return mapped
 
 
 def _unsqueeze(info: TokenInfo, dim: int) -> TokenInfo:
     """(T,) -> (T, 1) or (1, T); (B, T) -> (B, 1, T, 1) or (B, 1, 1, T), so that heads broadcast."""
-    return _map_tensors(info, lambda x: (x if x.dim() == 1 else x[:, None]).unsqueeze(dim))
+
+    def unsqueeze(x: Tensor) -> Tensor:
+        if x.dim() == 2:
+            x = x[:, None]  # (B, 1, T)
+        return x.unsqueeze(dim)
+
+    return _map_tensors(info, unsqueeze)

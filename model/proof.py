@@ -55,10 +55,13 @@ def kept(key: tuple[Hashable, ...], model: Thinker, prove: Callable[[], T]) -> T
     """The result of a proof, which is kept as long as config, mode and code of the model are the
     same."""
     config = json.dumps(model.config.to_dict(), sort_keys=True)
-    key = (*key, config, model.training, str(model.device), code_of_model())
-    if key not in _kept:
-        _kept[key] = prove()
-    return _kept[key]
+    key = (*key, config, model.training, str(model.device))
+    known = _kept.get((*key, code_of_model()))
+    if known is None:
+        known = prove()
+        # The proof may have loaded more code of the model.
+        _kept[(*key, code_of_model())] = known
+    return known
 
 
 class Noise:

@@ -1,8 +1,10 @@
 """The model and its forward pass."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +14,7 @@ from thinker.model.attention import AnyCache, Attention, LinearAttention
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.input_checks import check_inputs, tokens_to_inspect
-from thinker.model.inspection.activation_hooks import (
-    ActivationCache,
-    Patch,
-    hook_points,
-    open_hooks,
-)
-from thinker.model.kernels.linear_cross_entropy import ChunkLoss, linear_cross_entropy
+from thinker.model.kernels import load_kernel
 from thinker.model.kv_cache import KVCache
 from thinker.model.layers import Linear
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
@@ -28,6 +24,10 @@ from thinker.model.registries import ACTIVATIONS, MLPS, NORMS
 from thinker.runtime.checks import check_types
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import check_memory
+
+if TYPE_CHECKING:
+    from thinker.model.inspection.activation_hooks import ActivationCache, Patch
+    from thinker.model.kernels.linear_cross_entropy import ChunkLoss
 
 
 class MLP(nn.Module):
@@ -225,6 +225,7 @@ class Thinker(nn.Module):
                 return self.lm_head(x)  # (B, T, V)
             if self.config.prefix:  # no loss if a position attends to its target
                 targets = targets.masked_fill(context.positions < self.config.prefix - 1, -1)
+            linear_cross_entropy = load_kernel("loss")
             return linear_cross_entropy(
                 x,
                 self.lm_head.weight,
@@ -324,6 +325,8 @@ class Thinker(nn.Module):
     def record(self, *names: str) -> AbstractContextManager[ActivationCache]:
         """Record activations of each pass: `with model.record("blocks.*.attention.weights") as
         cache:`."""
+        from thinker.model.inspection.activation_hooks import open_hooks
+
         return open_hooks(self, names, {})
 
     def patch(self, patches: Mapping[str, Patch]) -> AbstractContextManager[ActivationCache]:
@@ -334,11 +337,15 @@ class Thinker(nn.Module):
         or tensor, which is broadcast; or a function of the activation. Raises UserError for an
         unknown or read-only name.
         """
+        from thinker.model.inspection.activation_hooks import open_hooks
+
         return open_hooks(self, (), patches)
 
     def activation_names(self) -> list[str]:
         """All names that can be recorded, in the order of the pass (see
         docs/guides/inspecting.md)."""
+        from thinker.model.inspection.activation_hooks import hook_points
+
         return list(hook_points(self))
 
     @torch.no_grad()

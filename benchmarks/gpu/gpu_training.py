@@ -163,15 +163,15 @@ def profile(campaign: Campaign, deadline: float) -> Results:
 def profile_steps(shape: Shape, device: torch.device, precision: str, n_steps: int = 3) -> Results:
     """Seconds per step of each group of kernels, the idle share, and the longest kernels (on a CPU:
     operations)."""
-    from thinker.model import transformer
+    from thinker.model.kernels import LOADED, load_kernel
 
     configure_backend(device)
     step = make_training_step(shape, device, precision, is_compiled=True)
     batch = make_batch(
         torch.randint(shape.vocab_size, (shape.batch_size, shape.seq_len + 1)), device
     )
-    head_and_loss, update = transformer.linear_cross_entropy, step.optimizers.step
-    transformer.linear_cross_entropy = torch.profiler.record_function(SECTIONS[0])(head_and_loss)
+    head_and_loss, update = load_kernel("loss"), step.optimizers.step
+    LOADED["loss"] = torch.profiler.record_function(SECTIONS[0])(head_and_loss)
     step.optimizers.step = torch.profiler.record_function(SECTIONS[1])(update)
     for _ in range(3):
         step(batch, 0.1)[0].item()

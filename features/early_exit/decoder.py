@@ -8,7 +8,7 @@ from thinker.generation.caches.cache_factory import CacheFactory
 from thinker.generation.decoders.plain_decoder import PlainDecoder
 from thinker.generation.setup import Setup
 from thinker.model import KVCache, Thinker, ThinkerConfig
-from thinker.model.inspection.activation_hooks import has_open_hooks
+from thinker.model.inspection.open_hooks import has_open_hooks
 from thinker.runtime.checks import check_types
 from thinker.runtime.errors import UserError
 

@@ -219,8 +219,10 @@ class RetrievalCache(KVCache):
         # At position 0, RoPE does not rotate: the layers do that, because positions change when
         # blocks are evicted.
         positions = torch.zeros(length, dtype=torch.long, device=self.device)
-        states = [partial(layer.attend, segments) for layer in self.layers]
-        masks = [AttentionMask(kernel="retrieval", kernel_state=state) for state in states]
+        masks = []
+        for layer in self.layers:
+            compute = partial(layer.attend, segments)
+            masks.append(AttentionMask(kernel="cache", compute=compute))
         return ForwardContext(positions, 1, masks, [None] * len(masks))
 
     def _n_stored(self, length: int) -> int:

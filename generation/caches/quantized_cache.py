@@ -8,6 +8,7 @@ bits, there is nothing to gain from that.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,12 +17,15 @@ from thinker.generation.caches.full_cache import FullCaches
 from thinker.generation.setup import Setup
 from thinker.model import Thinker
 from thinker.model.config import ThinkerConfig
-from thinker.model.kv_cache import KVCache, LayerCache, LinearLayer
+from thinker.model.kv_cache import KVCache, LayerCache
 from thinker.model.masks import CacheSlots
 from thinker.model.patterns.patterns import Pattern
 from thinker.runtime.checks import describe
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import check_memory
+
+if TYPE_CHECKING:
+    from thinker.model.kernels.linear_attention import LinearState
 
 BLOCK = 16  # with 4 bits, a query reads the keys of its own block and of the block before unrounded
 RING = 4 * BLOCK  # newest positions that are kept for that
@@ -158,7 +162,7 @@ class QuantizedCache(KVCache):
         if bits == 4:  # so that each query reads the same keys unrounded as alone
             self.pass_block = BLOCK
 
-    def _new_layer(self, pattern: Pattern, B: int, K: int) -> LayerCache | LinearLayer:
+    def _new_layer(self, pattern: Pattern, B: int, K: int) -> LayerCache | LinearState:
         layer = super()._new_layer(pattern, B, K)
         # A pattern that fits a ring buffer stays in a short cache, too, for the same results.
         if pattern.fits_ring_buffer or type(layer) is not LayerCache:
@@ -175,7 +179,7 @@ class QuantizedCache(KVCache):
         newest = [empty(n_newest, self.head_dim, dtype=self.dtype) for _ in range(2)]
         return QuantizedLayer(*codes, self.slack, self.bits, *scales, *newest)
 
-    def _can_truncate_layer(self, layer: LayerCache | LinearLayer, lengths: list[int]) -> bool:
+    def _can_truncate_layer(self, layer: LayerCache | LinearState, lengths: list[int]) -> bool:
         if not isinstance(layer, QuantizedLayer) or not layer.n_newest:
             return super()._can_truncate_layer(layer, lengths)
         for new, old, high_water in zip(lengths, self.lengths, self.high_water):

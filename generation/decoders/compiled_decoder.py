@@ -15,7 +15,7 @@ from thinker.generation.decoders.plain_decoder import PlainDecoder
 from thinker.generation.setup import Setup
 from thinker.model import KVCache, Thinker
 from thinker.model.attention_dispatch import AttentionMask
-from thinker.model.inspection.activation_hooks import has_open_hooks
+from thinker.model.inspection.open_hooks import has_open_hooks
 from thinker.model.masks import CacheSlots, ForwardContext
 from thinker.model.positions import Rotation
 from thinker.runtime.device import to_device

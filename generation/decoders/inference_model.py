@@ -22,7 +22,7 @@ from thinker.generation.decoders.inference_linear import (
 from thinker.generation.mixed_bits import Bits, matrix_names
 from thinker.model import Thinker
 from thinker.model.attention import Attention, LinearAttention
-from thinker.model.inspection.activation_hooks import has_open_hooks
+from thinker.model.inspection.open_hooks import has_open_hooks
 from thinker.model.layers import Linear, RMSNorm
 from thinker.model.positions import Rotation, apply_rotary_emb
 from thinker.model.transformer import MLP

@@ -18,7 +18,7 @@ from thinker.generation.decoders.inference_model import known_modules
 from thinker.generation.sequence import SampledToken, Sequence, allowed_tokens
 from thinker.model import KVCache, Thinker
 from thinker.model.attention import Attention
-from thinker.model.inspection.activation_hooks import has_open_hooks
+from thinker.model.inspection.open_hooks import has_open_hooks
 from thinker.model.masks import ForwardContext
 from thinker.model.patterns.patterns import CAUSAL, Pattern
 from thinker.model.positions import MAX_TABLE_LEN

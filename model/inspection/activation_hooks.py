@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from thinker.model.attention import AnyCache
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.inspection.implied_attention import weights_of_attend
+from thinker.model.inspection.open_hooks import counted_as_open
 from thinker.model.kernels.linear_attention import LinearState
 from thinker.model.masks import ForwardContext
 from thinker.runtime.checks import check_types, describe
@@ -41,15 +41,6 @@ class ActivationCache(dict[str, Tensor]):
         """Record the activation of another pass."""
         self[name] = value
         self.passes.setdefault(name, []).append(value)
-
-
-# The open record() and patch() contexts of each model.
-_n_open: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-
-
-def has_open_hooks(model: nn.Module) -> bool:
-    """Whether any activation of the model is being recorded or patched."""
-    return model in _n_open
 
 
 class _Hook:
@@ -142,8 +133,8 @@ class _HookedAttend(_HookedMethod):
         for point, x in (("q", q), ("k", k), ("v", v)):
             if point in self:  # later passes overwrite the cache that k and v view
                 self.apply(point, x.clone() if has_cached_keys else x)
-        # Such a cache shows attend() only some of the keys that it attends to.
-        has_other_keys = cache is not None and mask.kernel == "retrieval"
+        # Such a cache attends to keys that attend() is not given.
+        has_other_keys = cache is not None and mask.kernel == "cache"
         if "weights" in self and (has_state or has_other_keys):
             raise UserError(
                 "attention.weights is not available with this kind of cache; run without a cache"
@@ -246,20 +237,13 @@ def open_hooks(
                 )
             hooks.append((name, partial(_apply_patch, name, patch)))
     with ExitStack() as stack:
-        _n_open[model] = _n_open.get(model, 0) + 1
-        stack.callback(_close, model)
+        stack.enter_context(counted_as_open(model))
         if any(name == "logits" for name, _ in hooks):
             refuse = model.register_forward_pre_hook(_refuse_targets, with_kwargs=True)
             stack.callback(refuse.remove)
         for name, function in hooks:
             stack.enter_context(points[name].open(function))
         yield cache
-
-
-def _close(model: nn.Module) -> None:
-    _n_open[model] -= 1
-    if not _n_open[model]:
-        del _n_open[model]
 
 
 def _refuse_targets(model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:

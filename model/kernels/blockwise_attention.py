@@ -10,6 +10,20 @@ ROWS = 128  # queries per block; keys after the last query are skipped
 SCORES = 2**20  # scores per block, over all its heads
 
 
+class BlockwiseAttention:
+    """blockwise_attention() with the bias of one mask."""
+
+    def __init__(self, bias: Tensor | None) -> None:
+        self.bias = bias
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, *unused: None) -> Tensor:
+        """q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D)."""
+        n_shared = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(n_shared, dim=1)  # (B, H, T, D)
+        v = v.repeat_interleave(n_shared, dim=1)
+        return blockwise_attention(q, k, v, scale, self.bias)
+
+
 def blockwise_attention(
     q: Tensor,
     k: Tensor,
@@ -25,10 +39,11 @@ def blockwise_attention(
     bf16 matrix units. The cost: half of the (B, H, T, T) probabilities are saved for the backward
     pass.
     """
-    # Compilation took two minutes and was no faster. Calling _uncompiled() imports the compiler,
-    # for a second.
-    compute = _uncompiled if torch.compiler.is_compiling() else _compute
-    return compute(q, k, v, scale, bias, n_scores)
+    if torch.compiler.is_compiling():
+        # Compilation took two minutes and was no faster.
+        return _uncompiled(q, k, v, scale, bias, n_scores)
+    # Not _uncompiled() here, too: calling it imports the compiler, for a second.
+    return _compute(q, k, v, scale, bias, n_scores)
 
 
 def _compute(
@@ -36,12 +51,14 @@ def _compute(
 ) -> Tensor:
     if bias is not None:
         bias = bias.to(q.dtype)
-        bias = (
-            bias.expand(*q.shape[:2], -1, -1) if bias.dim() == 4 else bias
-        )  # (B, H, T, T), by strides
-    return _BlockwiseAttention.apply(
-        *(x.flatten(0, 1) for x in (q, k, v)), scale, bias, n_scores
-    ).view(q.shape)
+        if bias.dim() == 4:
+            bias = bias.expand(*q.shape[:2], -1, -1)  # (B, H, T, T), by strides
+    # Heads of all rows together: (B·H, T, D).
+    flat_q = q.flatten(0, 1)
+    flat_k = k.flatten(0, 1)
+    flat_v = v.flatten(0, 1)
+    y = _BlockwiseAttention.apply(flat_q, flat_k, flat_v, scale, bias, n_scores)
+    return y.view(q.shape)
 
 
 _uncompiled = torch._disable_dynamo(_compute)
@@ -50,44 +67,55 @@ _uncompiled = torch._disable_dynamo(_compute)
 def _blocks(q: Tensor, n_scores: int) -> list[tuple[slice, int, int]]:
     """Slice of heads, first query and end of queries for each block."""
     N, T, _ = q.shape
-    heads = max(1, n_scores // (min(T, ROWS) * T))
-    return [
-        (slice(n, n + heads), t, min(t + ROWS, T))
-        for n in range(0, N, heads)
-        for t in range(0, T, ROWS)
-    ]
+    n_heads = max(1, n_scores // (min(T, ROWS) * T))
+    blocks = []
+    for n in range(0, N, n_heads):
+        for t in range(0, T, ROWS):
+            blocks.append((slice(n, n + n_heads), t, min(t + ROWS, T)))
+    return blocks
 
 
 class _BlockwiseAttention(torch.autograd.Function):
+    """Softmax attention over blocks: q, k, v (N, T, D) -> (N, T, D), N heads of all rows."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, n_scores: int
     ) -> Tensor:
-        y, saved = torch.empty_like(q), []  # (N, T, D)
+        """Saves the probabilities of each block."""
+        blocks = _blocks(q, n_scores)
+        y = torch.empty_like(q)
         future = q.new_full((ROWS, ROWS), -torch.inf).triu(1)
-        for n, t, end in (blocks := _blocks(q, n_scores)):
-            scores = torch.bmm(q[n, t:end], k[n, :end].transpose(1, 2)).mul_(
-                scale
-            )  # (heads, rows, end)
+        saved = []
+        for n, t, end in blocks:
+            scores = torch.bmm(q[n, t:end], k[n, :end].transpose(1, 2))  # (heads, rows, end)
+            scores = scores.mul_(scale)
             if bias is None:
                 scores[:, :, t:] += future[: end - t, : end - t]
             elif bias.dim() == 2:
                 scores += bias[t:end, :end]
             else:
-                row = torch.arange(len(q))[n]
-                scores += bias[row // bias.shape[1], row % bias.shape[1], t:end, :end]
-            saved.append(scores.softmax(dim=-1))
-            torch.bmm(saved[-1], v[n, :end], out=y[n, t:end])
+                index = torch.arange(len(q))[n]
+                row = index // bias.shape[1]
+                head = index % bias.shape[1]
+                scores += bias[row, head, t:end, :end]
+            probabilities = scores.softmax(dim=-1)
+            saved.append(probabilities)
+            torch.bmm(probabilities, v[n, :end], out=y[n, t:end])
         ctx.save_for_backward(q, k, v, *saved)
-        ctx.scale, ctx.blocks = scale, blocks
+        ctx.scale = scale
+        ctx.blocks = blocks
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q, k, v, *probabilities = ctx.saved_tensors
-        q_grad, k_grad, v_grad = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for (n, t, end), p in zip(ctx.blocks, probabilities):
+        """Gradients of q, k and v."""
+        q, k, v, *saved = ctx.saved_tensors
+        q_grad = torch.empty_like(q)
+        k_grad = torch.zeros_like(k)
+        v_grad = torch.zeros_like(v)
+        for (n, t, end), p in zip(ctx.blocks, saved):
             y_grad = grad[n, t:end]
             v_grad[n, :end] += torch.bmm(p.transpose(1, 2), y_grad)
             p_grad = torch.bmm(y_grad, v[n, :end].transpose(1, 2))  # (heads, rows, end)

@@ -11,16 +11,15 @@ def decode_attention(
     not H/K times."""
     B, H, T, _ = q.shape
     K, S = k.shape[1:3]
-    queries = (q * scale).reshape(
-        B * K, H // K * T, -1
-    )  # the queries of one KV head together: (B·K, H/K·T, D)
-    scores = torch.bmm(queries, k.flatten(0, 1).transpose(1, 2))  # (B·K, H/K·T, S)
+    G = H // K  # query heads per KV head
+    queries = (q * scale).reshape(B * K, G * T, -1)  # those of one KV head together
+    scores = torch.bmm(queries, k.flatten(0, 1).transpose(1, 2))  # (B·K, G·T, S)
     if allowed is not None:
-        by_head = scores.view(B, K, H // K, T, S)
-        if allowed.dim() == 4:  # (B or 1, H or 1, T, S) -> (B or 1, K or 1, H/K or 1, T, S)
-            allowed = (
-                allowed.unsqueeze(2) if allowed.shape[1] == 1 else allowed.unflatten(1, (K, -1))
-            )
+        by_head = scores.view(B, K, G, T, S)
+        if allowed.dim() == 4 and allowed.shape[1] == 1:
+            allowed = allowed.unsqueeze(2)  # (B or 1, 1, 1, T, S)
+        elif allowed.dim() == 4:
+            allowed = allowed.unflatten(1, (K, -1))  # (B or 1, K, G, T, S)
         if allowed.dtype == torch.bool:
             by_head.masked_fill_(~allowed, -torch.inf)
         else:

@@ -2,28 +2,80 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MIN_BLOCK, MAX_BLOCK = 64, 256  # queries per block
+from thinker.model.attention_dispatch import AttentionMask, attend
+
+MIN_BLOCK = 64  # queries per block
+MAX_BLOCK = 256
 
 
-class LocalBlocks(NamedTuple):
-    """Blocks of queries with the keys they attend to: T · (block + window) scores instead of T²."""
+class LocalAttention:
+    """Queries that attend to the newest `max_distance` keys and the first `n_global`, in blocks.
 
-    size: int  # queries per block
-    before: int  # keys before the block
-    n_global: int  # number of first keys of the sequence
+    A block of queries attends to the first keys of the sequence, the keys before it, and its own:
+    T · (block + max_distance) scores instead of T².
+    """
 
-    @classmethod
-    def for_distance(cls, max_distance: int, n_global: int) -> LocalBlocks:
-        """Create blocks for queries that attend to the newest `max_distance` keys and the first
-        `n_global`."""
-        before = max(0, max_distance - 1)
-        return cls(max(MIN_BLOCK, min(MAX_BLOCK, 1 << before.bit_length())), before, n_global)
+    def __init__(self, max_distance: int, n_global: int) -> None:
+        self.n_before = max(0, max_distance - 1)  # keys before the block
+        self.n_global = n_global
+        wanted = 1 << self.n_before.bit_length()
+        self.size = max(MIN_BLOCK, min(MAX_BLOCK, wanted))  # queries per block
+        # Of all blocks: `allowed` is (blocks or B·blocks, 1 or H, size, keys). Set by MaskBuilder.
+        self.mask = AttentionMask()
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        attn_logit_softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D); other arguments as in attend()."""
+        length = q.shape[2]
+        q = to_blocks(q, self.size)
+        k = self.keys_to_blocks(k)
+        v = self.keys_to_blocks(v)
+        allowed = self.mask.allowed
+        allowed = allowed.repeat(len(q) // len(allowed), 1, 1, 1)  # (B·blocks, 1 or H, size, keys)
+        mask = AttentionMask(allowed, may_be_empty=self.mask.may_be_empty)
+        y = attend(q, k, v, mask, scale, attn_logit_softcap, sinks)  # (B·blocks, H, size, D)
+        return from_blocks(y, length)
+
+    def keys_to_blocks(self, x: Tensor) -> Tensor:
+        """The keys of each block: (B, K, T, D) -> (B·blocks, K, n_global + n_before + size, D)."""
+        padding = -x.shape[2] % self.size
+        near = F.pad(x, (0, 0, self.n_before, padding))
+        near = near.unfold(2, self.n_before + self.size, self.size)
+        near = near.permute(0, 2, 1, 4, 3)  # (B, blocks, K, n_before + size, D)
+        if self.n_global:
+            first = x[:, None, :, : self.n_global]
+            first = first.expand(-1, near.shape[1], -1, -1, -1)  # (B, blocks, K, n_global, D)
+            near = torch.cat((first, near), dim=3)
+        return near.flatten(0, 1)
+
+    def query_blocks(self, positions: Tensor) -> Tensor:
+        """The positions of queries, (T,) or (B, T), in blocks: (blocks or B·blocks, size)."""
+        padding = -positions.shape[-1] % self.size
+        return F.pad(positions, (0, padding)).unflatten(-1, (-1, self.size)).flatten(0, -2)
+
+    def key_blocks(self, positions: Tensor, invalid: int) -> Tensor:
+        """The positions of the keys of each block.
+
+        (T,) or (B, T) -> (blocks or B·blocks, n_global + n_before + size). Padding, and first keys
+        that are there twice, get `invalid`.
+        """
+        padding = -positions.shape[-1] % self.size
+        near = F.pad(positions, (self.n_before, padding), value=invalid)
+        near[..., self.n_before : self.n_before + self.n_global] = invalid
+        near = near.unfold(-1, self.n_before + self.size, self.size)  # (..., blocks, keys)
+        first = positions[..., None, : self.n_global].expand(*near.shape[:-1], -1)
+        return torch.cat((first, near), dim=-1).flatten(0, -2)
 
 
 def to_blocks(x: Tensor, size: int) -> Tensor:
@@ -36,32 +88,3 @@ def from_blocks(y: Tensor, length: int) -> Tensor:
     """Inverse of to_blocks(): (B·blocks, H, size, D) -> (B, H, T, D)."""
     blocks = -(-length // y.shape[2])
     return y.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :length]
-
-
-def keys_to_blocks(x: Tensor, blocks: LocalBlocks) -> Tensor:
-    """(B, K, T, D) -> (B·blocks, K, n_global + before + size, D): first keys, keys before each
-    block, its own keys."""
-    size, before, n_global = blocks
-    near = F.pad(x, (0, 0, before, -x.shape[2] % size)).unfold(2, before + size, size)
-    near = near.permute(0, 2, 1, 4, 3)  # (B, blocks, K, before + size, D)
-    if n_global:
-        first = x[:, None, :, :n_global].expand(
-            -1, near.shape[1], -1, -1, -1
-        )  # (B, blocks, K, n_global, D)
-        near = torch.cat((first, near), dim=3)
-    return near.flatten(0, 1)
-
-
-def positions_to_blocks(
-    positions: Tensor, blocks: LocalBlocks, invalid: int
-) -> tuple[Tensor, Tensor]:
-    """Split positions, (T,) or (B, T), for queries and keys; padded keys and repeated first keys
-    get `invalid`."""
-    size, before, n_global = blocks
-    padding = -positions.shape[-1] % size
-    queries = F.pad(positions, (0, padding)).unflatten(-1, (-1, size))  # (..., blocks, size)
-    near = F.pad(positions, (before, padding), value=invalid)
-    near[..., before : before + n_global] = invalid
-    near = near.unfold(-1, before + size, size)  # (..., blocks, before + size)
-    first = positions[..., None, :n_global].expand(*near.shape[:-1], -1)
-    return queries, torch.cat((first, near), dim=-1)

@@ -22,38 +22,43 @@ class VarlenAttention:
         # The number of documents varies between batches; unless marked dynamic, a block would
         # compile twice.
         torch._dynamo.maybe_mark_dynamic(self.cu_seqlens, 0)
-        self.window = (
-            -1 if max_distance is None else max_distance - 1,
-            0,
-        )  # keys before and after the query
+        n_before = -1  # all
+        if max_distance is not None:
+            n_before = max_distance - 1
+        self.window = (n_before, 0)  # keys before and after the query
         self.varlen_attn, self.has_gqa = _varlen_attn()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, *unused: None) -> Tensor:
         """q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D)."""
         B, H, T, D = q.shape
+        n_shared = H // k.shape[1]  # query heads per KV head
         options = {"scale": scale, "window_size": self.window}
         if self.has_gqa:
-            options["enable_gqa"] = k.shape[1] != H
-        elif k.shape[1] != H:
-            k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
-        if D % HEAD_DIM_MULTIPLE:
-            q, k, v = (F.pad(x, (0, -D % HEAD_DIM_MULTIPLE)) for x in (q, k, v))
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B·T, heads, D)
-        y = self.varlen_attn(
-            q, k, v, self.cu_seqlens, self.cu_seqlens, T, T, **options
-        )  # no document is longer than T
+            options["enable_gqa"] = n_shared > 1
+        elif n_shared > 1:
+            k = k.repeat_interleave(n_shared, dim=1)  # (B, H, T, D)
+            v = v.repeat_interleave(n_shared, dim=1)
+        padding = -D % HEAD_DIM_MULTIPLE
+        q, k, v = (_flat_rows(x, padding) for x in (q, k, v))  # (B·T, heads, D)
+        # No document is longer than T.
+        y = self.varlen_attn(q, k, v, self.cu_seqlens, self.cu_seqlens, T, T, **options)
         return y[..., :D].unflatten(0, (B, T)).transpose(1, 2)
+
+
+def _flat_rows(x: Tensor, padding: int) -> Tensor:
+    """Heads padded with zeros, and the rows one after another: (B, H, T, D) -> (B·T, H, D)."""
+    if padding:
+        x = F.pad(x, (0, padding))
+    return x.transpose(1, 2).flatten(0, 1)
 
 
 def cu_seqlens(document_ids: Tensor) -> Tensor:
     """Start index of each document in the concatenated rows of (B, T), and the end: (documents +
     1,) int32."""
-    is_first = F.pad(
-        document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True
-    )  # (B, T), True at row starts
-    starts = is_first.flatten().nonzero()[
-        :, 0
-    ]  # makes the host wait, but once per pass, not per layer
+    is_new = document_ids[:, 1:] != document_ids[:, :-1]
+    is_first = F.pad(is_new, (1, 0), value=True)  # (B, T), True at row starts
+    # Makes the host wait, but once per pass, not per layer.
+    starts = is_first.flatten().nonzero()[:, 0]
     return F.pad(starts, (0, 1), value=document_ids.numel()).int()
 
 

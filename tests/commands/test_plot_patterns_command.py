@@ -23,7 +23,8 @@ from thinker.interpretability.pattern_plots import (
     plot_patterns,
 )
 from thinker.model import ThinkerConfig
-from thinker.model.kv_cache import KVCache, LinearLayer, RingLayer
+from thinker.model.kernels.linear_attention import LinearState
+from thinker.model.kv_cache import KVCache, RingLayer
 from thinker.model.patterns.pattern_parser import PATTERNS, parse_pattern
 
 SCRIPT = ROOT / "scripts" / "plot_patterns.py"
@@ -193,7 +194,7 @@ def test_the_described_cache_is_what_the_cache_keeps(text):
     (layer,) = KVCache(
         ThinkerConfig(**shape, attention=text), 1, 1000, torch.device("cpu"), None
     ).layers
-    if isinstance(layer, LinearLayer):
+    if isinstance(layer, LinearState):
         kind = f"{layer.sums.shape[2]} sums"
     elif isinstance(layer, RingLayer):
         kind = f"the newest {layer.size - layer.n_global}"

@@ -13,7 +13,7 @@ from thinker.generation import Generator, SamplingParams
 from thinker.generation.decoders.compiled_decoder import CompiledDecoder
 from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.model import attention, attention_dispatch
-from thinker.model.inspection.activation_hooks import has_open_hooks
+from thinker.model.inspection.open_hooks import has_open_hooks
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

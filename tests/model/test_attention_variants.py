@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.kv_cache import LayerCache, LinearLayer, RingLayer
+from thinker.model.kernels.linear_attention import LinearState
+from thinker.model.kv_cache import LayerCache, RingLayer
 from thinker.runtime.errors import UserError
 
 ATTENTION = ["full", "window(5)", "dilated(9, 2)", "window(4) | global(3)", "token(3, 7)", "block(4, 2)", "strided(4)",
@@ -172,12 +173,12 @@ def test_what_a_cache_keeps_follows_the_pattern(random_model):
         n_layers=4, attention=["full", "window(8)", "window(8) | global(2)", "linear(16)"]
     )
     layers = model.new_cache(2, 50, slack=3).layers
-    assert [type(layer) for layer in layers] == [LayerCache, RingLayer, RingLayer, LinearLayer]
+    assert [type(layer) for layer in layers] == [LayerCache, RingLayer, RingLayer, LinearState]
     assert [layer.size for layer in layers[1:3]] == [8 + 3, 8 + 3 + 2]
     assert layers[0].keys.shape[2] == 50
     assert layers[3].sums.shape == (2, 2, 16, 9)  # (B, K, m, D + 1)
     short = model.new_cache(2, 6).layers  # a ring would hold more than there is room for
-    assert [type(layer) for layer in short] == [LayerCache, LayerCache, LayerCache, LinearLayer]
+    assert [type(layer) for layer in short] == [LayerCache, LayerCache, LayerCache, LinearState]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class TraceableThinker(Thinker):
             if mask.kernel in ("flex", "blockwise"):
                 is_flex = mask.kernel == "flex"
                 stand_in = _attend_causally if is_flex else partial(_attend_blockwise, mask.allowed)
-                context.masks[layer] = AttentionMask(kernel="flex", kernel_state=stand_in)
+                context.masks[layer] = AttentionMask(kernel="flex", compute=stand_in)
         return context
 
 

@@ -73,8 +73,8 @@ def test_it_hands_over_what_the_reference_computes(text, heads, kv_heads, groupe
         0.3,
     )
     mask = MaskBuilder(heads, kernel="varlen").build(parse_pattern(text), tokens, tokens, True)
-    assert isinstance(mask.kernel_state, VarlenAttention)
-    mask.kernel_state.varlen_attn, mask.kernel_state.has_gqa = stand_in, grouped
+    assert isinstance(mask.compute, VarlenAttention)
+    mask.compute.varlen_attn, mask.compute.has_gqa = stand_in, grouped
     torch.testing.assert_close(attend(q, k, v, mask, 0.3), known)
 
 
