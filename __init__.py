@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from thinker.generation import Completion, Generator, SamplingParams
     from thinker.interop import load, save
     from thinker.model import KVCache, Thinker, ThinkerConfig
+    from thinker.model.patterns.pattern import Pattern
     from thinker.model.patterns.pattern_parser import PATTERNS
-    from thinker.model.patterns.patterns import Pattern
     from thinker.model.registries import ACTIVATIONS, MLPS, NORMS
     from thinker.runtime.errors import UserError
     from thinker.training.api import train
@@ -39,7 +39,7 @@ _MODULES = {
     "KVCache": "thinker.model",
     "Loss": "thinker.training.objective",
     "Objective": "thinker.training.objective",
-    "Pattern": "thinker.model.patterns.patterns",
+    "Pattern": "thinker.model.patterns.pattern",
     "SamplingParams": "thinker.generation",
     "Thinker": "thinker.model",
     "ThinkerConfig": "thinker.model",

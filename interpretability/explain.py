@@ -19,7 +19,7 @@ from thinker.interpretability.reports import (
 )
 from thinker.model import Thinker
 from thinker.model.attention import LinearAttention
-from thinker.model.patterns.patterns import TokenInfo
+from thinker.model.patterns.pattern import TokenInfo
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_json
 

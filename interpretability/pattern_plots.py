@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinker.model.patterns.pattern import CAUSAL, Pattern, TokenInfo
 from thinker.model.patterns.pattern_parser import parse_pattern
-from thinker.model.patterns.patterns import CAUSAL, Pattern, TokenInfo
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
 GALLERY = (

@@ -188,7 +188,7 @@ by_hand = penalized.exp() / penalized.exp().sum()
 # %% tags=["folded"]
 from thinker.model.attention_dispatch import attention_weights
 from thinker.model.masks import MaskBuilder
-from thinker.model.patterns.patterns import CAUSAL, TokenInfo
+from thinker.model.patterns.pattern import CAUSAL, TokenInfo
 from thinker.model.positions import RopeScaling, alibi_slopes
 
 tokens, zeros = TokenInfo(torch.arange(4)), torch.zeros(1, 8, 4, 2)  # (B, H, T, D): scores of 0

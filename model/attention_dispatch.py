@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from thinker.model.kernels.decode_attention import decode_attention
-from thinker.model.patterns.patterns import CAUSAL, Pattern, TokenInfo
+from thinker.model.patterns.pattern import CAUSAL, Pattern, TokenInfo
 from thinker.runtime.errors import UserError
 
 ROWS = 64  # queries per chunk of the reference, to bound memory

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, get_type_hints
 
-from thinker.model.patterns.pattern_parser import layer_patterns
-from thinker.model.patterns.patterns import Pattern
+from thinker.model.patterns.pattern import CAUSAL, Pattern
 from thinker.model.positions import RopeScaling
 from thinker.model.registries import ACTIVATIONS, MLPS, NORMS
 from thinker.runtime.checks import check_types, divisors
@@ -183,6 +182,10 @@ class ThinkerConfig:
     @property
     def patterns(self) -> list[Pattern]:
         """Attention pattern of each layer."""
+        if self.attention == "full" and self.window is None:
+            return [CAUSAL] * self.n_layers
+        from thinker.model.patterns.pattern_parser import layer_patterns
+
         return layer_patterns(self.attention, self.n_layers, self.window, self.n_heads)
 
     def head_counts(self, layer: int) -> tuple[int, int]:

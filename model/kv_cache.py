@@ -13,7 +13,7 @@ from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels import load_kernel
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
-from thinker.model.patterns.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
+from thinker.model.patterns.pattern import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
 from thinker.runtime.checks import describe
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinker.model.attention_dispatch import AttentionMask, choose_kernel
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels import load_kernel
-from thinker.model.patterns.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
+from thinker.model.patterns.pattern import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
 from thinker.model.positions import Rotation, alibi_slopes
 
 

@@ -18,7 +18,7 @@ from thinker.model.kernels import load_kernel
 from thinker.model.kv_cache import KVCache
 from thinker.model.layers import Linear
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
-from thinker.model.patterns.patterns import Pattern, TokenInfo
+from thinker.model.patterns.pattern import Pattern, TokenInfo
 from thinker.model.positions import Rope, RopeScaling, Rotation, sinusoidal_embedding
 from thinker.model.registries import ACTIVATIONS, MLPS, NORMS
 from thinker.runtime.checks import check_types

@@ -155,8 +155,8 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
 def random_inputs(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
     """A pattern, TokenInfo, ALiBi slopes, soft-cap; leaves q, k, v (and sinks) in fp32 that `dtype`
     holds exactly."""
+    from thinker.model.patterns.pattern import TokenInfo
     from thinker.model.patterns.pattern_parser import parse_pattern
-    from thinker.model.patterns.patterns import TokenInfo
     from thinker.model.positions import alibi_slopes
 
     generator = torch.Generator().manual_seed(0)
@@ -251,8 +251,8 @@ def test_flex_takes_further_lengths_and_patterns_without_end():
 def test_flex_of_a_long_sequence_holds_neither_scores_nor_mask():
     from thinker.model.attention_dispatch import attend
     from thinker.model.masks import MaskBuilder
+    from thinker.model.patterns.pattern import TokenInfo
     from thinker.model.patterns.pattern_parser import parse_pattern
-    from thinker.model.patterns.patterns import TokenInfo
 
     tokens = TokenInfo(torch.arange(2**15, device="cuda"))
     q = torch.randn(1, 2, 2**15, 64, device="cuda", dtype=torch.bfloat16)

@@ -16,8 +16,8 @@ from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import KERNELS, attend
 from thinker.model.kernels.linear_attention import linear_attention, random_features
 from thinker.model.masks import MaskBuilder
+from thinker.model.patterns.pattern import CAUSAL, Pattern, TokenInfo
 from thinker.model.patterns.pattern_parser import parse_pattern
-from thinker.model.patterns.patterns import CAUSAL, Pattern, TokenInfo
 from thinker.runtime.backend import configure_backend
 from thinker.runtime.device import DTYPES
 from thinker.runtime.errors import UserError

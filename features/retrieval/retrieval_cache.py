@@ -14,7 +14,7 @@ from thinker.model import Thinker
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.kv_cache import KVCache, RingLayer
 from thinker.model.masks import ForwardContext
-from thinker.model.patterns.patterns import INVALID_POSITION, Pattern
+from thinker.model.patterns.pattern import INVALID_POSITION, Pattern
 from thinker.model.positions import Rotation, apply_rotary_emb
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError

@@ -19,7 +19,7 @@ from thinker.model import Thinker
 from thinker.model.config import ThinkerConfig
 from thinker.model.kv_cache import KVCache, LayerCache
 from thinker.model.masks import CacheSlots
-from thinker.model.patterns.patterns import Pattern
+from thinker.model.patterns.pattern import Pattern
 from thinker.runtime.checks import describe
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import check_memory

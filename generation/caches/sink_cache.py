@@ -12,8 +12,9 @@ from thinker.model import Thinker
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.kv_cache import KVCache, RingLayer
 from thinker.model.masks import CacheSlots, ForwardContext
-from thinker.model.patterns.patterns import INVALID_POSITION, Pattern, TokenInfo, global_positions
-from thinker.model.patterns.patterns import window as sliding_window
+from thinker.model.patterns.pattern import INVALID_POSITION, Pattern, TokenInfo
+from thinker.model.patterns.position_patterns import global_positions
+from thinker.model.patterns.position_patterns import window as sliding_window
 from thinker.model.positions import apply_rotary_emb
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError

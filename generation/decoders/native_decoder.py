@@ -20,7 +20,7 @@ from thinker.model import KVCache, Thinker
 from thinker.model.attention import Attention
 from thinker.model.inspection.open_hooks import has_open_hooks
 from thinker.model.masks import ForwardContext
-from thinker.model.patterns.patterns import CAUSAL, Pattern
+from thinker.model.patterns.pattern import CAUSAL, Pattern
 from thinker.model.positions import MAX_TABLE_LEN
 from thinker.native import operations as native
 from thinker.native.compiler import load_library

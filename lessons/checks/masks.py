@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from thinker.lessons.exercise import call, exercise, is_near
+from thinker.model.patterns.pattern import TokenInfo
 from thinker.model.patterns.pattern_parser import parse_pattern
-from thinker.model.patterns.patterns import TokenInfo
 
 SCORES = torch.tensor([3.0, 3.0, 0.0, 1.0, 3.0, 2.0], dtype=torch.float64)  # of token 4
 ENTROPIES = {"A": math.log(2), "B": math.log(6), "C": math.log(64), "D": 0.0}

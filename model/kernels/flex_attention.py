@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from thinker.model.patterns.patterns import Pattern, TokenInfo
+from thinker.model.patterns.pattern import Pattern, TokenInfo
 
 BLOCK = 128  # queries and keys per block
 MAX_SCORES = 2**26  # query-key pairs tested against the pattern at once

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thinker.model.patterns.patterns import CAUSAL, Pattern, TokenInfo
+from thinker.model.patterns.pattern import CAUSAL, Pattern, TokenInfo
 
 
 def topk(k: int) -> Pattern:
@@ -34,25 +34,21 @@ def retrieve(block: int, k: int) -> Pattern:
     """
 
     def mask_mod(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
-        query_block, key_block = query.position // block, key.position // block
+        query_block = query.position // block
+        key_block = key.position // block
         own = (key_block == query_block) & (key.position <= query.position)
         if key.position.shape[-1] < block:
             return own.expand(*query.vectors.shape[:3], -1)  # no block is complete
         starts, exists, number = complete_blocks(key.position, block)
-        is_earlier = exists[:, None, None] & (
-            _at(key.position, starts) // block < query_block
-        )  # (B or 1, 1, T, N)
+        block_number = _at(key.position, starts) // block
+        is_earlier = exists[:, None, None] & (block_number < query_block)  # (B or 1, 1, T, N)
         if query.document_id is not None:
             is_earlier = is_earlier & (_at(key.document_id, starts) == query.document_id)
-        scores = block_scores(
-            query.vectors.detach(), key.vectors.detach(), starts, block
-        )  # (B, H, T, N)
+        q = query.vectors.detach()
+        scores = block_scores(q, key.vectors.detach(), starts, block)  # (B, H, T, N)
+        scores = scores.masked_fill(~is_earlier, -torch.inf)
         # A stable sort breaks ties in the same way in every pass.
-        order = (
-            scores.masked_fill(~is_earlier, -torch.inf)
-            .sort(dim=-1, descending=True, stable=True)
-            .indices
-        )
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
         is_chosen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order[..., :k], True)
         number = number[:, None, None].expand(*is_chosen.shape[:-1], -1)  # (B, H, T, S)
         # Earlier blocks of the query's document are complete, so `number` is right for their keys.
@@ -73,7 +69,8 @@ def complete_blocks(position: Tensor, block: int) -> tuple[Tensor, Tensor, Tenso
     """
     position = position.reshape(-1, position.shape[-1])  # (B or 1, S)
     S = position.shape[1]
-    first, last = position[:, : S - block + 1], position[:, block - 1 :]
+    first = position[:, : S - block + 1]
+    last = position[:, block - 1 :]
     is_start = (first % block == 0) & (last - first == block - 1)  # (B or 1, S - block + 1)
     index = torch.arange(S - block + 1, device=position.device)
     starts = torch.where(is_start, index, S).sort(dim=-1).values[:, : S // block]
@@ -88,15 +85,11 @@ def block_scores(q: Tensor, k: Tensor, starts: Tensor, block: int) -> Tensor:
     N).
     """
     dtype = torch.promote_types(k.dtype, torch.float32)
-    index = (starts[..., None] + torch.arange(block, device=k.device)).flatten(
-        1
-    )  # (B or 1, N · block)
-    blocks = torch.take_along_dim(k, index[:, None, :, None], dim=2).unflatten(
-        2, (-1, block)
-    )  # (B, K, N, block, D)
-    means = (
-        blocks.to(dtype).mean(dim=3).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    )  # (B, H, N, D)
+    offsets = torch.arange(block, device=k.device)
+    index = (starts[..., None] + offsets).flatten(1)  # (B or 1, N · block)
+    keys = torch.take_along_dim(k, index[:, None, :, None], dim=2)  # (B, K, N · block, D)
+    means = keys.unflatten(2, (-1, block)).to(dtype).mean(dim=3)  # (B, K, N, D)
+    means = means.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, N, D)
     with torch.autocast(q.device.type, enabled=False):
         return q.to(dtype) @ means.transpose(-2, -1)
 

@@ -4,40 +4,37 @@ Python."""
 import ast
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from thinker.model.patterns import content_patterns, patterns
-from thinker.model.patterns.patterns import Pattern
+from thinker.model.patterns import content_patterns, position_patterns
+from thinker.model.patterns.pattern import Pattern, full
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.runtime.registry import Registry
 
 MAX_NUMBER = 1 << 24  # the largest number in a pattern
 MAX_TEXT_LENGTH = 1000  # characters
-MAX_ARGUMENTS = {
-    "random": (1, 256),
-    "bigbird": (3, 256),
-    "linear": (0, 1 << 16),
-}  # name: (argument, its maximum)
+# By name: the argument that has a smaller maximum, and that maximum.
+MAX_ARGUMENTS = {"random": (1, 256), "bigbird": (3, 256), "linear": (0, 1 << 16)}
 MAY_BE_ZERO = ("token", "random", "bigbird")  # numbers from 0; other patterns require at least 1
 HINT = "write it as in window(64) | global(4)"
 
 # By name in a config. A pattern takes integers, and returns a Pattern; a user's module registers
 # its own.
 PATTERNS: Registry[Callable[..., Pattern]] = Registry("pattern")
-PATTERNS.register("full", patterns.full)
-PATTERNS.register("window", patterns.window)
-PATTERNS.register("dilated", patterns.dilated)
-PATTERNS.register("block", patterns.block)
-PATTERNS.register("global", patterns.global_positions)
-PATTERNS.register("token", patterns.global_tokens)
-PATTERNS.register("strided", patterns.strided)
-PATTERNS.register("random", patterns.random)
-PATTERNS.register("prefix", patterns.prefix)
+PATTERNS.register("full", full)
+PATTERNS.register("window", position_patterns.window)
+PATTERNS.register("dilated", position_patterns.dilated)
+PATTERNS.register("block", position_patterns.block)
+PATTERNS.register("global", position_patterns.global_positions)
+PATTERNS.register("token", position_patterns.global_tokens)
+PATTERNS.register("strided", position_patterns.strided)
+PATTERNS.register("random", position_patterns.random)
+PATTERNS.register("prefix", position_patterns.prefix)
 PATTERNS.register("topk", content_patterns.topk)
-PATTERNS.register("heads", patterns.per_head)
-PATTERNS.register("longformer", patterns.longformer)
-PATTERNS.register("bigbird", patterns.bigbird)
-PATTERNS.register("linear", patterns.linear)
+PATTERNS.register("heads", position_patterns.per_head)
+PATTERNS.register("longformer", position_patterns.longformer)
+PATTERNS.register("bigbird", position_patterns.bigbird)
+PATTERNS.register("linear", position_patterns.linear)
 PATTERNS.register("retrieve", content_patterns.retrieve)
 
 
@@ -60,9 +57,11 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def _parse_node(node: ast.expr) -> Pattern:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitOr, ast.BitAnd)):
-        left, right = _parse_node(node.left), _parse_node(node.right)
-        return left | right if isinstance(node.op, ast.BitOr) else left & right
+    if isinstance(node, ast.BinOp):
+        if isinstance(node.op, ast.BitOr):
+            return _parse_node(node.left) | _parse_node(node.right)
+        if isinstance(node.op, ast.BitAnd):
+            return _parse_node(node.left) & _parse_node(node.right)
     if isinstance(node, ast.Name):
         return _make_pattern(node, node, [])
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
@@ -73,46 +72,54 @@ def _parse_node(node: ast.expr) -> Pattern:
 def _make_pattern(node: ast.expr, function: ast.Name, arguments: list[ast.expr]) -> Pattern:
     name = function.id.removesuffix("_")  # of `global_`
     if name not in PATTERNS:
-        if name.isalpha() and (name.isupper() or set(name) <= {"l", "g"}):
-            raise UserError(
-                f"{name} is not a list of layers; use the letters L (model.window) and G "
-                f"(full), as in LLLG"
-            )
-        names = PATTERNS.names()
-        hint = did_you_mean(name, names) or f"; use {', '.join(names)}"
-        raise UserError(f"unknown pattern {name}{hint}")
+        raise _unknown_pattern(name)
+    new_pattern = PATTERNS.get(name)
     if name == "heads":
         values = [_parse_node(argument) for argument in arguments]
     else:
-        values = [
-            _parse_number(argument, 0 if name in MAY_BE_ZERO else 1) for argument in arguments
-        ]
-    signature = inspect.signature(PATTERNS.get(name))
+        least = 0 if name in MAY_BE_ZERO else 1
+        values = [_parse_number(argument, least) for argument in arguments]
+    _check_arguments(name, new_pattern, values)
+    index, maximum = MAX_ARGUMENTS.get(name, (0, MAX_NUMBER))
+    if name in MAX_ARGUMENTS and values[index] > maximum:
+        raise UserError(f"{_unparse(node)} is too large: {values[index]:,} (maximum: {maximum:,})")
+    return new_pattern(*values)
+
+
+def _unknown_pattern(name: str) -> UserError:
+    if name.isalpha() and (name.isupper() or set(name) <= {"l", "g"}):
+        return UserError(
+            f"{name} is not a list of layers; use the letters L (model.window) and G (full), as in "
+            f"LLLG"
+        )
+    names = PATTERNS.names()
+    hint = did_you_mean(name, names) or f"; use {', '.join(names)}"
+    return UserError(f"unknown pattern {name}{hint}")
+
+
+def _check_arguments(
+    name: str, new_pattern: Callable[..., Pattern], values: Sequence[int | Pattern]
+) -> None:
+    signature = inspect.signature(new_pattern)
     try:
         signature.bind(*values)
     except TypeError:
-        parameters = ", ".join(
-            str(p.replace(annotation=p.empty)) for p in signature.parameters.values()
-        )
-        raise UserError(f"{name} has {len(values)} arguments; use {name}({parameters})") from None
+        parameters = []
+        for parameter in signature.parameters.values():
+            parameters.append(str(parameter.replace(annotation=parameter.empty)))
+        usage = f"{name}({', '.join(parameters)})"
+        raise UserError(f"{name} has {len(values)} arguments; use {usage}") from None
     if not values and name in ("heads", "token"):
         raise UserError(f"{name}() has no arguments; it needs at least one")
     if name == "heads" and any("heads(" in value.text for value in values):
         raise UserError(
             "heads cannot be nested; list one pattern per head, as in heads(full, window(8), full)"
         )
-    index, maximum = MAX_ARGUMENTS.get(name, (0, MAX_NUMBER))
-    if name in MAX_ARGUMENTS and values[index] > maximum:
-        raise UserError(f"{_unparse(node)} is too large: {values[index]:,} (maximum: {maximum:,})")
-    return PATTERNS.get(name)(*values)
 
 
 def _parse_number(node: ast.expr, minimum: int) -> int:
-    if (
-        isinstance(node, ast.Constant)
-        and type(node.value) is int
-        and minimum <= node.value <= MAX_NUMBER
-    ):
+    is_number = isinstance(node, ast.Constant) and type(node.value) is int
+    if is_number and minimum <= node.value <= MAX_NUMBER:
         return node.value
     raise UserError(f"{_unparse(node)} is not an integer from {minimum} to {MAX_NUMBER:,}")
 
@@ -136,7 +143,9 @@ def layer_patterns(
         raise UserError(
             f"model.attention {attention!r} needs model.window; set it to the number of keys for L"
         )
-    texts = list(attention) if is_letters or not isinstance(attention, str) else [attention]
+    texts = [attention]
+    if is_letters or not isinstance(attention, str):
+        texts = list(attention)
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(
             f"model.attention is {attention!r}; it must be a pattern, a list of patterns, or "

@@ -15,8 +15,8 @@ from thinker.generation import Generator, SamplingParams
 from thinker.model.attention_dispatch import KERNELS, attend, attention_weights
 from thinker.model.masks import MaskBuilder
 from thinker.model.patterns.content_patterns import block_scores, complete_blocks
+from thinker.model.patterns.pattern import TokenInfo
 from thinker.model.patterns.pattern_parser import parse_pattern
-from thinker.model.patterns.patterns import TokenInfo
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from thinker.model.attention_dispatch import attend
 from thinker.model.kernels import blockwise_attention, local_attention
 from thinker.model.masks import MaskBuilder
+from thinker.model.patterns.pattern import TokenInfo
 from thinker.model.patterns.pattern_parser import parse_pattern
-from thinker.model.patterns.patterns import TokenInfo
 from thinker.model.positions import alibi_slopes
 from thinker.runtime.errors import UserError
 

@@ -10,8 +10,8 @@ from thinker.model.attention_dispatch import attend
 from thinker.model.kernels import flex_attention
 from thinker.model.kernels.flex_attention import FlexAttention
 from thinker.model.masks import MaskBuilder
+from thinker.model.patterns.pattern import TokenInfo
 from thinker.model.patterns.pattern_parser import parse_pattern
-from thinker.model.patterns.patterns import TokenInfo
 from thinker.model.positions import alibi_slopes
 
 PATTERNS = [

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from thinker.model.attention_dispatch import attend
 from thinker.model.kernels.varlen_attention import VarlenAttention, cu_seqlens
 from thinker.model.masks import MaskBuilder
+from thinker.model.patterns.pattern import TokenInfo
 from thinker.model.patterns.pattern_parser import parse_pattern
-from thinker.model.patterns.patterns import TokenInfo
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4))
