@@ -15,7 +15,8 @@ from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.shards import TokenShards
 from thinker.evaluation.loss import batch_losses
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.positions import Rope, RopeScaling
+from thinker.model.positions import Rope
+from thinker.model.rope_scaling import RopeScaling
 from thinker.runtime.checks import check_computed
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError

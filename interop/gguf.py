@@ -17,7 +17,8 @@ from thinker.interop.hf_config import hf_model_type
 from thinker.interop.huggingface import to_hf_name
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_temperature import fold_attention_temperature
-from thinker.model.positions import Rope, RopeScaling
+from thinker.model.positions import Rope
+from thinker.model.rope_scaling import RopeScaling
 from thinker.runtime.errors import RunError, UserError
 
 # Split patterns and their names in llama.cpp. It splits as LLAMA3 for WORDS, which is equivalent.

@@ -6,7 +6,7 @@ from typing import Any
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.model import ThinkerConfig
-from thinker.model.positions import RopeScaling
+from thinker.model.rope_scaling import RopeScaling
 from thinker.runtime.errors import UserError, did_you_mean
 
 # By model_type.

@@ -189,7 +189,8 @@ by_hand = penalized.exp() / penalized.exp().sum()
 from thinker.model.attention_dispatch import attention_weights
 from thinker.model.masks import MaskBuilder
 from thinker.model.patterns.pattern import CAUSAL, TokenInfo
-from thinker.model.positions import RopeScaling, alibi_slopes
+from thinker.model.positions import alibi_slopes
+from thinker.model.rope_scaling import RopeScaling
 
 tokens, zeros = TokenInfo(torch.arange(4)), torch.zeros(1, 8, 4, 2)  # (B, H, T, D): scores of 0
 builder = MaskBuilder(n_heads=8, alibi_slopes=alibi_slopes(8))  # the penalties are in the mask

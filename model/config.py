@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from thinker.model.patterns.pattern import CAUSAL, Pattern
-from thinker.model.positions import RopeScaling
 from thinker.model.registries import ACTIVATIONS, MLPS, NORMS
 from thinker.runtime.checks import check_types, divisors
 from thinker.runtime.constants import MAX_SIZE
 from thinker.runtime.errors import UserError
 
+if TYPE_CHECKING:
+    from thinker.model.rope_scaling import RopeScaling
+
 POSITIONS = ("rope", "alibi", "learned", "sinusoidal", "none")
+SIZES = (
+    "vocab_size",
+    "d_model",
+    "n_layers",
+    "n_heads",
+    "max_seq_len",
+    "n_kv_heads",
+    "head_dim",
+    "d_ff",
+)
 MAX_FLOAT = 1e18  # of floats, which may be written as integers; torch accepts these up to 2^63
 
 
@@ -27,9 +39,8 @@ class ThinkerConfig:
     n_heads: int = 4  # query heads
     n_kv_heads: int | None = None  # KV heads; None: n_heads (MHA); 1: multi-query attention
     head_dim: int | None = None  # None: d_model / n_heads
-    d_ff: int | None = (
-        None  # width inside the MLP; None: 8/3 of d_model, rounded up to a multiple of 64
-    )
+    # width inside the MLP; None: 8/3 of d_model, rounded up to a multiple of 64
+    d_ff: int | None = None
     max_seq_len: int = 1024  # longest sequence in training and generation
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
@@ -37,44 +48,30 @@ class ThinkerConfig:
     tie_embeddings: bool = False  # share the embedding's weight with the LM head
     dropout: float = 0.0  # on the embedding and on the outputs of attention and MLP
     init: str = "fan_in"  # or "normal" (GPT-2), for comparison; see Thinker.init_weights
-    head_init_std: float = (
-        0.0  # std of the LM head's initial weights; with 0 the first loss is exactly ln V
-    )
-    attention: str | list = (
-        "full"  # a pattern, a list of patterns, or letters; see model/patterns/pattern_parser.py
-    )
-    window: int | None = (
-        None  # number of keys that each L layer attends to, with letters such as "LLLG"
-    )
+    # std of the LM head's initial weights; with 0 the first loss is exactly ln V
+    head_init_std: float = 0.0
+    # a pattern, a list of patterns, or letters; see model/patterns/pattern_parser.py
+    attention: str | list = "full"
+    # number of keys that each L layer attends to, with letters such as "LLLG"
+    window: int | None = None
     positions: str = "rope"  # one of POSITIONS
-    rope_scaling: dict | None = (
-        None  # such as {"type": "yarn", "factor": 4, "original_max_seq_len": 256}
-    )
+    # such as {"type": "yarn", "factor": 4, "original_max_seq_len": 256}
+    rope_scaling: dict | None = None
     attention_temperature: float = 1.0  # divides the attention scores, beside √head_dim
     attn_logit_softcap: float | None = None  # soft limit of the attention scores
     attention_sinks: bool = False  # learned score per head that lets it attend to nothing
     attention_bias: bool = False  # bias on queries, keys and values, as in Qwen2
     token_shift: bool = False  # add the embedding of the token before, scaled per channel
     no_rope_layers: list | None = None  # layers without RoPE, counted from 0, as in SmolLM3
-    n_kv_heads_per_layer: list | None = (
-        None  # KV heads per layer of a pruned model; None: n_kv_heads
-    )
+    # KV heads per layer of a pruned model; None: n_kv_heads
+    n_kv_heads_per_layer: list | None = None
     mlp: str = "swiglu"  # a name in model.registries.MLPS
     activation: str = "silu"  # in the MLP; a name in model.registries.ACTIVATIONS
     norm: str = "rmsnorm"  # of the blocks and the output; a name in model.registries.NORMS
 
     def __post_init__(self) -> None:
         check_types(get_type_hints(ThinkerConfig), vars(self), "model.")
-        for name in (
-            "vocab_size",
-            "d_model",
-            "n_layers",
-            "n_heads",
-            "max_seq_len",
-            "n_kv_heads",
-            "head_dim",
-            "d_ff",
-        ):
+        for name in SIZES:
             size = getattr(self, name)
             if size is not None and not 1 <= size <= MAX_SIZE:
                 raise UserError(f"model.{name} is {size}; it must be from 1 to {MAX_SIZE:,}")
@@ -85,28 +82,19 @@ class ThinkerConfig:
             raise UserError(
                 f"model.rope_theta and model.norm_eps must be above 0 and at most {MAX_FLOAT:g}"
             )
-        if self.init not in ("fan_in", "normal"):
-            raise UserError(f"model.init is {self.init!r}; choose from: fan_in, normal")
-        if not 0 <= self.head_init_std <= MAX_FLOAT:
-            raise UserError(
-                f"model.head_init_std is {self.head_init_std}; it must be from 0 to {MAX_FLOAT:g}"
-            )
-        if self.head_init_std > 0 and (self.tie_embeddings or self.init == "normal"):
-            raise UserError(
-                "model.head_init_std needs model.init=fan_in and model.tie_embeddings=false; "
-                "remove it"
-            )
+        self._check_init()
         MLPS.get(self.mlp)
         ACTIVATIONS.get(self.activation)
         NORMS.get(self.norm)
-        self._check_positions_and_attention()
+        self._check_positions()
+        self._check_attention()
 
     def _set_widths(self) -> None:
         if self.n_kv_heads is None:
             self.n_kv_heads = self.n_heads
         heads = f"model.n_heads = {self.n_heads}"
         if self.n_heads % self.n_kv_heads:
-            choices = ", ".join(map(str, divisors(self.n_heads)))
+            choices = ", ".join(str(n) for n in divisors(self.n_heads))
             raise UserError(
                 f"model.n_kv_heads is {self.n_kv_heads}, which does not divide {heads} (use "
                 f"{choices})"
@@ -125,7 +113,20 @@ class ThinkerConfig:
         if self.d_ff is None:
             self.d_ff = -(-8 * self.d_model // (3 * 64)) * 64
 
-    def _check_positions_and_attention(self) -> None:
+    def _check_init(self) -> None:
+        if self.init not in ("fan_in", "normal"):
+            raise UserError(f"model.init is {self.init!r}; choose from: fan_in, normal")
+        if not 0 <= self.head_init_std <= MAX_FLOAT:
+            raise UserError(
+                f"model.head_init_std is {self.head_init_std}; it must be from 0 to {MAX_FLOAT:g}"
+            )
+        if self.head_init_std > 0 and (self.tie_embeddings or self.init == "normal"):
+            raise UserError(
+                "model.head_init_std needs model.init=fan_in and model.tie_embeddings=false; "
+                "remove it"
+            )
+
+    def _check_positions(self) -> None:
         if self.positions not in POSITIONS:
             raise UserError(
                 f"model.positions is {self.positions!r}; choose from: {', '.join(POSITIONS)}"
@@ -133,51 +134,66 @@ class ThinkerConfig:
         for name in ("rope_scaling", "no_rope_layers"):
             if self.positions != "rope" and getattr(self, name) is not None:
                 raise UserError(f"model.{name} works only with model.positions=rope; remove it")
-        if self.rope_scaling is not None:
-            RopeScaling.from_dict(self.rope_scaling)
-        layers, last = self.no_rope_layers or [], self.n_layers - 1
+        self.parse_rope_scaling()  # raises UserError
+        layers = self.no_rope_layers or []
+        last = self.n_layers - 1
         if any(type(i) is not int or not 0 <= i <= last for i in layers):
             raise UserError(
                 f"model.no_rope_layers is {layers}; it must be a list of layers from 0 to {last}"
             )
-        softcap, n_kv_heads, patterns = (
-            self.attn_logit_softcap,
-            self.n_kv_heads_per_layer,
-            self.patterns,
-        )
+
+    def _check_attention(self) -> None:
+        patterns = self.patterns  # raises UserError if model.attention is not valid
+        softcap = self.attn_logit_softcap
         if softcap is not None and not 1e-9 <= softcap <= 1e9:
             raise UserError(
                 f"model.attn_logit_softcap is {softcap}; it must be a number from 1e-9 to "
                 f"1e9, or null"
             )
-        if not 1e-3 <= (temperature := self.attention_temperature) <= 1e3:
+        temperature = self.attention_temperature
+        if not 1e-3 <= temperature <= 1e3:
             raise UserError(
                 f"model.attention_temperature is {temperature}; it must be a number from "
                 f"0.001 to 1000"
             )
-        if n_kv_heads is not None:
-            rule = f"it must list {self.n_layers} numbers from 1 to {self.n_kv_heads}"
-            are_counts = all(type(n) is int and 1 <= n <= self.n_kv_heads for n in n_kv_heads)
-            if len(n_kv_heads) != self.n_layers or not are_counts:
-                raise UserError(f"model.n_kv_heads_per_layer is {n_kv_heads}; {rule}")
-            if self.positions == "alibi" or any(pattern.by_head for pattern in patterns):
-                raise UserError(
-                    "model.n_kv_heads_per_layer does not work with alibi or per-head "
-                    "patterns; remove it"
-                )
+        self._check_kv_heads_per_layer(patterns)
         last_token = max((token for pattern in patterns for token in pattern.tokens), default=0)
-        if last_token >= (V := self.vocab_size) > 1:  # 1 until the tokenizer is known
+        is_known = self.vocab_size > 1  # 1 until the tokenizer is known
+        if is_known and last_token >= self.vocab_size:
             raise UserError(
                 f"model.attention names token {last_token}, which is not in the vocabulary (0 "
-                f"to {V - 1})"
+                f"to {self.vocab_size - 1})"
             )
         has_linear = any(pattern.n_features for pattern in patterns)
-        if has_linear and (
-            softcap or temperature != 1 or self.attention_sinks or self.positions == "alibi"
-        ):
+        has_changed_scores = softcap or temperature != 1 or self.attention_sinks
+        if has_linear and (has_changed_scores or self.positions == "alibi"):
             raise UserError(
                 "linear attention does not support attention_temperature, softcap, sinks or alibi"
             )
+
+    def _check_kv_heads_per_layer(self, patterns: list[Pattern]) -> None:
+        counts = self.n_kv_heads_per_layer
+        if counts is None:
+            return
+        are_valid = all(type(n) is int and 1 <= n <= self.n_kv_heads for n in counts)
+        if len(counts) != self.n_layers or not are_valid:
+            raise UserError(
+                f"model.n_kv_heads_per_layer is {counts}; it must list {self.n_layers} numbers "
+                f"from 1 to {self.n_kv_heads}"
+            )
+        if self.positions == "alibi" or any(pattern.by_head for pattern in patterns):
+            raise UserError(
+                "model.n_kv_heads_per_layer does not work with alibi or per-head patterns; "
+                "remove it"
+            )
+
+    def parse_rope_scaling(self) -> RopeScaling | None:
+        """`rope_scaling` with its defaults. Raises UserError if it is not valid."""
+        if self.rope_scaling is None:
+            return None
+        from thinker.model.rope_scaling import RopeScaling
+
+        return RopeScaling.from_dict(self.rope_scaling)
 
     @property
     def patterns(self) -> list[Pattern]:
@@ -190,11 +206,9 @@ class ThinkerConfig:
 
     def head_counts(self, layer: int) -> tuple[int, int]:
         """H and K of a layer; H / K is the same in all layers."""
-        K = (
-            self.n_kv_heads
-            if self.n_kv_heads_per_layer is None
-            else self.n_kv_heads_per_layer[layer]
-        )
+        K = self.n_kv_heads
+        if self.n_kv_heads_per_layer is not None:
+            K = self.n_kv_heads_per_layer[layer]
         return K * self.n_heads // self.n_kv_heads, K
 
     @property
@@ -203,26 +217,21 @@ class ThinkerConfig:
         has_plain_scores = self.attn_logit_softcap is None and not self.attention_sinks
         has_changed_input = self._has_dynamic_rope or self.no_rope_layers or self.token_shift
         is_plain_input = self.positions == "rope" and not has_changed_input
-        return (
-            has_plain_scores
-            and is_plain_input
-            and {pattern.text for pattern in self.patterns} == {"full"}
-        )
+        is_full = all(pattern.text == "full" for pattern in self.patterns)
+        return has_plain_scores and is_plain_input and is_full
 
     @property
     def is_unbounded(self) -> bool:
         """Whether texts of any length can be decoded: no layer caches all keys, and positions are
         unbounded."""
-        is_bounded_attention = all(
-            pattern.fits_ring_buffer and pattern.max_distance + pattern.n_global <= self.max_seq_len
-            for pattern in self.patterns
-        )
-        has_unbounded_positions = self.positions in ("rope", "alibi", "none")
-        return (
-            is_bounded_attention
-            and has_unbounded_positions
-            and self.max_cached_len == self.max_seq_len
-        )
+        for pattern in self.patterns:
+            if not pattern.fits_ring_buffer:
+                return False
+            if pattern.max_distance + pattern.n_global > self.max_seq_len:
+                return False
+        if self.positions not in ("rope", "alibi", "none"):
+            return False
+        return self.max_cached_len == self.max_seq_len
 
     @property
     def max_cached_len(self) -> int:

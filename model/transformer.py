@@ -19,7 +19,7 @@ from thinker.model.kv_cache import KVCache
 from thinker.model.layers import Linear
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns.pattern import Pattern, TokenInfo
-from thinker.model.positions import Rope, RopeScaling, Rotation, sinusoidal_embedding
+from thinker.model.positions import Rope, Rotation, sinusoidal_embedding
 from thinker.model.registries import ACTIVATIONS, MLPS, NORMS
 from thinker.runtime.checks import check_types
 from thinker.runtime.errors import UserError
@@ -124,7 +124,7 @@ class Thinker(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.rope: Rope | None = None
         if config.positions == "rope":
-            scaling = RopeScaling.from_dict(config.rope_scaling) if config.rope_scaling else None
+            scaling = config.parse_rope_scaling()
             self.rope = Rope(config.head_dim, config.rope_theta, scaling)
         self.positions: nn.Embedding | None = None
         if config.positions == "learned":

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.benchmarks.baselines import to_transformers
-from thinker.model.positions import Rope, RopeScaling, apply_rotary_emb
+from thinker.model.positions import Rope, apply_rotary_emb
+from thinker.model.rope_scaling import RopeScaling
 from thinker.runtime.errors import UserError
 
 transformers = pytest.importorskip("transformers")
