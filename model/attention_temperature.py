@@ -33,8 +33,11 @@ def fold_attention_temperature(
     """
     if config.attention_temperature == 1:
         return dict(tensors)
-    names = ("q_norm.weight",) if config.qk_norm else ("q_proj.weight", "q_proj.bias")
-    return {
-        name: tensor / config.attention_temperature if name.endswith(names) else tensor
-        for name, tensor in tensors.items()
-    }
+    names = ("q_norm.weight",)
+    if not config.qk_norm:
+        names = ("q_proj.weight", "q_proj.bias")
+    folded = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(names):
+            folded[name] = tensor / config.attention_temperature
+    return folded

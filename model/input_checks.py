@@ -33,40 +33,28 @@ def check_inputs(
     """
     if (tokens is None) == (embeddings is None):
         raise UserError("pass either tokens or embeddings to the model, not both or neither")
+    if embeddings is None:
+        inputs = tokens
+        width = ()
+        _check_form("tokens", tokens, width)
+    else:
+        inputs = embeddings
+        width = (config.d_model,)
+        _check_form("embeddings", embeddings, width)
+    B, n_tokens = inputs.shape[:2]
     given = {
         "tokens": tokens,
         "embeddings": embeddings,
         "targets": targets,
         "document_ids": document_ids,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    name, inputs = next(iter(given.items()))
-    if not isinstance(inputs, Tensor):
-        encode = (
-            "; encode the text first: torch.tensor([tokenizer.encode(text)])"
-            if isinstance(inputs, str)
-            else ""
-        )
-        raise UserError(f"{name} is a {type(inputs).__name__}; it must be a tensor{encode}")
-    width = () if embeddings is None else (config.d_model,)
-    if inputs.dim() != 2 + len(width) or 0 in inputs.shape or inputs.shape[2:] != width:
-        raise UserError(
-            f"{name} has shape {tuple(inputs.shape)}; use non-empty tokens (B, T) or "
-            f"embeddings (B, T, C)"
-        )
     for name, value in given.items():
-        shape = (*inputs.shape[:2], *(width if name == "embeddings" else ()))
-        if not isinstance(value, Tensor) or value.shape != shape:
-            found = tuple(value.shape) if isinstance(value, Tensor) else describe(value)
-            raise UserError(
-                f"{name} is {found}; it must be a tensor of shape {shape}, like the tokens"
-            )
-        if value.device != device:
-            raise UserError(
-                f"{name} is on {value.device}, but the model is on {device}; use "
-                f"{name}.to(model.device)"
-            )
-        if name != "embeddings":
+        if value is None:
+            continue
+        if name == "embeddings":
+            _check_tensor(name, value, (B, n_tokens, *width), device)
+        else:
+            _check_tensor(name, value, (B, n_tokens), device)
             _check_ids(name, value, config.vocab_size)
     if embeddings is not None and not embeddings.is_floating_point():
         raise UserError(
@@ -75,18 +63,40 @@ def check_inputs(
         )
     if cache is not None:
         _check_cache(config, dtype, cache, document_ids)
-    too_long = (
-        inputs.shape[1] > config.max_seq_len and config.positions != "learned"
-    )  # those raise an error
-    if (
-        too_long
-        and targets is None
-        and not (cache is not None or config.is_unbounded or torch.compiler.is_compiling())
-    ):
-        warnings.warn(
-            beyond_context(inputs.shape[1], config), stacklevel=5
-        )  # the caller of model(...)
+    # Learned positions raise an error for a sequence that is too long.
+    is_too_long = n_tokens > config.max_seq_len and config.positions != "learned"
+    is_inference = targets is None and cache is None and not torch.compiler.is_compiling()
+    if is_too_long and is_inference and not config.is_unbounded:
+        message = beyond_context(n_tokens, config)
+        warnings.warn(message, stacklevel=5)  # shows the line that calls model(...)
     return inputs
+
+
+def _check_form(name: str, inputs: Tensor, width: tuple[int, ...]) -> None:
+    """Check tokens (B, T), or embeddings (B, T, *width)."""
+    if not isinstance(inputs, Tensor):
+        hint = ""
+        if isinstance(inputs, str):
+            hint = "; encode the text first: torch.tensor([tokenizer.encode(text)])"
+        raise UserError(f"{name} is a {type(inputs).__name__}; it must be a tensor{hint}")
+    if inputs.dim() != 2 + len(width) or 0 in inputs.shape or inputs.shape[2:] != width:
+        raise UserError(
+            f"{name} has shape {tuple(inputs.shape)}; use non-empty tokens (B, T) or "
+            f"embeddings (B, T, C)"
+        )
+
+
+def _check_tensor(name: str, value: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(value, Tensor) or value.shape != shape:
+        found = describe(value)
+        if isinstance(value, Tensor):
+            found = tuple(value.shape)
+        raise UserError(f"{name} is {found}; it must be a tensor of shape {shape}, like the tokens")
+    if value.device != device:
+        raise UserError(
+            f"{name} is on {value.device}, but the model is on {device}; use "
+            f"{name}.to(model.device)"
+        )
 
 
 def beyond_context(n_tokens: int, config: ThinkerConfig) -> str:
@@ -121,13 +131,15 @@ def _check_ids(name: str, tokens: Tensor, vocab_size: int) -> None:
         raise UserError(f"{name} is {tokens.dtype}; it must be torch.int64 (or int32)")
     if name == "document_ids":  # may be any numbers
         return
-    lowest = IGNORE_INDEX if name == "targets" else 0
     if type(tokens) is not Tensor or tokens.device.type != "cpu" or torch.compiler.is_compiling():
         return
+    lowest = 0
+    known = f"use 0 to {vocab_size - 1}"
+    if name == "targets":
+        lowest = IGNORE_INDEX
+        known += f", or {IGNORE_INDEX} for no target"
     for token in torch.aminmax(tokens):
         if not lowest <= token.item() < vocab_size:
-            ignored = f", or {lowest} for no target" if lowest else ""
-            known = f"use 0 to {vocab_size - 1}{ignored}"
             raise UserError(f"token id {token.item()} in {name} is out of range; {known}")
 
 
@@ -140,7 +152,9 @@ def tokens_to_inspect(
         if not hasattr(tokenizer, "bos_prefix"):
             remedy = "use attention_weights(text, tokenizer) with the tokenizer from load()"
             raise UserError(f"a text needs the model's tokenizer; {remedy}")
-        ids = [*tokenizer.bos_prefix, *tokenizer.encode(tokens)] or [tokenizer.bos_id]
+        ids = [*tokenizer.bos_prefix, *tokenizer.encode(tokens)]
+        if not ids:
+            ids = [tokenizer.bos_id]
         tokens = torch.tensor([ids], device=device)
     if isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.shape[1] > config.max_seq_len:
         raise UserError(beyond_context(tokens.shape[1], config))

@@ -27,7 +27,9 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+        bias = self.bias
+        if bias is not None:
+            bias = bias.to(x.dtype)
         return F.linear(x, self.cast_weight(x.dtype), bias)
 
 
@@ -60,8 +62,10 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width), in x's dtype."""
         at_least_fp32 = torch.promote_types(x.dtype, torch.float32)
-        wide, weight, bias = (each.to(at_least_fp32) for each in (x, self.weight, self.bias))
-        return F.layer_norm(wide, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+        weight = self.weight.to(at_least_fp32)
+        bias = self.bias.to(at_least_fp32)
+        y = F.layer_norm(x.to(at_least_fp32), self.normalized_shape, weight, bias, self.eps)
+        return y.to(x.dtype)
 
 
 def relu_squared(x: Tensor) -> Tensor:

@@ -17,20 +17,19 @@ class LoraLinear(Linear):
     def __init__(self, frozen: Linear, rank: int, scale: float) -> None:
         with torch.device("meta"):  # shares the weight and bias of `frozen`
             super().__init__(frozen.in_features, frozen.out_features)
-        self.weight, self.bias = frozen.weight.requires_grad_(False), frozen.bias
+        self.weight = frozen.weight.requires_grad_(False)
+        self.bias = frozen.bias
         like = {"device": frozen.weight.device, "dtype": frozen.weight.dtype}
-        self.lora_A = nn.Parameter(
-            torch.empty(rank, frozen.in_features, **like).normal_(0, frozen.in_features**-0.5)
-        )
+        A = torch.empty(rank, frozen.in_features, **like)
+        self.lora_A = nn.Parameter(A.normal_(0, frozen.in_features**-0.5))
         self.lora_B = nn.Parameter(torch.zeros(frozen.out_features, rank, **like))
         self.register_buffer("lora_scale", torch.tensor(scale, **like))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
         low = F.linear(x, self.lora_A.to(x.dtype))  # (..., r)
-        return super().forward(x) + F.linear(low, self.lora_B.to(x.dtype)) * self.lora_scale.to(
-            x.dtype
-        )
+        change = F.linear(low, self.lora_B.to(x.dtype))  # (..., n_out)
+        return super().forward(x) + change * self.lora_scale.to(x.dtype)
 
     def effective_weight(self) -> Tensor:
         """W + scale · B A, (n_out, n_in)."""
@@ -51,7 +50,8 @@ def merge_lora(model: Thinker) -> None:
     for module, name, matrix in _block_matrices(model):
         if isinstance(matrix, LoraLinear):
             plain = Linear(matrix.in_features, matrix.out_features, bias=matrix.bias is not None)
-            plain.weight, plain.bias = nn.Parameter(matrix.effective_weight()), matrix.bias
+            plain.weight = nn.Parameter(matrix.effective_weight())
+            plain.bias = matrix.bias
             setattr(module, name, plain)
     model.requires_grad_()
 

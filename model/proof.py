@@ -24,9 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from thinker.model.transformer import Block, Thinker
 
 SEED = 0
-# of the residual stream and the MLP of a twin, plus the rest of the real width by this number
+# Width of the residual stream and the MLP of a twin, to which the rest of the real width by this
+# number is added.
 WIDTH = 32
-PERIOD = 4099
+PERIOD = 4099  # numbers after which Noise repeats
 MAX_POSITIONS = 256  # to compare; in a longer context the first and the last half as many
 MAX_BLOCK = 1 << 24  # parameters of a block that is compared in its real shape
 
@@ -74,12 +75,14 @@ class Noise:
 
     def __call__(self, shape: Sequence[int]) -> Tensor:
         """The next numbers in a tensor, in fp32."""
-        size, start = math.prod(shape), self.start
+        size = math.prod(shape)
+        start = self.start
         self.start = (start + size) % PERIOD
         if size <= PERIOD:
             return self.numbers[start : start + size].view(*shape).clone()
         period = self.numbers[start : start + PERIOD]
-        return period.repeat(-(-size // PERIOD))[:size].view(*shape)
+        n_periods = -(-size // PERIOD)
+        return period.repeat(n_periods)[:size].view(*shape)
 
 
 @cache
@@ -162,7 +165,8 @@ def agree(
 
     The largest difference of each tensor may be `tolerance` times its largest value.
     """
-    known, found = (_results(function, x, parameters) for function in (plain, fast))
+    known = _results(plain, x, parameters)
+    found = _results(fast, x, parameters)
     if len(known) != len(found):
         return False
     return all(is_near(ours, theirs, tolerance) for ours, theirs in zip(found, known))
@@ -175,14 +179,14 @@ def _results(
     with torch.set_grad_enabled(parameters is not None):
         x = x.detach().requires_grad_(parameters is not None)
         outputs = function(x)
-        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
         if parameters is None:
-            return outputs
+            return list(outputs)
         noise = Noise()  # the same for both functions
-        grads = [noise(y.shape).to(y) for y in outputs]
-        return outputs + list(
-            torch.autograd.grad(outputs, [x, *parameters], grads, allow_unused=True)
-        )
+        y_grads = [noise(y.shape).to(y) for y in outputs]
+        grads = torch.autograd.grad(outputs, [x, *parameters], y_grads, allow_unused=True)
+        return [*outputs, *grads]
 
 
 def is_near(ours: Tensor | None, known: Tensor | None, tolerance: float) -> bool:
@@ -199,13 +203,15 @@ def where_defined(kind: type) -> str:
     """Such as "model/transformer.py:MLP"."""
     root = Path(__file__).parents[1]
     path = Path(inspect.getfile(kind))
-    shown = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+    shown = path.name
+    if path.is_relative_to(root):
+        shown = path.relative_to(root).as_posix()
     return f"{shown}:{kind.__name__}"
 
 
 def describe_difference(kinds: Collection[type], task: str) -> str:
     """One line that says which modules have no faster form; `task`: "training" or "inference"."""
-    names = " and ".join(sorted(map(where_defined, kinds)))
+    names = " and ".join(sorted(where_defined(kind) for kind in kinds))
     if len(kinds) == 1:
         return f"{names} computes something else than the kernel; {task} runs it as written"
     return f"{names} compute something else than the kernels; {task} runs them as written"

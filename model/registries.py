@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from thinker.runtime.registry import Registry
 
-NORMS: Registry[Callable[[int, float], nn.Module]] = Registry("model.norm")  # (width, eps) -> norm
+# (width, eps) -> norm
+NORMS: Registry[Callable[[int, float], nn.Module]] = Registry("model.norm")
 ACTIVATIONS: Registry[Callable[[Tensor], Tensor]] = Registry("model.activation")
-MLPS: Registry[Callable[[Any], nn.Module]] = Registry(
-    "model.mlp"
-)  # (ThinkerConfig) -> (..., C) map
+# (ThinkerConfig) -> a module that maps (..., C) to (..., C)
+MLPS: Registry[Callable[[Any], nn.Module]] = Registry("model.mlp")

@@ -143,15 +143,19 @@ class Thinker(nn.Module):
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Initialize all weights; `init` "normal" follows GPT-2 (Radford et al. 2019)."""
+        embedding_std = 1.0
+        if self.config.tie_embeddings:
+            embedding_std = 0.02
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(0 if name.endswith(("sinks", "bias", "token_shift")) else 1)
+            is_vector = parameter.dim() == 1
+            if is_vector and name.endswith(("sinks", "bias", "token_shift")):
+                parameter.fill_(0)
+            elif is_vector:  # the weight of a norm
+                parameter.fill_(1)
             elif self.config.init == "normal" or name == "positions.weight":
                 parameter.normal_(0, 0.02, generator=generator)
             elif name == "embedding.weight":
-                parameter.normal_(
-                    0, 0.02 if self.config.tie_embeddings else 1.0, generator=generator
-                )
+                parameter.normal_(0, embedding_std, generator=generator)
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()  # every block starts as the identity
             elif name == "lm_head.weight":  # with std 0 the first loss is exactly ln V
@@ -253,11 +257,13 @@ class Thinker(nn.Module):
             raise UserError(
                 "model.token_shift with a cache needs token ids; pass tokens, not embeddings"
             )
-        end = inputs.shape[1] + (0 if cache is None else max(cache.lengths))
-        if self.positions is not None and end > (n_learned := len(self.positions.weight)):
+        end = inputs.shape[1]
+        if cache is not None:
+            end += max(cache.lengths)
+        if self.positions is not None and end > len(self.positions.weight):
             raise UserError(
-                f"the sequence has {end} tokens, more than the {n_learned} learned positions; "
-                f"shorten it"
+                f"the sequence has {end} tokens, more than the {len(self.positions.weight)} "
+                f"learned positions; shorten it"
             )
         if self.rope is not None and not (cache is None and document_ids is None):
             self.rope.check_growth(end)
@@ -266,18 +272,19 @@ class Thinker(nn.Module):
         else:
             positions = torch.arange(inputs.shape[1], device=inputs.device)  # (T,)
             if document_ids is not None:
-                is_first = F.pad(
-                    document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True
-                )  # (B, T)
-                positions = positions - torch.where(is_first, positions, 0).cummax(dim=1).values
+                is_new = document_ids[:, 1:] != document_ids[:, :-1]
+                is_first = F.pad(is_new, (1, 0), value=True)  # (B, T), of a document
+                starts = torch.where(is_first, positions, 0).cummax(dim=1).values
+                positions = positions - starts  # (B, T)
                 document_ids = is_first.cumsum(dim=1)  # renumbered from 1
             built_for = self.dtype, inputs.device, self.kernel
             if built_for != self._built_for:
                 self.mask_builder = MaskBuilder.of_model(self.config, *built_for)
                 self._built_for = built_for  # set last because other threads may read it
-            masks = self.mask_builder
-            token_ids = tokens if masks.by_token else None
-            context = masks.whole_sequence(TokenInfo(positions, document_ids, token_ids))
+            query = TokenInfo(positions, document_ids)
+            if self.mask_builder.by_token:
+                query.token_id = tokens
+            context = self.mask_builder.whole_sequence(query)
         if self.rope is not None:
             context.rope = self.rope(context.positions, context.end, self.dtype)
         return context
@@ -291,7 +298,9 @@ class Thinker(nn.Module):
     ) -> Tensor:
         """Map tokens (B, T) or embeddings (B, T, C) to the input of the LM head, (B, T, C)."""
         x = self.dropout(self.embed(inputs, context).to(self.dtype))
-        layers = [None] * len(self.blocks) if cache is None else cache.layers
+        layers = [None] * len(self.blocks)
+        if cache is not None:
+            layers = cache.layers
         for block, mask, layer, slots in zip(self.blocks, context.masks, layers, context.slots):
             x = block(x, context.rope, mask, layer, slots)  # (B, T, C)
         if last_logits_only:
@@ -317,7 +326,8 @@ class Thinker(nn.Module):
     def new_cache(self, batch_size: int = 1, max_len: int | None = None, slack: int = 0) -> KVCache:
         """Create an empty cache for `max_len` positions (default: config.max_seq_len); `slack` as
         in KVCache."""
-        max_len = self.config.max_seq_len if max_len is None else max_len
+        if max_len is None:
+            max_len = self.config.max_seq_len
         size = KVCache(self.config, batch_size, max_len, "meta", self.dtype, slack).nbytes
         check_memory({"cache": size}, self.device, "use a smaller batch_size or max_len")
         return KVCache(self.config, batch_size, max_len, self.device, self.dtype, slack)
@@ -359,13 +369,14 @@ class Thinker(nn.Module):
         with self.record("blocks.*.attention.weights") as cache:
             self(tokens_to_inspect(tokens, tokenizer, self.config, self.device))
         by_head = [weights.transpose(0, 1) for weights in cache.values()]  # (H, B, T, T) each
-        return nn.utils.rnn.pad_sequence(
-            by_head, batch_first=True, padding_value=torch.nan
-        ).transpose(1, 2)
+        layers = nn.utils.rnn.pad_sequence(by_head, batch_first=True, padding_value=torch.nan)
+        return layers.transpose(1, 2)
 
 
 def _random(*shape: int) -> Tensor:
     """Normal numbers; nothing on the meta device, for which torch would spend a second importing
     its compiler."""
     tensor = torch.empty(shape)
-    return tensor if tensor.is_meta else tensor.normal_()
+    if not tensor.is_meta:
+        tensor.normal_()
+    return tensor

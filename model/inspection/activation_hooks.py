@@ -81,7 +81,8 @@ class _HookedMethod(dict[str, list[_Hook]]):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.plain = module, getattr(module, self.method)
+        self.module = module
+        self.plain = getattr(module, self.method)
 
     @classmethod
     @contextmanager
@@ -106,8 +107,11 @@ class _HookedMethod(dict[str, list[_Hook]]):
         patch returns x."""
         for hook in self.get(point, ()):
             patched = hook.function(x)
-            if patched is not None:
-                x = patched.view_as(patched) if patched is x else patched
+            if patched is None:
+                continue
+            if patched is x:
+                patched = x.view_as(x)  # another object, which says that x was patched
+            x = patched
         return x
 
 
@@ -256,35 +260,57 @@ def _refuse_targets(model: nn.Module, inputs: tuple[Any, ...], options: dict[str
 def _matching_names(pattern: str, names: Iterable[str]) -> list[str]:
     check_types({"name": str}, {"name": pattern})
     parts = pattern.split(".")
-    candidates = [name for name in names if name.count(".") == pattern.count(".")]
-    matches = [name for name in candidates if all(map(fnmatchcase, name.split("."), parts))]
+    matches = []
+    for name in names:
+        found = name.split(".")
+        if len(found) == len(parts) and all(map(fnmatchcase, found, parts)):
+            matches.append(name)
     if not matches:
         raise UserError(f"the model has no activation {pattern}{did_you_mean(pattern, names)}")
     return matches
 
 
 def _apply_patch(name: str, patch: Patch, x: Tensor) -> Tensor:
+    """What a patch puts in place of the activation x. Raises UserError if it does not fit."""
     if callable(patch):
-        value, wanted = patch(x), "return a tensor of the same shape"
-        dims = (
-            (0, 2) if name == "norm" else range(x.dim())
-        )  # a patch of norm may select which positions get logits
-        if (
-            isinstance(value, Tensor)
-            and value.dim() == x.dim()
-            and all(value.shape[i] == x.shape[i] for i in dims)
-        ):
+        value = patch(x)
+        if _fits(name, value, x):
             return value
-    elif isinstance(patch, str) and patch not in ("zero", "mean"):
+        wanted = "return a tensor of the same shape"
+    else:
+        value = _value_of_patch(name, patch, x)
+        with suppress(RuntimeError, TypeError, ValueError):
+            return torch.as_tensor(value, dtype=x.dtype, device=x.device).expand_as(x)
+        wanted = "use a number, or a tensor that broadcasts to this shape"
+    found = describe(value)
+    if isinstance(value, Tensor):
+        found = tuple(value.shape)
+    raise UserError(f"{name} has shape {tuple(x.shape)}, but its patch is {found}; {wanted}")
+
+
+def _fits(name: str, value: Tensor, x: Tensor) -> bool:
+    """Whether a function may replace x by this value: a tensor of the same shape."""
+    if not isinstance(value, Tensor) or value.dim() != x.dim():
+        return False
+    dims = range(x.dim())
+    if name == "norm":  # whose patch may select which positions get logits
+        dims = (0, 2)
+    return all(value.shape[i] == x.shape[i] for i in dims)
+
+
+def _value_of_patch(name: str, patch: Patch, x: Tensor) -> float | Tensor:
+    """A patch as a number or tensor: "zero", or "mean" over this pass."""
+    if not isinstance(patch, str):
+        return patch
+    if patch == "zero":
+        return 0.0
+    if patch != "mean":
         raise UserError(
             f"the patch for {name} is {patch!r}; use zero, mean, a number, a tensor or a function"
         )
-    else:
-        dims = 0 if name.endswith("weights") else (0, 2) if name.endswith("heads") else (0, 1)
-        if isinstance(patch, str):
-            patch = x.mean(dim=dims, keepdim=True) if patch == "mean" else 0.0  # over this pass
-        value, wanted = patch, "use a number, or a tensor that broadcasts to this shape"
-        with suppress(RuntimeError, TypeError, ValueError):
-            return torch.as_tensor(patch, dtype=x.dtype, device=x.device).expand_as(x)
-    found = tuple(value.shape) if isinstance(value, Tensor) else describe(value)
-    raise UserError(f"{name} has shape {tuple(x.shape)}, but its patch is {found}; {wanted}")
+    dims = (0, 1)  # batch and positions
+    if name.endswith("weights"):
+        dims = 0
+    elif name.endswith("heads"):
+        dims = (0, 2)
+    return x.mean(dim=dims, keepdim=True)

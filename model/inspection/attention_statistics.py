@@ -30,9 +30,8 @@ def entropy(weights: Tensor, normalised: bool = False) -> Tensor:
     rows = row_entropy(weights)  # (..., T)
     if not normalised:
         return rows.mean(dim=-1)
-    n = (
-        (weights > 0).sum(dim=-1).maximum(torch.arange(1, rows.shape[-1] + 1, device=rows.device))
-    )  # (..., T)
+    n_visible = (weights > 0).sum(dim=-1)  # (..., T)
+    n = n_visible.maximum(torch.arange(1, rows.shape[-1] + 1, device=rows.device))  # (..., T)
     return (rows / n.log())[..., 1:].mean(dim=-1)
 
 
@@ -72,10 +71,11 @@ def measure_attention(
         logits, (B, T or 1, V).
     """
     B, T = tokens.shape
-    assert (
-        cache is None or T == 1
-    )  # a hook updates the cache twice, which changes nothing for one position
-    end = T if cache is None else max(cache.lengths) + 1
+    end = T
+    if cache is not None:
+        # A hook updates the cache twice, which changes nothing for one position.
+        assert T == 1
+        end = max(cache.lengths) + 1
     first_keys = torch.zeros(B, T, dtype=torch.int64, device=tokens.device)
     if document_ids is not None:
         starts = document_ids[:, 1:] != document_ids[:, :-1]  # (B, T - 1)
@@ -94,14 +94,11 @@ def measure_attention(
         if slots is not None and layer_cache.size < end and layer_cache.n_global == 0:
             figures[layer, FIGURES.index("first_token_share")] = 0  # another key has taken its slot
 
-    layers = [
-        (layer, block.attention)
-        for layer, block in enumerate(model.blocks)
-        if has_logits(block.attention)
-    ]
-    hooks = [
-        attention.register_forward_pre_hook(partial(measure, layer)) for layer, attention in layers
-    ]
+    hooks = []
+    for layer, block in enumerate(model.blocks):
+        if has_logits(block.attention):
+            hook = block.attention.register_forward_pre_hook(partial(measure, layer))
+            hooks.append(hook)
     try:
         logits = model(
             tokens, document_ids=document_ids, cache=cache, last_logits_only=last_logits_only
@@ -121,9 +118,8 @@ def _figures(
     parts = []
     for rows, weights in attention.weight_chunks(q, k, mask):  # (B, H, R, S)
         grouped = q[:, :, rows].float().unflatten(1, (K, H // K))  # (B, K, H/K, R, D)
-        logits = (grouped @ k.float()[:, :, None].mT).flatten(
-            1, 2
-        ) * attention.scale  # (B, H, R, S)
+        products = grouped @ k.float()[:, :, None].mT  # (B, K, H/K, R, S)
+        logits = products.flatten(1, 2) * attention.scale  # (B, H, R, S)
         largest = logits.masked_fill(weights == 0, -torch.inf).amax(dim=(1, 3))  # (B, R)
         first = first_keys[:, None, rows, None].expand(-1, H, -1, -1)  # (B, H, R, 1)
         share = weights.gather(3, first)[..., 0].mean(dim=1)  # (B, R)
@@ -134,10 +130,10 @@ def _figures(
 def figure_names(n_layers: int) -> list[str]:
     """Names of the figures of measure_text(), in order: "blocks.0.attention_entropy", ...,
     "token_entropy"."""
-    return [
-        *(f"blocks.{layer}.{name}" for layer in range(n_layers) for name in FIGURES),
-        "token_entropy",
-    ]
+    names = []
+    for layer in range(n_layers):
+        names += [f"blocks.{layer}.{name}" for name in FIGURES]
+    return [*names, "token_entropy"]
 
 
 def measure_text(

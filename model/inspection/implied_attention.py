@@ -60,7 +60,8 @@ def weights_of_attend(
     """
     weights = attention.weights(q, k, mask)
     y = attend(q, k, v)
-    S, kind = k.shape[2], (attention.training, q.dtype, mask.kernel)
+    S = k.shape[2]
+    kind = (attention.training, q.dtype, mask.kernel)
     compared = _compared.setdefault(attention, {})
     if compared.get(kind, 0) >= S or type(y) is not Tensor or torch.compiler.is_compiling():
         return weights, y

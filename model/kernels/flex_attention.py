@@ -27,14 +27,12 @@ class FlexAttention:
     def __init__(
         self, pattern: Pattern, query: TokenInfo, n_heads: int, alibi_slopes: Tensor | None
     ) -> None:
-        tensors = query.position, query.document_id, query.token_id
+        position, document_id, token_id = query.position, query.document_id, query.token_id
         module = torch.nn.Module()  # the compiler treats numbers inside a module as constants
         module.pattern = pattern
 
         def token_at(b: Tensor, i: Tensor) -> TokenInfo:
-            return TokenInfo(
-                *[x if x is None else x[i] if x.dim() == 1 else x[b, i] for x in tensors]
-            )
+            return TokenInfo(_at(position, b, i), _at(document_id, b, i), _at(token_id, b, i))
 
         def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return module.pattern(h, token_at(b, i), token_at(b, j))
@@ -42,15 +40,21 @@ class FlexAttention:
         def distance(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return (token_at(b, i).position - token_at(b, j).position).abs()
 
-        self.alibi_slopes, self.distance = alibi_slopes, distance
-        T = query.position.shape[-1]
-        batch = max(x.numel() // T for x in tensors if x is not None)
-        counts = count_visible(
-            mask_mod, batch, n_heads if pattern.by_head else 1, T, query.position.device
-        )
+        self.alibi_slopes = alibi_slopes
+        self.distance = distance
+        T = position.shape[-1]
+        batch = 1
+        for tensor in (position, document_id, token_id):
+            if tensor is not None:
+                batch = max(batch, tensor.numel() // T)
+        heads = n_heads if pattern.by_head else 1
+        counts = count_visible(mask_mod, batch, heads, T, position.device)
         is_full = counts == BLOCK * BLOCK  # the kernel does not apply the mask to these blocks
-        tables = (*_block_table((counts > 0) & ~is_full), *_block_table(is_full))
-        self.block_mask = BlockMask.from_kv_blocks(*tables, BLOCK, mask_mod, seq_lengths=(T, T))
+        n_partial, partial_blocks = _block_table((counts > 0) & ~is_full)
+        n_full, full_blocks = _block_table(is_full)
+        self.block_mask = BlockMask.from_kv_blocks(
+            n_partial, partial_blocks, n_full, full_blocks, BLOCK, mask_mod, seq_lengths=(T, T)
+        )
 
     @torch._disable_dynamo  # graph break: compiled separately, once for all layers
     def __call__(
@@ -63,26 +67,48 @@ class FlexAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D); other arguments as in attend()."""
-        alibi_slopes, distance, head_dim = self.alibi_slopes, self.distance, v.shape[-1]
+        alibi_slopes = self.alibi_slopes
+        distance = self.distance
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             if attn_logit_softcap is not None:  # the score is already scaled
                 score = attn_logit_softcap * torch.tanh(score / attn_logit_softcap)
-            return score if alibi_slopes is None else score - alibi_slopes[h] * distance(b, i, j)
+            if alibi_slopes is None:
+                return score
+            return score - alibi_slopes[h] * distance(b, i, j)
 
+        head_dim = v.shape[-1]
+        is_grouped = q.shape[1] != k.shape[1]
         if head_dim < MIN_HEAD_DIM:
-            q, k, v = (F.pad(x, (0, MIN_HEAD_DIM - head_dim)) for x in (q, k, v))
-        modifies = attn_logit_softcap is not None or alibi_slopes is not None
-        flex, is_grouped = _compiled() if q.is_cuda else flex_attention, q.shape[1] != k.shape[1]
-        options = score_mod if modifies else None, self.block_mask, scale, is_grouped
-        y, aux = flex(q, k, v, *options, return_aux=AuxRequest(lse=sinks is not None))
-        y = y[..., :head_dim]  # without visible keys y is 0 and lse is −inf
-        # The sink adds a term to the softmax sum, which scales all weights by sum / (sum + e^sink).
-        return (
-            y
-            if sinks is None
-            else y * torch.sigmoid(aux.lse - sinks[:, None])[..., None].to(y.dtype)
+            padding = (0, MIN_HEAD_DIM - head_dim)
+            q, k, v = F.pad(q, padding), F.pad(k, padding), F.pad(v, padding)
+        changes_scores = attn_logit_softcap is not None or alibi_slopes is not None
+        flex = _compiled() if q.is_cuda else flex_attention
+        y, aux = flex(
+            q,
+            k,
+            v,
+            score_mod if changes_scores else None,
+            self.block_mask,
+            scale,
+            is_grouped,
+            return_aux=AuxRequest(lse=sinks is not None),
         )
+        y = y[..., :head_dim]  # without visible keys y is 0 and lse is −inf
+        if sinks is None:
+            return y
+        # The sink adds a term to the softmax sum, which scales all weights by sum / (sum + e^sink).
+        kept = torch.sigmoid(aux.lse - sinks[:, None])  # (B, H, T)
+        return y * kept[..., None].to(y.dtype)
+
+
+def _at(x: Tensor | None, b: Tensor, i: Tensor) -> Tensor | None:
+    """The number of token i in row b: x (T,) or (B, T)."""
+    if x is None:
+        return None
+    if x.dim() == 1:
+        return x[i]
+    return x[b, i]
 
 
 @cache
@@ -106,12 +132,18 @@ def count_visible(
 ) -> Tensor:
     """Count visible pairs per block, (batch or 1, heads or 1, blocks, blocks). create_block_mask
     needs more memory."""
-    b, h, positions = (torch.arange(n, device=device) for n in (batch, heads, T))
+    b = torch.arange(batch, device=device)[:, None, None, None]
+    h = torch.arange(heads, device=device)[:, None, None]
+    keys = torch.arange(T, device=device)
+    n_blocks = max(1, MAX_SCORES // (batch * heads * BLOCK * T))
     counts = []
-    for i in positions.split(max(1, MAX_SCORES // (batch * heads * BLOCK * T)) * BLOCK):
-        visible = mask_mod(b[:, None, None, None], h[:, None, None], i[:, None], positions)
-        visible = F.pad(visible[(None,) * (4 - visible.dim())], (0, -T % BLOCK, 0, -len(i) % BLOCK))
-        counts.append(visible.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).sum((3, 5)))
+    for queries in keys.split(n_blocks * BLOCK):
+        visible = mask_mod(b, h, queries[:, None], keys)
+        while visible.dim() < 4:
+            visible = visible[None]  # to (batch or 1, heads or 1, queries, T)
+        visible = F.pad(visible, (0, -T % BLOCK, 0, -len(queries) % BLOCK))
+        blocks = visible.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+        counts.append(blocks.sum((3, 5)))
     return torch.cat(counts, dim=2)
 
 

@@ -13,9 +13,8 @@ from torch.autograd.function import once_differentiable
 from thinker.runtime.constants import IGNORE_INDEX
 
 CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # logits per chunk: fit a core's cache or fill a GPU
-COMPILED_CHUNK_ELEMENTS = (
-    5 * 2**27
-)  # bf16 only: as many bytes as 2**27 in bf16 with two fp32 copies
+# bf16 only: as many bytes as 2**27 in bf16 with two fp32 copies.
+COMPILED_CHUNK_ELEMENTS = 5 * 2**27
 MIN_CHUNK_ROWS = 256  # because each chunk reads and writes the whole weight gradient
 
 # A loss of the next n positions, in order: logits (n, V), targets (n,), whether a gradient is
@@ -51,16 +50,16 @@ def fused_loss_and_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """loss_and_gradient() in a form that compiles to one kernel, which reads and writes only the
     bf16 logits."""
-    is_target = (
-        torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    )  # (n, V), all False if ignored
+    ids = torch.arange(logits.shape[1], device=logits.device)  # (V,)
+    is_target = ids == targets[:, None]  # (n, V), all False if ignored
     log_probs = logits.to(_sum_dtype(logits)).log_softmax(dim=-1)  # (n, V)
     losses = -torch.where(is_target, log_probs, 0.0).sum(dim=1)
     if not needs_gradient:
         return losses, None
     probs = log_probs.exp()
     grad = torch.where(is_target, probs - 1, probs)
-    return losses, logits.copy_(grad.where((targets != IGNORE_INDEX)[:, None], 0.0))
+    is_counted = (targets != IGNORE_INDEX)[:, None]  # (n, 1)
+    return losses, logits.copy_(grad.where(is_counted, 0.0))
 
 
 @cache
@@ -91,18 +90,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target_losses: Tensor | None,
         chunk_loss: ChunkLoss | None,
     ) -> Tensor:
-        w = weight.to(x.dtype) if cast_weight is None else cast_weight  # (V, C)
+        """The sum of the losses of x (N, C) with targets (N,)."""
+        w = cast_weight  # (V, C)
+        if w is None:
+            w = weight.to(x.dtype)
         needs_x_grad, needs_w_grad = ctx.needs_input_grad[:2]
-        x_grad = torch.empty_like(x) if needs_x_grad else None  # (N, C)
+        x_grad = None  # (N, C)
+        if needs_x_grad:
+            x_grad = torch.empty_like(x)
         w_grad = None  # (V, C)
         total = x.new_zeros((), dtype=_sum_dtype(x))
         rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS.get(x.device.type, 2**24) // w.shape[0])
         if is_compiled:
             n_chunks = -(-len(x) * w.shape[0] // COMPILED_CHUNK_ELEMENTS)
             rows = -(-len(x) // n_chunks)
-        chunk_loss = chunk_loss or (_compiled() if is_compiled else loss_and_gradient)
+        if chunk_loss is None:
+            chunk_loss = _compiled() if is_compiled else loss_and_gradient
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
+            # Without a name, so that the logits are freed before the next chunk.
             losses, grad = chunk_loss(
                 F.linear(x[part], w), targets[part], needs_x_grad or needs_w_grad
             )
@@ -122,11 +128,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+        """Gradients of x and weight."""
         x_grad, w_grad = ctx.saved_tensors
-        x_grad = (
-            None if x_grad is None else (x_grad * grad).to(x_grad.dtype)
-        )  # a loss scale would overflow fp16
-        w_grad = None if w_grad is None else (w_grad * grad).to(ctx.weight_dtype)
+        if x_grad is not None:
+            x_grad = (x_grad * grad).to(x_grad.dtype)  # a loss scale would overflow fp16
+        if w_grad is not None:
+            w_grad = (w_grad * grad).to(ctx.weight_dtype)
         return x_grad, w_grad, None, None, None, None, None
 
 
@@ -137,7 +144,9 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         # Not addmm, which would add in place: torch 2.11 lacks its fake version, which memory
         # estimates need.
         product = torch.mm(a, b, out_dtype=torch.float32)
-        return product if total is None else total.add_(product)
+        if total is None:
+            return product
+        return total.add_(product)
     if total is None:
         total = a.new_zeros((len(a), b.shape[1]), dtype=_sum_dtype(a))
     if a.dtype == total.dtype:
@@ -164,11 +173,12 @@ def linear_cross_entropy(
     always call the library. target_losses: (B, T) fp32, contiguous; is filled with the loss of each
     target, 0 for IGNORE_INDEX. chunk_loss: replaces the cross-entropy.
     """
-    if (
-        not torch.is_grad_enabled()
-    ):  # a Function ignores this and would compute the weight's gradient
+    if not torch.is_grad_enabled():
+        # A Function ignores this and would compute the weight's gradient.
         weight = weight.detach()
-    losses = None if target_losses is None else target_losses.view(-1)
-    options = cast_weight, is_compiled, losses, chunk_loss
+    losses = None
+    if target_losses is not None:
+        losses = target_losses.view(-1)
+    options = (cast_weight, is_compiled, losses, chunk_loss)
     total = _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *options)
     return total, (targets != IGNORE_INDEX).sum()
