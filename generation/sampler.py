@@ -167,8 +167,8 @@ class _Group:
 
     params: SamplingParams
     rows: Tensor | slice
-    in_text: Tensor | None  # (rows, V), as in distribution(); None: no penalties
-    counts: Tensor | None  # (rows, V)
+    in_text: Tensor | None = None  # (rows, V), as in distribution(); None: no penalties
+    counts: Tensor | None = None  # (rows, V)
 
 
 class BatchSampler:
@@ -201,17 +201,19 @@ class BatchSampler:
             rows_by_params.setdefault(sequence.sampling_key, []).append(row)
         self._groups = []
         for params, rows in rows_by_params.items():
-            in_text = counts = None
+            index = slice(None)
+            if len(rows_by_params) > 1:
+                index = to_device(rows, self.device)
+            group = _Group(params, index)
             if params.has_penalties:
-                inputs = [
-                    sequence.penalty_inputs(drafts, vocab_size)
-                    for sequence, drafts in (contexts[row] for row in rows)
-                ]
-                in_text, counts = (
-                    to_device(torch.stack(tensors), self.device) for tensors in zip(*inputs)
-                )
-            index = slice(None) if len(rows_by_params) == 1 else to_device(rows, self.device)
-            self._groups.append(_Group(params, index, in_text, counts))
+                inputs = []
+                for row in rows:
+                    sequence, drafts = contexts[row]
+                    inputs.append(sequence.penalty_inputs(drafts, vocab_size))
+                in_text, counts = zip(*inputs)
+                group.in_text = to_device(torch.stack(in_text), self.device)
+                group.counts = to_device(torch.stack(counts), self.device)
+            self._groups.append(group)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Sample tokens (N,) from logits (N, V). The next call counts them as part of the text."""

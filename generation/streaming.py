@@ -9,15 +9,14 @@ class TextStreamer:
     """Decodes token by token, returning text as early as possible and never revising it.
 
     - The joined pieces equal all bytes decoded at once, with U+FFFD for invalid UTF-8 (The Unicode
-    Standard, section
-      3.9: one per maximal subpart). Special tokens have no text.
+      Standard, section 3.9: one per maximal subpart). Special tokens have no text.
     - The text is cut before the earliest stop string, and later calls return "". A suffix that may
-    begin a stop string
-      is held back until that is certain.
+      begin a stop string is held back until that is certain.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
-        self.tokenizer, self.stop = tokenizer, stop
+        self.tokenizer = tokenizer
+        self.stop = stop
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # decoded text that may begin a stop string
         self.stopped = False
@@ -39,23 +38,24 @@ class TextStreamer:
         return text
 
     def _release(self, text: str) -> str:
+        """Add decoded text. Returns what is certain, and keeps the rest for later."""
         if self.stopped:
             return ""
         text = self.pending + text
         starts = [text.index(stop) for stop in self.stop if stop in text]
         if starts:
-            self.stopped, self.pending = True, ""
+            self.stopped = True
+            self.pending = ""
             return text[: min(starts)]
-        longest = min(
-            len(text), max(map(len, self.stop), default=0)
-        )  # suffix that may begin a stop string
-        n_held = next(
-            (
-                n
-                for n in range(longest, 0, -1)
-                if any(stop.startswith(text[-n:]) for stop in self.stop)
-            ),
-            0,
-        )
-        released, self.pending = text[: len(text) - n_held], text[len(text) - n_held :]
-        return released
+        n_certain = len(text) - self._n_held(text)
+        self.pending = text[n_certain:]
+        return text[:n_certain]
+
+    def _n_held(self, text: str) -> int:
+        """The length of the longest suffix that may begin a stop string."""
+        longest = max(map(len, self.stop), default=0)
+        for n in range(min(len(text), longest), 0, -1):
+            suffix = text[-n:]
+            if any(stop.startswith(suffix) for stop in self.stop):
+                return n
+        return 0

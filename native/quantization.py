@@ -9,6 +9,7 @@ from torch import Tensor
 from thinker.native.operations import GROUP, Packed
 
 BLOCK = 16  # outputs that the kernels compute together
+OFFSETS = {8: 128, 4: 8}  # that make codes positive, by bits
 SCALE_FACTORS = (1.0, 0.92, 0.85)  # of the scale without clipping, tried for 4 bits
 
 
@@ -32,31 +33,29 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
     smallest squared error among a few is used (docs/development/experiments.md compares the forms).
     """
     n_in = weight.shape[1]
-    groups = F.pad(weight.detach().float(), (0, -n_in % GROUP)).unflatten(
-        1, (-1, GROUP)
-    )  # (n_out, groups, 32)
+    padded = F.pad(weight.detach().float(), (0, -n_in % GROUP))
+    groups = padded.unflatten(1, (-1, GROUP))  # (n_out, groups, 32)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # with its sign
     if bits == 8:
         scale = _to_bf16(largest.abs() / 127)
         return Quantized(_round(groups, scale, bits).to(torch.int8), scale.squeeze(-1), n_in)
-    best_codes, best_scale, least = None, None, None
+    best_codes = best_scale = least = None
     for factor in SCALE_FACTORS:
-        codes = _round(
-            groups, _to_bf16(largest / -8 * factor), bits
-        )  # the largest weight becomes -8, or is clipped
-        fitted = (groups * codes).sum(-1, keepdim=True) / codes.square().sum(
-            -1, keepdim=True
-        ).clamp_min(1)
+        # The largest weight becomes -8, or is clipped.
+        codes = _round(groups, _to_bf16(largest / -8 * factor), bits)
+        # The scale with the least squared error for these codes.
+        squares = codes.square().sum(-1, keepdim=True)
+        fitted = (groups * codes).sum(-1, keepdim=True) / squares.clamp_min(1)
         scale = _to_bf16(fitted)
         codes = _round(groups, scale, bits)
         error = (codes * scale.float() - groups).square().sum(-1, keepdim=True)
         if least is None:
-            best_codes, best_scale, least = codes, scale, error
+            best_codes = codes
+            best_scale = scale
+            least = error
         is_better = error < least
-        best_codes, best_scale = (
-            torch.where(is_better, codes, best_codes),
-            torch.where(is_better, scale, best_scale),
-        )
+        best_codes = torch.where(is_better, codes, best_codes)
+        best_scale = torch.where(is_better, scale, best_scale)
         least = torch.minimum(error, least)
     return Quantized(best_codes.to(torch.int8), best_scale.squeeze(-1), n_in)
 
@@ -77,9 +76,8 @@ def pack(quantized: Quantized, bits: int) -> Packed:
     n_out, n_groups = scale.shape
     padding = -n_out % BLOCK
     codes = F.pad(codes, (0, 0, 0, 0, 0, padding)).view(-1, BLOCK, n_groups, GROUP // 4, 4)
-    codes = (codes.permute(0, 2, 3, 1, 4).to(torch.int16) + (128 if bits == 8 else 8)).to(
-        torch.uint8
-    )
+    codes = codes.permute(0, 2, 3, 1, 4).to(torch.int16) + OFFSETS[bits]
+    codes = codes.to(torch.uint8)
     if bits == 4:  # (blocks, groups, 8, 16, 4): the first 4 quads of inputs are the low nibbles
         codes = codes[:, :, :4] | (codes[:, :, 4:] << 4)
     scale = F.pad(scale, (0, 0, 0, padding)).view(-1, BLOCK, n_groups).transpose(1, 2)
@@ -92,7 +90,7 @@ def unpack(packed: Packed) -> Quantized:
     codes = packed.codes.view(blocks, n_groups, -1, BLOCK, 4)
     if packed.bits == 4:
         codes = torch.cat((codes & 15, codes >> 4), dim=2)
-    codes = (codes.to(torch.int16) - (128 if packed.bits == 8 else 8)).to(torch.int8)
+    codes = (codes.to(torch.int16) - OFFSETS[packed.bits]).to(torch.int8)
     codes = codes.permute(0, 3, 1, 2, 4).reshape(blocks * BLOCK, n_groups, GROUP)[: packed.n_out]
     scale = packed.scale.transpose(1, 2).reshape(blocks * BLOCK, n_groups)[: packed.n_out]
     return Quantized(codes, scale, packed.n_in)

@@ -1,5 +1,4 @@
-"""A model for inference: the same forward pass, in which modules are replaced by faster forms that
-compute the same.
+"""A model for inference: the same forward pass, with faster forms of modules.
 
 Only modules of exactly the known types are replaced. Those of a user, or with a method that was
 changed on the instance, are copied as they are; the matrices in them are still replaced one by one.
@@ -32,13 +31,14 @@ KINDS = frozenset({Attention, LinearAttention, MLP, RMSNorm, Linear})  # that ha
 
 
 class FusedProjection:
-    """The projections of Attention, with q, k and v in one product, and one norm of all query and
-    key heads."""
+    """The projections of Attention: q, k and v in one product, and one norm for q and k."""
 
     def project(self, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """As Attention.project(): x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D)."""
-        H, K = self.n_heads, self.n_kv_heads
-        rope = rope if self.use_rope else None
+        H = self.n_heads
+        K = self.n_kv_heads
+        if not self.use_rope:
+            rope = None
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q_and_k, v = heads.split((H + K, K), dim=1)  # (B, H + K, T, D), (B, K, T, D)
         q, k = apply_rotary_emb(self.qk_norm(q_and_k), rope).split((H, K), dim=1)
@@ -61,7 +61,8 @@ class FusedMLP(nn.Module):
 
     def __init__(self, gate_up_proj: nn.Module, down_proj: nn.Module, plain: MLP) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
         self.activation = plain.activation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,12 +72,15 @@ class FusedMLP(nn.Module):
 
 
 class InferenceNorm(RMSNorm):
-    """RMSNorm that writes its result once: by torch's kernel on a GPU, and without a copy in fp32
-    on a CPU."""
+    """RMSNorm that writes its result once.
+
+    It uses torch's kernel on a GPU, and needs no copy in fp32 on a CPU.
+    """
 
     def __init__(self, plain: RMSNorm) -> None:
         nn.Module.__init__(self)
-        self.weight, self.eps = plain.weight, plain.eps
+        self.weight = plain.weight
+        self.eps = plain.eps
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width), in x's dtype."""
@@ -95,15 +99,19 @@ def fused_matrices(model: Thinker) -> dict[str, tuple[Linear, ...]]:
     """The matrices that inference reads as one, by name (mixed_bits.matrix_names)."""
     groups: list[tuple[Linear, ...]] = []
     for block in model.blocks:
-        attention, mlp = block.attention, block.mlp
+        attention = block.attention
         groups.append((attention.q_proj, attention.k_proj, attention.v_proj))
         groups.append((attention.o_proj,))
-        inputs = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj")]
-        groups.append(tuple(linear for linear in inputs if linear is not None))
-        down = getattr(mlp, "down_proj", None)
-        groups.append(() if down is None else (down,))
+        groups.append(_children(block.mlp, "gate_proj", "up_proj"))
+        groups.append(_children(block.mlp, "down_proj"))
     groups.append((model.lm_head,))
     return dict(zip(matrix_names(len(model.blocks)), groups))
+
+
+def _children(module: nn.Module, *names: str) -> tuple[nn.Module, ...]:
+    """The parts of a module with these names, as far as it has them."""
+    children = [getattr(module, name, None) for name in names]
+    return tuple(child for child in children if child is not None)
 
 
 @torch.no_grad()
@@ -134,13 +142,17 @@ class _Fusing:
     def __init__(
         self, model: Thinker, dtype: torch.dtype, bits: Bits, native: bool, kinds: Collection[type]
     ) -> None:
-        self.model, self.dtype, self.bits, self.native = model, dtype, bits, native
+        self.model = model
+        self.dtype = dtype
+        self.bits = bits
+        self.native = native
         self.kinds = kinds
         self.on_cpu = model.device.type == "cpu"
 
     def run(self) -> Thinker:
         """The copy."""
-        model, new = self.model, copy_structure(self.model, self.dtype)
+        model = self.model
+        new = copy_structure(model, self.dtype)
         for layer, (new_block, block) in enumerate(zip(new.blocks, model.blocks)):
             if type(block.attention) in self.kinds and is_known_attention(block.attention):
                 new_block.attention = self.fuse_attention(block.attention, layer)
@@ -160,7 +172,8 @@ class _Fusing:
 
     def fuse_attention(self, plain: Attention, layer: int) -> Attention:
         """q, k and v as one matrix, with the same attend()."""
-        fused = FUSED_ATTENTION[type(plain)].__new__(FUSED_ATTENTION[type(plain)])
+        kind = FUSED_ATTENTION[type(plain)]
+        fused = kind.__new__(kind)
         fused.__dict__.update(plain.__dict__)  # numbers such as the scale
         fused._parameters = dict(plain._parameters)
         fused._modules = {}
@@ -179,7 +192,8 @@ class _Fusing:
         """gate and up as one matrix."""
         path = f"blocks.{layer}.mlp"
         gate_up = self.matrix((plain.gate_proj, plain.up_proj), f"{path}.gate_up")
-        return FusedMLP(gate_up, self.known_or_copied(plain.down_proj, f"{path}.down"), plain)
+        down = self.known_or_copied(plain.down_proj, f"{path}.down")
+        return FusedMLP(gate_up, down, plain)
 
     def known_or_copied(self, linear: nn.Module, name: str) -> nn.Module:
         """One matrix, or a copy of a module that may compute something else."""
@@ -198,9 +212,13 @@ class _Fusing:
     def matrix(self, linears: tuple[Linear, ...], name: str) -> nn.Module:
         """Matrices with the same input as one."""
         weight = torch.cat([linear.effective_weight() for linear in linears])
+        bias = None
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        bias = torch.cat(biases).to(self.dtype) if biases else None
-        n_bits = self.bits[name] if isinstance(self.bits, dict) else self.bits
+        if biases:
+            bias = torch.cat(biases).to(self.dtype)
+        n_bits = self.bits
+        if isinstance(self.bits, dict):
+            n_bits = self.bits[name]
         if n_bits is not None:
             from thinker.generation.decoders.quantized_linear import QuantizedLinear
             from thinker.native.quantization import quantize
@@ -211,7 +229,8 @@ class _Fusing:
             weight = quantize(weight, n_bits).dequantize()
         fused = self.new_linear(*weight.shape)
         fused.weight = frozen(weight, self.dtype)
-        fused.bias = None if bias is None else frozen(bias, self.dtype)
+        if bias is not None:
+            fused.bias = frozen(bias, self.dtype)
         return fused
 
     def new_linear(self, n_out: int, n_in: int) -> Linear:
@@ -242,48 +261,56 @@ def frozen(weight: Tensor, dtype: torch.dtype) -> nn.Parameter:
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether a method was replaced on this instance, other than by training (compilation,
-    checkpointing)."""
-    forward = vars(module).get("forward")
+    """Whether a method was replaced on this instance.
+
+    What training replaces, for compilation and checkpointing, does not count.
+    """
     if "project" in vars(module):
         return True
+    forward = vars(module).get("forward")
+    if forward is None:
+        return False
     is_checkpointed = isinstance(forward, partial) and forward.func is checkpoint
-    is_ours = is_checkpointed or hasattr(forward, "_torchdynamo_orig_callable")
-    return forward is not None and not is_ours
+    return not is_checkpointed and not hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def is_known_attention(attention: nn.Module) -> bool:
-    """Whether FusedProjection computes what Attention.project() of this module does, by the types
-    of its parts."""
-    if type(attention) not in FUSED_ATTENTION or is_patched(attention):
+    """Whether FusedProjection computes what project() of this module does, by the types of its
+    parts."""
+    if type(attention) not in FUSED_ATTENTION or is_patched(attention) or _has_hooks(attention):
+        return False
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    if type(q_norm) is not type(k_norm) or type(q_norm) not in (RMSNorm, nn.Identity):
+        return False
+    if getattr(q_norm, "eps", 0) != getattr(k_norm, "eps", 0):
         return False
     matrices = (attention.q_proj, attention.k_proj, attention.v_proj)
-    norms = {type(attention.q_norm), type(attention.k_norm)}
-    are_norms_known = norms in ({RMSNorm}, {nn.Identity})
-    are_norms_equal = len({getattr(n, "eps", 0) for n in (attention.q_norm, attention.k_norm)}) == 1
-    has_biases = len({linear.bias is None for linear in matrices}) == 1
-    is_known = are_norms_known and are_norms_equal and has_biases
-    return is_known and not _has_hooks(attention) and all(map(has_known_weight, matrices))
+    return all(map(has_known_weight, matrices)) and _have_alike_biases(matrices)
 
 
 def is_known_mlp(mlp: nn.Module) -> bool:
     """Whether FusedMLP computes what this module does, by the types of its parts."""
     if type(mlp) is not MLP or is_patched(mlp) or _has_hooks(mlp):
         return False
-    has_biases = (mlp.gate_proj.bias is None) == (mlp.up_proj.bias is None)
     matrices = (mlp.gate_proj, mlp.up_proj)
-    return has_biases and all(map(has_known_weight, matrices))
+    return all(map(has_known_weight, matrices)) and _have_alike_biases(matrices)
+
+
+def _have_alike_biases(matrices: tuple[Linear, ...]) -> bool:
+    """Whether all matrices have a bias, or none has."""
+    return len({linear.bias is None for linear in matrices}) == 1
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether the user has registered hooks on a module or on parts of it, which fused forms would
-    not run."""
+    """Whether a user's hooks are on a module or its parts. Fused forms would not run them."""
     return any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
 
 
 def copy_structure(model: Thinker, dtype: torch.dtype) -> Thinker:
-    """Copy a model without the weights of known modules, which stay on the meta device; others are
-    copied whole."""
+    """Copy a model without the weights of known modules, which stay on the meta device.
+
+    Other modules are copied whole.
+    """
     if type(model) is not Thinker or is_patched(model):
         return copy_module(model, dtype)
     with torch.device("meta"):
@@ -318,10 +345,13 @@ def copy_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _parent(model: nn.Module, path: str) -> nn.Module | None:
     """The module that has the module at this path, or None if the model has no such module."""
-    name, parent = path.rpartition(".")[2], model
-    for part in path.split(".")[:-1]:
+    *parents, name = path.split(".")
+    parent = model
+    for part in parents:
         parent = getattr(parent, part, None)
-    return parent if isinstance(getattr(parent, name, None), nn.Module) else None
+    if not isinstance(getattr(parent, name, None), nn.Module):
+        return None
+    return parent
 
 
 def _matrix_name(path: str) -> str:
