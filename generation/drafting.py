@@ -121,7 +121,9 @@ def sample_after_drafts(
     `drafts`: per sequence, the tokens that the model read after its last token. `logits`
     (B, 1 + longest draft, V): after the last token and each draft.
     """
-    indices, offsets = [], []  # N each: a place to sample after each draft, and before the first
+    # N each: a place to sample after each draft, and before the first.
+    indices: list[int] = []
+    offsets: list[int] = []
     for index, draft in enumerate(drafts):
         for offset in range(len(draft) + 1):
             indices.append(index)

@@ -342,7 +342,7 @@ def _prompt_list(prompts: str | list[str]) -> list[str]:
 def _token_lists(prompt_tokens: list[list[int]], n_prompts: int) -> list[list[int]]:
     """The token ids of each prompt as lists of int. Raises UserError for anything else."""
     try:
-        lists = [[operator.index(token) for token in tokens] for tokens in prompt_tokens]
+        lists = [list(map(operator.index, tokens)) for tokens in prompt_tokens]
     except TypeError:
         wanted = "pass a list of token ids (integers) per prompt"
         raise UserError(f"prompt_tokens is not valid; {wanted}") from None

@@ -34,7 +34,9 @@ class Observer(Protocol):
 
 def check_names(options: Options, own: list[str]) -> None:
     """Raise UserError for an option that no feature has. `own`: the names of the Generator's."""
-    known = [name for feature in features() for name in feature.generator_options]
+    known: list[str] = []
+    for feature in features():
+        known += feature.generator_options
     for name in options:
         if name not in known:
             hint = did_you_mean(name, own + known)

@@ -2,9 +2,10 @@
 fp32 inside."""
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,8 +154,10 @@ def muon_update(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        w, width = weight.float().contiguous(), x.shape[-1]
+        x = x.contiguous()
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        w = weight.float().contiguous()
+        width = x.shape[-1]
         _run("rms_norm", x, _is_bf16(x), w, eps, x.numel() // width, width, y)
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
@@ -164,26 +167,14 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        w, width = weight.float().contiguous(), x.shape[-1]
-        grad, x_grad, w_grad, partial = (
-            grad.contiguous(),
-            torch.empty_like(x),
-            torch.empty_like(w),
-            _partial(width),
-        )
-        _run(
-            "rms_norm_backward",
-            grad,
-            x,
-            _is_bf16(x),
-            w,
-            ctx.eps,
-            x.numel() // width,
-            width,
-            x_grad,
-            w_grad,
-            partial,
-        )
+        grad = grad.contiguous()
+        w = weight.float().contiguous()
+        width = x.shape[-1]
+        n_rows = x.numel() // width
+        x_grad = torch.empty_like(x)
+        w_grad = torch.empty_like(w)
+        inputs = (grad, x, _is_bf16(x), w, ctx.eps, n_rows, width)
+        _run("rms_norm_backward", *inputs, x_grad, w_grad, _partial(width))
         return x_grad, w_grad.to(weight.dtype), None
 
 
@@ -199,14 +190,18 @@ class _RotateHeads(torch.autograd.Function):
         eps: float,
         rope: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        qkv, (B, T, width) = qkv.contiguous(), qkv.shape
+        qkv = qkv.contiguous()
+        B, T, width = qkv.shape
         D = width // (H + 2 * K)
-        q, k, v = (
-            qkv.new_empty(B, T, n, D).transpose(1, 2) for n in (H, K, K)
-        )  # rows of heads in memory, as in qkv
-        cos, sin = rope or (None, None)
+        # Rows of heads in memory, as in qkv.
+        q, k, v = (qkv.new_empty(B, T, n, D).transpose(1, 2) for n in (H, K, K))
+        cos = sin = None
+        if rope is not None:
+            cos, sin = rope
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
-        ctx.H, ctx.K, ctx.eps = H, K, eps
+        ctx.H = H
+        ctx.K = K
+        ctx.eps = eps
         _rotate("rotate_heads", qkv, H, K, (q_weight, k_weight), eps, (cos, sin), (q, k, v))
         return q, k, v
 
@@ -214,33 +209,29 @@ class _RotateHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        grads = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
-        qkv_grad, weights = torch.empty_like(qkv), (q_weight, k_weight)
-        weight_grads = [
-            None if w is None else torch.empty_like(w, dtype=torch.float32) for w in weights
-        ]
-        _rotate(
-            "rotate_heads_backward",
-            qkv,
-            ctx.H,
-            ctx.K,
-            weights,
-            ctx.eps,
-            (cos, sin),
-            grads,
-            qkv_grad,
-            weight_grads,
-        )
-        q_grad, k_grad = (
-            None if w is None else grad.to(w.dtype) for w, grad in zip(weights, weight_grads)
-        )
-        return qkv_grad, None, None, q_grad, k_grad, None, None
+        weights = (q_weight, k_weight)
+        heads = []
+        for grad in grads:
+            heads.append(grad if grad.stride(-1) == 1 else grad.contiguous())
+        results = _Gradients(torch.empty_like(qkv), [])
+        for weight in weights:
+            like = None
+            if weight is not None:
+                like = torch.empty_like(weight, dtype=torch.float32)
+            results.weights.append(like)
+        shape = (ctx.H, ctx.K)
+        _rotate("rotate_heads_backward", qkv, *shape, weights, ctx.eps, (cos, sin), heads, results)
+        weight_grads = []
+        for weight, grad in zip(weights, results.weights):
+            weight_grads.append(None if weight is None else grad.to(weight.dtype))
+        return results.qkv, None, None, *weight_grads, None, None
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        gate_up, width = gate_up.contiguous(), gate_up.shape[-1] // 2
+        gate_up = gate_up.contiguous()
+        width = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
         _run("swiglu", gate_up, _is_bf16(gate_up), out.numel() // width, width, out)
         ctx.save_for_backward(gate_up)
@@ -249,9 +240,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,), width = ctx.saved_tensors, grad.shape[-1]
-        out, grad = torch.empty_like(gate_up), grad.contiguous()
-        _run("swiglu_backward", grad, gate_up, _is_bf16(gate_up), grad.numel() // width, width, out)
+        (gate_up,) = ctx.saved_tensors
+        grad = grad.contiguous()
+        width = grad.shape[-1]
+        n_rows = grad.numel() // width
+        out = torch.empty_like(gate_up)
+        _run("swiglu_backward", grad, gate_up, _is_bf16(gate_up), n_rows, width, out)
         return out
 
 
@@ -277,6 +271,13 @@ def _drop(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return out
 
 
+class _Gradients(NamedTuple):
+    """What the backward pass of _RotateHeads fills, by its input."""
+
+    qkv: Tensor
+    weights: list[Tensor | None]
+
+
 def _rotate(
     name: str,
     qkv: Tensor,
@@ -285,15 +286,14 @@ def _rotate(
     weights: tuple[Tensor | None, Tensor | None],
     eps: float,
     rope: tuple[Tensor | None, Tensor | None],
-    heads: tuple[Tensor, ...],
-    qkv_grad: Tensor | None = None,
-    weight_grads: list[Tensor | None] = [None, None],  # noqa: B006
+    heads: Sequence[Tensor],
+    results: _Gradients | None = None,
 ) -> None:
+    """Call rotate_heads() of train.c, or rotate_heads_backward(), which fills `results`."""
     B, T, width = qkv.shape
     D = width // (H + 2 * K)
     cos, sin = (None if table is None else table.contiguous() for table in rope)
     weights = [None if weight is None else weight.float().contiguous() for weight in weights]
-    partial = None if qkv_grad is None else _partial(2 * D)
     assert all(table is None or table.dtype == qkv.dtype for table in (cos, sin))
     if isinstance(qkv, FakeTensor):
         return
@@ -309,11 +309,14 @@ def _rotate(
         eps=eps,
         cosines=_pointer(cos),
         sines=_pointer(sin),
-        x_grad=_pointer(qkv_grad),
-        norm_grads=_pointers(weight_grads),
-        table_batch=T * D if cos is not None and cos.dim() == 4 and len(cos) > 1 else 0,
-        partial=_pointer(partial),
     )
+    if cos is not None and cos.dim() == 4 and len(cos) > 1:
+        rotation.table_batch = T * D
+    if results is not None:
+        partial = _partial(2 * D)
+        rotation.partial = partial.data_ptr()
+        rotation.x_grad = results.qkv.data_ptr()
+        rotation.norm_grads = _pointers(results.weights)
     for place, tensor in zip(rotation.heads, heads):
         place.data = tensor.data_ptr()
         place.batch, place.head, place.position, _ = tensor.stride()
@@ -321,8 +324,10 @@ def _rotate(
 
 
 def _run(name: str, *arguments: Tensor | list[Tensor] | int | float) -> None:
-    """Call a function of train.c, whose last argument is the number of threads; fake tensors have
-    no data to read."""
+    """Call a function of train.c, whose last argument is the number of threads.
+
+    Fake tensors have no data to read.
+    """
     if any(isinstance(argument, FakeTensor) for argument in arguments):
         return
     values = []
@@ -330,9 +335,9 @@ def _run(name: str, *arguments: Tensor | list[Tensor] | int | float) -> None:
         if isinstance(argument, Tensor):
             argument = argument.data_ptr()
         elif isinstance(argument, list):
-            assert all(
-                tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in argument
-            )
+            for tensor in argument:
+                assert tensor.is_contiguous()
+                assert tensor.dtype == torch.float32
             argument = _pointers(argument)
         values.append(argument)
     getattr(load_training_library(), name)(*values, torch.get_num_threads())

@@ -167,9 +167,13 @@ class QuantizedCache(KVCache):
         # A pattern that fits a ring buffer stays in a short cache, too, for the same results.
         if pattern.fits_ring_buffer or type(layer) is not LayerCache:
             return layer
-        width, dtype, n_newest = self.head_dim, torch.int8, 0
+        width = self.head_dim
+        dtype = torch.int8
+        n_newest = 0
         if self.bits == 4:
-            width, dtype, n_newest = self.head_dim // 2, torch.uint8, RING
+            width = self.head_dim // 2
+            dtype = torch.uint8
+            n_newest = RING
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(B, K, *shape, device=self.device, dtype=dtype)

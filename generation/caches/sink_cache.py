@@ -173,7 +173,8 @@ class WindowCaches(FullCaches):
         most = max(completion.n_evicted for completion in completions)
         if most == 0:
             return ""
-        first, last = self.sinks + 1, self.sinks + most
+        first = self.sinks + 1
+        last = self.sinks + most
         n_positions = last + self.window + 1
         kept = f"the window keeps the first {self.sinks} and the newest {self.window}"
         return f"evicted tokens {first} to {last} of {n_positions}; {kept}"

@@ -30,7 +30,8 @@ def run_interactive(conversation: Conversation, prompt: str, params: SamplingPar
         log(conversation.greeting)
     interrupt = _InterruptHandler()
     if prompt:
-        print_text(prompt if conversation.continues_text else "")
+        if conversation.continues_text:
+            print_text(prompt)
         _print_reply(conversation, prompt, params, interrupt)
     while True:
         line = _read_line(is_terminal, interrupt)
@@ -66,11 +67,12 @@ class _InterruptHandler:
 
 def _read_line(is_terminal: bool, interrupt: _InterruptHandler) -> str | None:
     """Read a line; None at the end of input."""
+    prompt = "> " if is_terminal else ""
     while True:
         try:
             try:
                 interrupt.is_reading = True
-                return input("> " if is_terminal else "")
+                return input(prompt)
             finally:
                 interrupt.is_reading = False
         except EOFError:
@@ -105,7 +107,8 @@ def _run_command(
     if name == "/help":
         log(f"{conversation.description}\n{HELP}")
     elif name == "/undo":
-        log("removed the last turn" if conversation.undo() else "no turn to remove")
+        is_removed = conversation.undo()
+        log("removed the last turn" if is_removed else "no turn to remove")
     elif name == "/reset":
         conversation.reset()
         log("started a new text")

@@ -40,7 +40,8 @@ def describe_speed(
         drafted = sum(completion.drafted for completion in completions)
         accepted = sum(completion.accepted for completion in completions)
         line += f"; {accepted} of {drafted} drafted tokens accepted"
-    if report := generator.decoder.report():
+    report = generator.decoder.report()
+    if report:
         line += f"; {report}"
     return line
 
@@ -76,7 +77,8 @@ def describe_context_end(
         if is_cut and completion.prompt_tokens + n_new > context_len:
             hint = "; use --window N for longer texts" if generator.supports_window else ""
             lines["ended"] = f"stopped at the end of the context ({context_len} tokens){hint}"
-    if evicted := generator.caches.describe_evicted(completions):
+    evicted = generator.caches.describe_evicted(completions)
+    if evicted:
         lines["evicted"] = evicted
     return lines
 

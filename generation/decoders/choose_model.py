@@ -34,15 +34,17 @@ READ_POSITIONS = 256  # of a prompt, where kernels read it
 def choose_inference_model(
     model: Thinker, dtype: torch.dtype, bits: Bits = None, native: bool = False
 ) -> tuple[Thinker, bool, str]:
-    """A copy for sampling as fuse_for_inference() makes it, whether the native decoder may run it,
-    and a problem.
+    """A copy for sampling, whether the native decoder may run it, and a problem.
 
-    Modules whose faster form computes something else stay as they are written, and the native
-    decoder is not used then. The problem is one line that says so, or "".
+    The copy is as fuse_for_inference() makes it. Modules whose faster form computes something else
+    stay as they are written, and the native decoder is not used then. The problem is one line that
+    says so, or "".
     """
-    key = ("inference", dtype, bits if isinstance(bits, int) else None, native)
+    n_bits = bits if isinstance(bits, int) else None
+    key = ("inference", dtype, n_bits, native)
     prove = partial(_disproved, model, dtype, bits, native)
-    wrong, decodes = frozenset(), native
+    wrong = frozenset()
+    decodes = native
     if not proof.is_fake(model):
         wrong, decodes = proof.kept(key, model, prove)
     kinds = KINDS - wrong

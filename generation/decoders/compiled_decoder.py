@@ -157,7 +157,8 @@ class _Bucket:
             for index, is_held in enumerate(self._holds(owner)):
                 if is_held:
                     layer = owner.layers[index]
-                    keys, values = layer.keys.clone(), layer.values.clone()
+                    keys = layer.keys.clone()
+                    values = layer.values.clone()
                     owner.layers[index] = replace(layer, keys=keys, values=values)
         self._owner = weakref.ref(cache)
         B = len(cache.lengths)

@@ -339,7 +339,8 @@ def copy_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         if not is_patched(each):
             vars(each).pop("forward", None)
         if isinstance(each, Thinker):
-            each.activation_dtype, each.is_compiled = None, False
+            each.activation_dtype = None
+            each.is_compiled = False
     return new
 
 

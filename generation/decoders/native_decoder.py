@@ -122,9 +122,14 @@ class NativeDecoder:
             return self.model(tokens, cache=cache, last_logits_only=last_logits_only)
         if self.is_causal:
             starts = cache.reserve(B, T)
-            rows = [row for row in range(B) for _ in range(T)]
-            positions = [start + t for start in starts for t in range(T)]
-            wanted = range(T - 1, B * T, T) if last_logits_only else range(B * T)
+            rows: list[int] = []
+            positions: list[int] = []
+            for row, start in enumerate(starts):
+                rows += [row] * T
+                positions += range(start, start + T)
+            wanted = range(B * T)
+            if last_logits_only:
+                wanted = wanted[T - 1 :: T]
             logits = self._read(cache, rows, positions, tokens.flatten().tolist(), wanted)
             return logits.view(B, -1, logits.shape[1])
         with self._lock:
@@ -205,7 +210,9 @@ class NativeDecoder:
         if allowed is None and self._can_step(B, cache):
             in_time = int(MAX_SECONDS / self.seconds_per_step)
             n_steps = max(1, min(MAX_STEPS, max_steps, in_time))
-        uniforms = [sequence.uniform(step) for step in range(n_steps) for sequence in sequences]
+        uniforms = []
+        for step in range(n_steps):
+            uniforms += [sequence.uniform(step) for sequence in sequences]
         logits = logits[:, 0].float().contiguous()  # (B, V)
         if n_steps == 1:
             tokens, logprobs = native.sample(logits, n_ids, temperatures, uniforms, allowed)
