@@ -39,6 +39,7 @@ SMALLER = {
         "train.max_minutes=10",
         "train.device=cpu",
         "train.compile=false",
+        "train.eval_sequences=8",
     ],
     "configs/quickstart.yaml": TALES,
     "configs/gpu-": [

@@ -79,10 +79,13 @@ def _combine(parts: dict[str, Evaluation], shares: list[float]) -> Evaluation:
     for name, part in parts.items():
         metrics[f"val_loss/{name}"] = part.loss
         metrics[f"val_bits_per_byte/{name}"] = part.bits_per_byte
+    floor = None
+    if None not in floors:
+        floor = mean(floors)
     return Evaluation(
         loss=loss,
         bits_per_byte=loss / math.log(2) / max(bytes_per_token, 1e-9),
-        entropy_floor=None if None in floors else mean(floors),
+        entropy_floor=floor,
         n_tokens=sum(part.n_tokens for part in every),
         n_bytes=sum(part.n_bytes for part in every),
         metrics=metrics,

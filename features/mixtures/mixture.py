@@ -117,16 +117,16 @@ def _integer_weights(
 ) -> np.ndarray:
     """Shares of the samples at a share of the run, (S,) int64 with a sum of about UNIT; all 0 if no
     source is left."""
-    weights = np.array(
-        [source.weights[max(s for s in source.weights if s <= share)] for source in sources]
-    )
+    latest = []  # the weight of each source since its last change
+    for source in sources:
+        begun = max(start for start in source.weights if start <= share)
+        latest.append(source.weights[begun])
+    weights = np.array(latest)
     weights = weights / [source.tokens_per_sample for source in sources] * is_left
     total = weights.sum()
-    return (
-        np.ceil(weights / total * UNIT).astype(np.int64)
-        if total
-        else np.zeros(len(sources), np.int64)
-    )
+    if not total:
+        return np.zeros(len(sources), np.int64)
+    return np.ceil(weights / total * UNIT).astype(np.int64)
 
 
 def _counts(weights: np.ndarray, times: np.ndarray) -> np.ndarray:

@@ -59,7 +59,10 @@ class GenerateFlags(MonitoringFlags):
 
     def lines(self) -> list[str]:
         """As CommandFlags.lines()."""
-        return [line for monitor in self.monitors.values() for line in monitor.lines()]
+        lines = []
+        for monitor in self.monitors.values():
+            lines += monitor.lines()
+        return lines
 
 
 class ServerFlags(MonitoringFlags):

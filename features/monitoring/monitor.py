@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,12 @@ class Reference:
 
 def _are_figures(figures: dict[str, tuple[list[float], list[float]]]) -> bool:
     """Whether all figures have means and deviations of the same groups, which are finite."""
-    columns = [column for pair in figures.values() for column in pair]
+    columns = list(chain.from_iterable(figures.values()))
     lengths = {len(column) for column in columns}
     if len(lengths) != 1 or min(lengths) == 0:
         return False
-    return all(
-        type(number) is float and math.isfinite(number) for column in columns for number in column
-    )
+    numbers = chain.from_iterable(columns)
+    return all(type(number) is float and math.isfinite(number) for number in numbers)
 
 
 def print_warning(line: str) -> None:

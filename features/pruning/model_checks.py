@@ -35,8 +35,10 @@ def check_shares(model: Thinker, options: PruneConfig) -> None:
     for layer, block in enumerate(model.blocks):
         n_weights = []
         for module in block.modules():
-            if isinstance(module, Linear):
-                n_weights.append(module.weight.shape[1] if by_row else module.weight.numel())
+            if not isinstance(module, Linear):
+                continue
+            n = module.weight.shape[1] if by_row else module.weight.numel()
+            n_weights.append(n)
         parts = (
             ("heads", options.heads, block.attention.n_kv_heads, "KV heads"),
             ("neurons", options.neurons, block.mlp.down_proj.in_features, "neurons"),

@@ -54,7 +54,9 @@ def _at_random(model: Thinker, seed: int) -> Scores:
 
 @torch.no_grad()
 def _by_magnitude(model: Thinker) -> Scores:
-    groups, neurons, layers = [], [], []
+    groups = []
+    neurons = []
+    layers = []
     for block in model.blocks:
         attention, mlp = block.attention, block.mlp
         K = attention.n_kv_heads

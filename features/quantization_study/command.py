@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -155,29 +156,27 @@ def plot(costs: list[Any], path: Path, title: str) -> None:
     loss = {(cost.name, cost.bits): cost.loss for cost in costs}
     norm = LogNorm(1e-4, max(1e-2, *loss.values()), clip=True)
     kinds = [("matrices", parts)]
-    for kind, name in (("scores of heads", "scores"), ("sums of heads", "sums")) if heads else ():
-        kinds.append((kind, [f"attention.{name}.{head}" for head in range(heads)]))
+    if heads:
+        kinds.append(("scores of heads", [f"attention.scores.{head}" for head in range(heads)]))
+        kinds.append(("sums of heads", [f"attention.sums.{head}" for head in range(heads)]))
     width = sum(len(columns) for _, columns in kinds) * len(BITS)
     figure, panels = new_figure(
         0.55 * width + 3, 0.42 * layers + 1.9, columns=len(kinds) * len(BITS)
     )
-    for axes, (kind, columns, bits) in zip(
-        panels, ((*kind, bits) for kind in kinds for bits in BITS)
-    ):
-        cells = [
-            [loss.get((f"blocks.{i}.{column}", bits), math.nan) for column in columns]
-            for i in range(layers)
-        ]
+    for axes, ((kind, columns), bits) in zip(panels, product(kinds, BITS)):
+        cells = []
+        for layer in range(layers):
+            names = [f"blocks.{layer}.{column}" for column in columns]
+            cells.append([loss.get((name, bits), math.nan) for name in names])
         image = axes.imshow(cells, norm=norm, cmap="cividis", aspect="auto")  # the norm clips
         labels = [column.split(".")[-1] for column in columns]
-        axes.set_xticks(
-            range(len(columns)),
-            labels,
-            rotation=0 if heads and columns is not parts else 60,
-            fontsize=7,
-        )
+        rotation = 60  # of names; numbers of heads stand upright
+        if heads and columns is not parts:
+            rotation = 0
+        axes.set_xticks(range(len(columns)), labels, rotation=rotation, fontsize=7)
         axes.set_yticks(range(layers), range(layers))
-        axes.set_title(f"{kind}, {bits} bit{'s' if bits > 1 else ''}", fontsize=8)
+        plural = "s" if bits > 1 else ""
+        axes.set_title(f"{kind}, {bits} bit{plural}", fontsize=8)
         axes.grid(visible=False)
     panels[0].set_ylabel("layer")
     figure.colorbar(image, ax=panels, label="change of the loss (nats per token)")

@@ -8,6 +8,7 @@ bits to the matrices that gain most per byte.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -95,21 +96,16 @@ def rounded_scores(model: Thinker, layer: int, head: int, bits: int) -> Iterator
     with model.record(f"{name}.q", f"{name}.k") as recorded:
 
         def replace(weights: Tensor) -> Tensor:  # (B, H, T, T)
-            q, k = (
-                recorded[f"{name}.q"][:, head].float(),
-                recorded[f"{name}.k"][:, group].float(),
-            )  # (B, T, D) each
+            q = recorded[f"{name}.q"][:, head].float()  # (B, T, D)
+            k = recorded[f"{name}.k"][:, group].float()  # (B, T, D)
             scores = round_vectors(q, bits) @ round_vectors(k, bits).mT * attention.scale
-            if (cap := attention.attn_logit_softcap) is not None:
+            cap = attention.attn_logit_softcap
+            if cap is not None:
                 scores = cap * (scores / cap).tanh()
-            is_visible = weights[:, head] > 0
+            is_hidden = weights[:, head] <= 0
+            rounded = scores.masked_fill(is_hidden, -torch.inf).softmax(-1).nan_to_num(0)
             weights = weights.clone()
-            weights[:, head] = (
-                scores.masked_fill(~is_visible, -torch.inf)
-                .softmax(-1)
-                .nan_to_num(0)
-                .to(weights.dtype)
-            )
+            weights[:, head] = rounded.to(weights.dtype)
             return weights
 
         with model.patch({f"{name}.weights": replace}):
@@ -156,10 +152,11 @@ def measure(
 
 def matrix_changes(model: Thinker, bits: tuple[int, ...] = (8, 4, 1)) -> Changes:
     """The changes for measure(): each matrix with so many bits."""
-    matrices = fused_matrices(model).items()
-    return {
-        (name, n): lambda m=linears, n=n: rounded(m, n) for name, linears in matrices for n in bits
-    }
+    changes: Changes = {}
+    for name, linears in fused_matrices(model).items():
+        for n in bits:
+            changes[name, n] = partial(rounded, linears, n)
+    return changes
 
 
 def head_changes(model: Thinker, bits: tuple[int, ...] = (8, 4, 1)) -> Changes:
@@ -175,16 +172,14 @@ def head_changes(model: Thinker, bits: tuple[int, ...] = (8, 4, 1)) -> Changes:
             "scores can be rounded only without sinks, ALiBi, linear attention and choice by "
             "content"
         )
-    return {
-        (
-            f"blocks.{layer}.attention.{kind}.{head}",
-            n,
-        ): lambda i=layer, h=head, n=n, change=change: change(model, i, h, n)
-        for layer, block in enumerate(model.blocks)
-        for kind, change in (("scores", rounded_scores), ("sums", rounded_sums))
-        for head in range(block.attention.n_heads)
-        for n in bits
-    }
+    changes: Changes = {}
+    for layer, block in enumerate(model.blocks):
+        for kind, change in (("scores", rounded_scores), ("sums", rounded_sums)):
+            for head in range(block.attention.n_heads):
+                name = f"blocks.{layer}.attention.{kind}.{head}"
+                for n in bits:
+                    changes[name, n] = partial(change, model, layer, head, n)
+    return changes
 
 
 def stored_bytes(matrices: tuple[Linear, ...], bits: int) -> int:
@@ -211,21 +206,21 @@ def assign_bits(model: Thinker, costs: list[Cost], bits_per_weight: float) -> di
     """
     check_budget(model, bits_per_weight)
     matrices = fused_matrices(model)
-    size = {
-        (name, bits): stored_bytes(linears, bits)
-        for name, linears in matrices.items()
-        for bits in (4, 8)
-    }
-    n_weights = sum(linear.weight.numel() for linears in matrices.values() for linear in linears)
-    left = bits_per_weight * n_weights / 8 - sum(size[name, 4] for name in matrices)
     loss = {(cost.name, cost.bits): cost.loss for cost in costs}
-    gain = {
-        name: (loss[name, 4] - loss[name, 8]) / (size[name, 8] - size[name, 4]) for name in matrices
-    }
+    more_bytes = {}  # that 8 bits take instead of 4
+    gain = {}  # nats per byte
+    least_bytes = 0
+    for name, linears in matrices.items():
+        n_bytes = stored_bytes(linears, 4)
+        least_bytes += n_bytes
+        more_bytes[name] = stored_bytes(linears, 8) - n_bytes
+        gain[name] = (loss[name, 4] - loss[name, 8]) / more_bytes[name]
+    left = bits_per_weight * _n_weights(matrices) / 8 - least_bytes
     chosen = dict.fromkeys(matrices, 4)
     for name in sorted(matrices, key=gain.__getitem__, reverse=True):
-        if gain[name] > 0 and (more := size[name, 8] - size[name, 4]) <= left:
-            chosen[name], left = 8, left - more
+        if gain[name] > 0 and more_bytes[name] <= left:
+            chosen[name] = 8
+            left -= more_bytes[name]
     return chosen
 
 
@@ -241,5 +236,13 @@ def rounded_model(model: Thinker, bits: dict[str, int]) -> Iterator[None]:
 def mean_bits(model: Thinker, bits: dict[str, int]) -> float:
     """Bits per weight of an assignment, scales included."""
     matrices = fused_matrices(model)
-    n_weights = sum(linear.weight.numel() for linears in matrices.values() for linear in linears)
-    return 8 * sum(stored_bytes(matrices[name], n) for name, n in bits.items()) / n_weights
+    n_bytes = sum(stored_bytes(matrices[name], n) for name, n in bits.items())
+    return 8 * n_bytes / _n_weights(matrices)
+
+
+def _n_weights(matrices: dict[str, tuple[Linear, ...]]) -> int:
+    """The number of weights in all matrices."""
+    n_weights = 0
+    for linears in matrices.values():
+        n_weights += sum(linear.weight.numel() for linear in linears)
+    return n_weights

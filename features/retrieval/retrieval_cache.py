@@ -69,7 +69,9 @@ class RetrievalLayer(RingLayer):
         parts = []
         for segment in segments:
             columns = segment.columns
-            part_q, part_k, part_v = q[:, :, columns], k[:, :, columns], v[:, :, columns]
+            part_q = q[:, :, columns]
+            part_k = k[:, :, columns]
+            part_v = v[:, :, columns]
             parts.append(self._attend(segment, part_q, part_k, part_v, scale))
         return torch.cat(parts, dim=2)
 
@@ -263,13 +265,18 @@ class RetrievalCache(KVCache):
             eviction = Eviction(rows, blocks, ring.slot_mapping(evicted), rotation)
 
         slots = ring.slot_mapping(positions)
+        n_stored_by_row = None
+        if is_even:
+            slots = slots[0]
+        else:
+            n_stored_by_row = n_stored[..., None, None]
         return Segment(
             columns,
-            slots=slots[0] if is_even else slots,
+            slots=slots,
             rotation=self._rotation(positions - n_closer),
             visible=visible[:, None, :, None],
             n_stored=max(after),
-            n_stored_by_row=None if is_even else n_stored[..., None, None],
+            n_stored_by_row=n_stored_by_row,
             eviction=eviction,
         )
 
