@@ -12,8 +12,8 @@ from training_workers import train_each
 
 from thinker.data.batches.prefetch import Batch
 from thinker.runtime.constants import IGNORE_INDEX
-from thinker.training import trainer
 from thinker.training.config.load import load_config
+from thinker.training.reports import summary
 from thinker.training.run import train
 
 BASE = ROOT / "tests" / "fixtures" / "base.yaml"
@@ -53,7 +53,7 @@ def check_resumes(
 
     make_callbacks, make_dataset: make new ones for each run. Returns the complete run's folder.
     """
-    monkeypatch.setattr(trainer, "print_summary", lambda *arguments: None)
+    monkeypatch.setattr(summary, "print_summary", lambda *arguments: None)
 
     def run(name):
         config = small_config(folder, name, more)

@@ -4,42 +4,21 @@ Each rank computes its own rows of a batch. Losses and gradients are summed over
 divided by the total number of targets, so that a step does not depend on the number of ranks.
 """
 
-import contextlib
-from contextlib import AbstractContextManager
-from functools import partial
-
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from thinker.checkpoint import model_class
 from thinker.checkpoint.format import RANK_OF
 from thinker.model import Thinker
 from thinker.model.lora import add_lora
 from thinker.runtime.process_group import DistContext, full_tensor
-from thinker.training.settings.settings import TrainSettings
 
 
-def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.Module:
-    """Wrap the model for training: compilation, then activation checkpointing, then DDP or
-    FSDP2."""
-    if train.compile:
-        _compile_blocks(model)
-    if train.checkpoint_every_n_blocks:  # Chen et al. 2016 (arXiv:1604.06174)
-        for block in model.blocks[:: train.checkpoint_every_n_blocks]:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if dist.world_size == 1:
-        return model
-    return _with_ddp(model) if train.parallel == "ddp" else _with_fsdp(model, dist)
-
-
-def _compile_blocks(model: Thinker) -> None:
-    # Each kind of layer needs a graph. Beyond this limit (default: 8) torch silently stops
-    # compiling.
-    torch._dynamo.config.recompile_limit = 256
-    for block in model.blocks:  # in place, which keeps the names of parameters
-        block.forward = torch.compile(block.forward)
-    model.is_compiled = True
+def parallelize(model: Thinker, parallel: str, dist: DistContext) -> nn.Module:
+    """Wrap the model for training on several ranks. parallel: "ddp" or "fsdp"."""
+    if parallel == "ddp":
+        return _with_ddp(model)
+    return _with_fsdp(model, dist)
 
 
 def _with_ddp(model: Thinker) -> nn.Module:
@@ -80,16 +59,6 @@ def _sum_gradients(state, bucket):  # noqa: ANN001, ANN202 - not every build of 
     powers of two."""
     work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
-
-
-def gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-    """Context in which a backward pass sums gradients over the ranks only for the last micro-batch
-    of a batch."""
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
-        model.set_requires_gradient_sync(is_last)
-    elif hasattr(model, "no_sync") and not is_last:  # DDP
-        return model.no_sync()
-    return contextlib.nullcontext()
 
 
 def unwrapped_copy(model: Thinker) -> Thinker:

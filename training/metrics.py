@@ -1,11 +1,13 @@
 """Numbers for metrics.jsonl: losses, FLOPs per token, peak FLOP/s of GPUs, and peak memory."""
 
 import contextlib
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from thinker.evaluation.loss import Evaluation
 from thinker.model import Thinker
@@ -28,6 +30,11 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
+
+
+def finite_or_none(value: Tensor | float) -> float | None:
+    """The number, or None for nan and inf, which JSON does not have."""
+    return float(value) if math.isfinite(value) else None
 
 
 def part_losses(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:

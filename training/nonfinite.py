@@ -21,6 +21,7 @@ from thinker.model import Thinker
 from thinker.runtime.errors import RunError
 from thinker.runtime.files import atomic_write
 from thinker.training.distributed import unwrapped_copy
+from thinker.training.metrics import finite_or_none
 
 MAX_TEXT_CHARS = 200  # per sample of a report
 
@@ -160,8 +161,3 @@ def _largest_weight(model: Thinker) -> list[str | float | None]:
         sizes[name] = math.inf if math.isnan(size) else size
     largest = max(sizes, key=sizes.__getitem__)
     return [largest, finite_or_none(sizes[largest])]
-
-
-def finite_or_none(value: Tensor | float) -> float | None:
-    """The number, or None for nan and inf, which JSON does not have."""
-    return float(value) if math.isfinite(value) else None

@@ -19,7 +19,6 @@ from thinker.training.callbacks.setup import callbacks_of_output, callbacks_of_w
 from thinker.training.config.config import Config
 from thinker.training.data.run_corpus import own_tokenizer, read_corpus
 from thinker.training.data.training_batches import AnyDataset, build_batches
-from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter
 from thinker.training.objective import Objective, build_objective
 from thinker.training.reports.advice import before_training
@@ -92,7 +91,11 @@ def build_trainer(
     precision = resolve_precision(config, device, previous, dist)
     config = resolve_open_keys(config, device, precision, previous, dist)
     tokenizer = own_tokenizer(run, previous, config)
-    config, initial_model, tokenizer = load_initial_model(config, previous, tokenizer)
+    initial_model = None
+    if config.run.init_from is not None or config.data.chat_template is not None:
+        from thinker.training.initial_model import load_initial_model
+
+        config, initial_model, tokenizer = load_initial_model(config, previous, tokenizer)
     if previous is not None:
         sections = config.model_dump(mode="json", exclude={"model", "tracking", "extensions"})
         resume.check_unchanged(run, previous, sections)

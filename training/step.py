@@ -4,10 +4,12 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from thinker.data.batches.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
@@ -15,7 +17,6 @@ from thinker.model.lora import add_lora
 from thinker.runtime.device import DTYPES
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
 from thinker.training.callback import Callback, TrainingParts
-from thinker.training.distributed import gradient_sync, parallelize
 from thinker.training.kernels import cached_weight_casts, choose_kernels, fused_kernels
 from thinker.training.objective import Loss, Objective, next_token_loss
 from thinker.training.optim.optimizers import Optimizers
@@ -52,7 +53,15 @@ class TrainingStep:
         if train.lora_rank is not None:
             alpha = train.lora_alpha or 2 * train.lora_rank
             add_lora(self.model, train.lora_rank, alpha / train.lora_rank)
-        self.parallel_model = parallelize(self.model, train, dist)
+        if train.compile:
+            compile_blocks(self.model)
+        if train.checkpoint_every_n_blocks:
+            recompute_activations(self.model, train.checkpoint_every_n_blocks)
+        self.parallel_model: nn.Module = self.model
+        if dist.world_size > 1:
+            from thinker.training.distributed import parallelize
+
+            self.parallel_model = parallelize(self.model, train.parallel, dist)
         self.device = self.model.device  # FSDP2 may have moved it
         self.kernels, self.kernel_problem = choose_kernels(self.model, train, self.device)
         if self.kernels.problem and dist.is_main:
@@ -146,6 +155,33 @@ class TrainingStep:
         is_counted = loss.isfinite() if self.scaler.is_enabled() else is_finite
         self.n_nonfinite += ~is_counted
         return ~is_finite | (self.n_nonfinite > self.train.max_nonfinite_steps)
+
+
+def compile_blocks(model: Thinker) -> None:
+    """Compile each block in place, which keeps the names of parameters."""
+    # Each kind of layer needs a graph. Beyond this limit (default: 8) torch silently stops
+    # compiling.
+    torch._dynamo.config.recompile_limit = 256
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward)
+    model.is_compiled = True
+
+
+def recompute_activations(model: Thinker, every: int) -> None:
+    """Let every n-th block compute its activations again in the backward pass (Chen et al. 2016,
+    arXiv:1604.06174)."""
+    for block in model.blocks[::every]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def gradient_sync(model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager[None]:
+    """Context in which a backward pass sums gradients over the ranks only for the last micro-batch
+    of a batch."""
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(is_last)
+    elif hasattr(model, "no_sync") and not is_last:  # DDP
+        return model.no_sync()
+    return contextlib.nullcontext()
 
 
 def loss_values(loss: Loss) -> Tensor:

@@ -21,10 +21,14 @@ from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.process_group import DistContext
 from thinker.training.callback import StepInfo, TrainingRun, evaluated_weights
-from thinker.training.metrics import MemoryMeter, evaluation_line, part_losses, speed
-from thinker.training.nonfinite import NonfiniteSteps, finite_or_none
+from thinker.training.metrics import (
+    MemoryMeter,
+    evaluation_line,
+    finite_or_none,
+    part_losses,
+    speed,
+)
 from thinker.training.optim.schedule import lr_multiplier
-from thinker.training.reports.summary import print_summary
 from thinker.training.settings.settings import Settings
 from thinker.training.signals import SignalHandler
 from thinker.training.state import resume
@@ -61,14 +65,6 @@ class Trainer:
         self.callbacks = self.step.callbacks
         self.loader = self.batches.loader
         self.signal_handler = SignalHandler(together=self.dist.world_size > 1)
-        self.nonfinite_steps = NonfiniteSteps(
-            self.model,
-            self.loader,
-            self.corpus.tokenizer,
-            self.run,
-            self.checkpoints,
-            self.train_config.max_nonfinite_steps,
-        )
         self.bar = tqdm(disable=True)
         self.last_evaluation: Evaluation | None = None
         self.unread: list[tuple[int, Tensor]] = []  # steps, and their results on the device
@@ -106,6 +102,8 @@ class Trainer:
                 saved = f"saved step {self.state.step} in {self.run.path}"
                 print(f"{saved}; run the same command again to resume", file=sys.stderr)
                 return 128 + self.stopping  # as shells report a signal: 129, 130, 143
+            from thinker.training.reports.summary import print_summary  # needed only here
+
             print_summary(self.run, self.state, self.epochs, self.corpus, self.loader)
         return 0
 
@@ -292,10 +290,16 @@ class Trainer:
     def skip_nonfinite_step(self, step: int, loss: float, grad_norm: float) -> None:
         """Report a non-finite step (from 0), which changed no weights. Raises RunError if no more
         are allowed."""
+        from thinker.training.nonfinite import NonfiniteSteps  # most runs have no such step
+
+        n_allowed = self.train_config.max_nonfinite_steps
+        steps = NonfiniteSteps(
+            self.model, self.loader, self.corpus.tokenizer, self.run, self.checkpoints, n_allowed
+        )
         self.state.skipped += 1
-        message = self.nonfinite_steps.report(step, loss, grad_norm, self.state.skipped)
-        if self.state.skipped > self.train_config.max_nonfinite_steps:
-            self.nonfinite_steps.end_run(step, message, self.resume_hint())
+        message = steps.report(step, loss, grad_norm, self.state.skipped)
+        if self.state.skipped > n_allowed:
+            steps.end_run(step, message, self.resume_hint())
         self.bar.write(message, file=sys.stderr)
 
     def _callback_metrics(self) -> dict[str, float]:

@@ -7,9 +7,9 @@ from training_contract import check_resumes, small_config
 from training_runs import read_metrics
 
 from thinker.runtime.errors import UserError
-from thinker.training import trainer
 from thinker.training.callback import Callback, evaluated_weights, find_callback
 from thinker.training.callbacks.weight_average import WeightAverage
+from thinker.training.reports import summary
 from thinker.training.run import build_trainer, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,7 +84,7 @@ class Recorder(Callback):
 
 
 def test_hooks_run_in_the_order_of_the_list(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "print_summary", lambda *arguments: None)
+    monkeypatch.setattr(summary, "print_summary", lambda *arguments: None)
     calls = []
     config = small_config(tmp_path, "run", ["train.max_steps=1", "train.save_every=null"])
     assert train(config, callbacks=[Recorder("a", calls), Recorder("b", calls)]) == 0
@@ -119,7 +119,7 @@ def test_a_callback_finds_another():
 
 
 def test_a_run_that_resumes_needs_its_callbacks(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "print_summary", lambda *arguments: None)
+    monkeypatch.setattr(summary, "print_summary", lambda *arguments: None)
     first = small_config(tmp_path, "run", ["train.max_steps=2", "train.decay_fraction=0"])
     more = small_config(tmp_path, "run", ["train.max_steps=3", "train.decay_fraction=0"])
     assert train(first, callbacks=[Drift()]) == 0

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import validate_config
+from thinker.training.settings import compile_choice, memory_choices
 from thinker.training.settings import resolve as resolve_settings
 
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def resolved(model_config=WIDE, previous=None, **train):
 def test_blocks_are_compiled_where_the_run_is_long_enough(
     model_config, minutes, pays_off, capsys, monkeypatch
 ):
-    monkeypatch.setattr(resolve_settings.shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(compile_choice.shutil, "which", lambda name: "/usr/bin/" + name)
     assert resolved(model_config, max_minutes=minutes).compile is pays_off
     said = capsys.readouterr().err
     assert said.startswith(
@@ -55,7 +56,7 @@ def test_blocks_are_compiled_where_the_run_is_long_enough(
 
 
 def test_no_compiler_no_compiling(capsys, monkeypatch):
-    monkeypatch.setattr(resolve_settings.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compile_choice.shutil, "which", lambda name: None)
     assert resolved(max_minutes=3000).compile is False
     assert "no C++ compiler found" in capsys.readouterr().err
 
@@ -63,7 +64,7 @@ def test_no_compiler_no_compiling(capsys, monkeypatch):
 def test_the_shorter_limit_counts_and_steps_are_estimated_from_their_flops():
     def seconds(**train):
         settings = resolve_settings.resolve_settings(config(compile=False, **train), WIDE, CPU)
-        return resolve_settings.planned_run_seconds(settings, CPU)
+        return compile_choice.planned_run_seconds(settings, CPU)
 
     assert seconds(max_minutes=3, max_steps=10**9) == 180
     assert 0 < seconds(max_minutes=None, max_steps=10) < seconds(max_minutes=None, max_steps=10_000)
@@ -93,13 +94,13 @@ def test_a_config_is_not_changed_by_resolving_it():
 
 def test_a_micro_batch_that_fits_is_found_and_printed(capsys, monkeypatch):
     one_layer = dataclasses.replace(NARROW, n_layers=1)
-    monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**40)
+    monkeypatch.setattr(memory_choices, "free_memory", lambda device, dist: 2**40)
     assert resolved(one_layer, micro_batch_size="auto", compile=False).micro_batch_size == 6
     assert (
         capsys.readouterr().err
         == "train.micro_batch_size=auto: 6 sequences fit in 1.1 TB of free memory\n"
     )
-    monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**20)
+    monkeypatch.setattr(memory_choices, "free_memory", lambda device, dist: 2**20)
     with pytest.raises(UserError, match="one sequence of 256 tokens needs"):
         resolved(one_layer, micro_batch_size="auto", batch_size=1)
     with pytest.raises(UserError, match="does not divide .* .6 sequences.; use 1, 2, 3, 6"):
@@ -112,7 +113,7 @@ def test_activations_are_offloaded_from_a_gpu_only():
 
 
 def test_a_machine_that_cannot_resume_a_run_says_why(monkeypatch):
-    monkeypatch.setattr(resolve_settings.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compile_choice.shutil, "which", lambda name: None)
     with pytest.raises(
         UserError, match="uses compiled blocks, but this machine has no C.. compiler"
     ):
@@ -124,7 +125,7 @@ def test_a_machine_that_cannot_resume_a_run_says_why(monkeypatch):
 
 
 def test_deterministic_training_measures_nothing(monkeypatch):
-    monkeypatch.setattr(resolve_settings, "compiling_pays_off", None)
+    monkeypatch.setattr(compile_choice, "compiling_pays_off", None)
     monkeypatch.setattr(
         resolve_settings, "choose_precision", lambda name, device: {"fp32": "fp32"}[name]
     )

@@ -13,7 +13,7 @@ from thinker.checkpoint import load_model
 from thinker.interop import load
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
-from thinker.training import trainer
+from thinker.training.reports import summary
 from thinker.training.run import build_trainer, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,7 +35,7 @@ MORE = [["train.ema_decay=0.9", "train.sample_every=3"], ["train.max_nonfinite_s
 
 @pytest.mark.parametrize("more", MORE, ids=["average and samples", "plain"])
 def test_it_trains_resumes_and_opens(more, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "print_summary", lambda *arguments: None)
+    monkeypatch.setattr(summary, "print_summary", lambda *arguments: None)
     more = [*more, "train.decay_fraction=0"]
     assert train(small_config(tmp_path, "whole", more), model=ScaledThinker) == 0
     for n_steps in (3, 6):
@@ -53,7 +53,7 @@ def test_it_trains_resumes_and_opens(more, tmp_path, monkeypatch):
 
 
 def test_it_is_refused_where_its_class_is_unknown(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "print_summary", lambda *arguments: None)
+    monkeypatch.setattr(summary, "print_summary", lambda *arguments: None)
     config = small_config(tmp_path, "run", ["train.max_steps=1"])
     assert train(config, model=ScaledThinker) == 0
     monkeypatch.delitem(sys.modules, __name__)

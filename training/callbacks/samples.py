@@ -5,11 +5,8 @@ import sys
 from tqdm import tqdm
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.generation import Generator, SamplingParams
-from thinker.generation.sequence import check_prompt
 from thinker.runtime.errors import RunError
 from thinker.training.callback import Callback, StepInfo, TrainingParts, TrainingRun
-from thinker.training.nonfinite import unwrapped_copy
 
 MAX_TOKENS = 48
 TEMPERATURE = 0.8
@@ -27,7 +24,10 @@ class Samples(Callback):
         """Raise UserError if the prompt is too long for the model."""
         config = parts.model.config
         tokens = [0, *self.tokenizer.encode(self.prompt)]
-        check_prompt(tokens, self.tokenizer, config, config.max_cached_len)
+        if not config.prefix <= len(tokens) <= config.max_cached_len:
+            from thinker.generation.sequence import check_prompt  # to say what is wrong
+
+            check_prompt(tokens, self.tokenizer, config, config.max_cached_len)
 
     def on_start(self, run: TrainingRun) -> None:
         """Keep the run."""
@@ -41,10 +41,15 @@ class Samples(Callback):
 
     def sample(self, seed: int) -> str:
         """A sample from the current model; empty except on rank 0. All ranks must call this."""
+        from thinker.generation import Generator, SamplingParams  # for the first sample
+
         parts = self.run.parts
         with self.run.evaluated_weights():
-            is_sharded = hasattr(parts.model, "unshard")
-            model = unwrapped_copy(parts.model) if is_sharded else parts.model
+            model = parts.model
+            if hasattr(model, "unshard"):  # FSDP2
+                from thinker.training.distributed import unwrapped_copy
+
+                model = unwrapped_copy(model)
             if not parts.dist.is_main:
                 return ""
             generator = Generator(model, self.tokenizer)  # which copies the weights

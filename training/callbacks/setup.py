@@ -5,7 +5,6 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.registry import offers
 from thinker.training.callback import Callback
 from thinker.training.callbacks.registry import CALLBACKS
-from thinker.training.callbacks.weight_average import WeightAverage
 from thinker.training.settings.settings import Settings
 
 
@@ -13,6 +12,8 @@ def callbacks_of_weights(settings: Settings) -> list[Callback]:
     """The average of the weights, the callbacks of features, and those of train.callbacks."""
     callbacks: list[Callback] = []
     if settings.train.ema_decay is not None:
+        from thinker.training.callbacks.weight_average import WeightAverage
+
         callbacks.append(WeightAverage(settings.train.ema_decay))
     for offer in offers("callbacks"):
         callbacks += offer(settings)

@@ -3,36 +3,22 @@ data."""
 
 import json
 import math
-import shutil
-import sys
 
 import torch
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.checks import divisors
-from thinker.runtime.device import choose_precision, matmul_flops
+from thinker.runtime.device import choose_precision
 from thinker.runtime.errors import UserError
-from thinker.runtime.memory import format_bytes
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.runtime.registry import offers
 from thinker.training.config.config import Config, config_sections
-from thinker.training.metrics import flops_per_token, peak_flops
+from thinker.training.config.sections import OptimizerConfig, TrainConfig
 from thinker.training.optim.optimizers import resolve_learning_rates
-from thinker.training.settings.memory_estimate import (
-    estimate_memory,
-    free_memory,
-    largest_micro_batch,
-    usable_fraction,
-)
 from thinker.training.settings.settings import Settings, TrainSettings
 
-# Seconds to compile the blocks, and the share of a step that it saves by width, widest first.
-# Measured on a CPU in fp32 (docs/benchmarks/training.md); a guess on a GPU.
-COMPILE_COST = {"cpu": (35.0, {384: 0.12, 256: 0.04, 0: 0.0}), "cuda": (60.0, {0: 0.3})}
-SHARDED_SAVE_BYTES = (
-    8e9  # beyond this, the other ranks wait too long while one rank gathers and writes the weights
-)
-EXPECTED_MFU = 0.4  # for a first estimate of the time per step
+# Beyond this, the other ranks wait too long while one rank gathers and writes the weights.
+SHARDED_SAVE_BYTES = 8e9
 
 
 def resolve_open_keys(
@@ -54,7 +40,8 @@ def resolve_open_keys(
 
 def changed_overrides(before: Config, after: Config) -> list[str]:
     """The keys that resolve_open_keys() has changed, as overrides section.key=value."""
-    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
+    old = before.model_dump(mode="json")
+    new = after.model_dump(mode="json")
     overrides = []
     for section in config_sections():
         for key, value in new[section].items():
@@ -86,60 +73,110 @@ def resolve_settings(
             f"train.offload_activations needs a CUDA GPU, but this run uses {device.type}; {remedy}"
         )
     precision = precision or resolve_precision(config, device, previous, dist)
-    save_sharded = train.save_sharded
-    if save_sharded == "auto":
-        with torch.device("meta"):
-            weight_bytes = sum(parameter.nbytes for parameter in Thinker(model_config).parameters())
-        save_sharded = (
-            dist.world_size > 1 and weight_bytes > SHARDED_SAVE_BYTES and not train.async_save
-        )
     choices = {
         "precision": precision,
-        "save_sharded": save_sharded,
-        "micro_batch_size": 1,
+        "save_sharded": _saves_sharded(train, model_config, dist),
+        "micro_batch_size": 1,  # for now, like the next one
         "compile": False,
-    }  # for now
-    lr_scale = (
-        0.1 if config.run.init_from is not None and train.lora_rank is None else 1.0
-    )  # fine-tuning all weights
+    }
+    resolved = {
+        "model": model_config,
+        "optimizer": _resolve_optimizer(config, model_config),
+        "train": TrainSettings(**train.model_dump() | choices),
+    }
+    settings = Settings(**dict(config) | resolved)
+    if dist.world_size > 1:
+        from thinker.training.settings.memory_choices import resolve_parallel
+
+        settings = settings.with_train(parallel=resolve_parallel(settings, device, dist))
+    micro_batch_size = _resolve_micro_batch_size(config, settings, device, previous, dist)
+    compile_blocks = _resolve_compile(config, settings, device, previous)
+    micro_batch_size, compile_blocks = dist.broadcast_object([micro_batch_size, compile_blocks])
+    return settings.with_train(micro_batch_size=micro_batch_size, compile=compile_blocks)
+
+
+def _saves_sharded(train: TrainConfig, model_config: ThinkerConfig, dist: DistContext) -> bool:
+    """Whether each rank writes its own part of a checkpoint."""
+    if train.save_sharded != "auto":
+        return train.save_sharded
+    if dist.world_size == 1 or train.async_save:
+        return False
+    with torch.device("meta"):
+        model = Thinker(model_config)
+    return sum(parameter.nbytes for parameter in model.parameters()) > SHARDED_SAVE_BYTES
+
+
+def _resolve_optimizer(config: Config, model_config: ThinkerConfig) -> OptimizerConfig:
+    """The section `optimizer` with all its learning rates."""
+    train = config.train
+    has_adapters = train.lora_rank is not None
+    lr_scale = 1.0
+    if config.run.init_from is not None and not has_adapters:
+        lr_scale = 0.1  # fine-tuning of all weights
     optimizer = resolve_learning_rates(config.optimizer, model_config, train.batch_size, lr_scale)
-    for name in (
-        () if train.lora_rank is None else ("embedding_lr", "head_lr", "norm_lr")
-    ):  # adapters are matrices
+    if not has_adapters:
+        return optimizer
+    for name in ("embedding_lr", "head_lr", "norm_lr"):  # adapters are matrices
         if getattr(config.optimizer, name) is not None:
             raise UserError(
                 f"optimizer.{name} has no effect with train.lora_rank; set optimizer.lr instead"
             )
         optimizer = optimizer.model_copy(update={name: None})
-    resolved = {
-        "model": model_config,
-        "optimizer": optimizer,
-        "train": TrainSettings(**train.model_dump() | choices),
-    }
-    settings = Settings(**dict(config) | resolved)
-    settings = settings.with_train(parallel=resolve_parallel(settings, device, dist))
-    micro_batch_size = resolve_micro_batch_size(config, settings, device, previous, dist)
-    compile_blocks = resolve_compile(config, settings, device, previous)
-    micro_batch_size, compile_blocks = dist.broadcast_object([micro_batch_size, compile_blocks])
-    return settings.with_train(micro_batch_size=micro_batch_size, compile=compile_blocks)
+    return optimizer
+
+
+def _resolve_micro_batch_size(
+    config: Config,
+    settings: Settings,
+    device: torch.device,
+    previous: Settings | None,
+    dist: DistContext,
+) -> int:
+    """The number of sequences per forward pass. Raises UserError if not even one fits in memory."""
+    rows = settings.train.batch_size // dist.world_size
+    if config.train.micro_batch_size != "auto":
+        return config.train.micro_batch_size or rows
+    if previous is not None:
+        return math.gcd(previous.train.micro_batch_size, rows)  # there may be more ranks now
+    from thinker.training.settings.memory_choices import choose_micro_batch_size
+
+    return choose_micro_batch_size(settings, device, dist)
+
+
+def _resolve_compile(
+    config: Config, settings: Settings, device: torch.device, previous: Settings | None
+) -> bool:
+    """Whether to compile the blocks. Raises UserError if a compiled run is resumed without a
+    compiler."""
+    if config.train.compile != "auto":
+        return config.train.compile
+    if previous is None and config.train.deterministic:
+        return False  # "auto" depends on a measurement
+    from thinker.training.settings.compile_choice import check_compiler, choose_compile
+
+    if previous is None:
+        return choose_compile(settings, device)
+    if previous.train.compile:
+        check_compiler(device)
+    return previous.train.compile
 
 
 def check_batch_split(config: Config, dist: DistContext) -> None:
     """Raise UserError unless the ranks can share a batch evenly, in whole micro-batches."""
-    batch_size, micro_batch_size = config.train.batch_size, config.train.micro_batch_size
+    batch_size = config.train.batch_size
+    micro_batch_size = config.train.micro_batch_size
     rows = batch_size // dist.world_size
     if batch_size % dist.world_size:
+        possible = ", ".join(map(str, divisors(batch_size)))
         raise UserError(
             f"train.batch_size ({batch_size}) is not a multiple of the number of ranks "
-            f"({dist.world_size}); "
-            f"change it, or use one of these numbers of ranks: "
-            f"{', '.join(map(str, divisors(batch_size)))}"
+            f"({dist.world_size}); change it, or use one of these numbers of ranks: {possible}"
         )
     if isinstance(micro_batch_size, int) and rows % micro_batch_size:
+        possible = ", ".join(map(str, divisors(rows)))
         raise UserError(
-            f"train.micro_batch_size ({micro_batch_size}) does not divide each rank's share "
-            f"of train.batch_size "
-            f"({rows} sequences); use {', '.join(map(str, divisors(rows)))}"
+            f"train.micro_batch_size ({micro_batch_size}) does not divide each rank's share of "
+            f"train.batch_size ({rows} sequences); use {possible}"
         )
 
 
@@ -161,109 +198,3 @@ def resolve_precision(
     if precision == "auto" and config.train.deterministic and device.type == "cpu":
         precision = "fp32"  # "auto" depends on a measurement, which varies
     return dist.broadcast_object(choose_precision(precision, device))
-
-
-def resolve_parallel(settings: Settings, device: torch.device, dist: DistContext) -> str:
-    """Choose ddp or fsdp for several ranks. Raises UserError for fp16 with FSDP2."""
-    parallel = settings.train.parallel
-    if dist.world_size == 1:
-        return parallel
-    if parallel == "auto":
-        fits = estimate_memory(settings, 1, device).peak <= usable_fraction(device) * free_memory(
-            device, dist
-        )
-        parallel = dist.broadcast_object("ddp" if fits else "fsdp")
-    rows = settings.train.batch_size // dist.world_size
-    share = {"ddp": "the whole model", "fsdp": "part of the model"}[parallel]
-    print(
-        f"{dist.world_size} ranks, each with {rows} sequences and {share} ({parallel})",
-        file=sys.stderr,
-    )
-    if parallel == "fsdp" and settings.train.precision == "fp16":
-        raise UserError(
-            "train.parallel=fsdp cannot be combined with train.precision=fp16; use bf16 or fp32"
-        )
-    return parallel
-
-
-def resolve_micro_batch_size(
-    config: Config,
-    settings: Settings,
-    device: torch.device,
-    previous: Settings | None,
-    dist: DistContext,
-) -> int:
-    """Choose the number of sequences per forward pass. Raises UserError if not even one fits in
-    memory."""
-    rows = settings.train.batch_size // dist.world_size
-    if config.train.micro_batch_size != "auto":
-        return config.train.micro_batch_size or rows
-    if previous is not None:
-        return math.gcd(previous.train.micro_batch_size, rows)  # there may be more ranks now
-    free = free_memory(device, dist)
-    size = largest_micro_batch(settings, device, free, dist)
-    print(
-        f"train.micro_batch_size=auto: {size} sequences fit in {format_bytes(free)} of free memory",
-        file=sys.stderr,
-    )
-    return size
-
-
-def resolve_compile(
-    config: Config, settings: Settings, device: torch.device, previous: Settings | None
-) -> bool:
-    """Whether to compile the blocks. Raises UserError if a compiled run is resumed without a
-    compiler."""
-    if config.train.compile != "auto":
-        return config.train.compile
-    if previous is not None:
-        if previous.train.compile and not has_compiler(device):
-            remedy = (
-                "install one, or add train.compile=false to continue without bitwise equal results"
-            )
-            raise UserError(
-                f"the run uses compiled blocks, but this machine has no C++ compiler; {remedy}"
-            )
-        return previous.train.compile
-    if config.train.deterministic:
-        return False  # "auto" depends on a measurement
-    pays_off, reason = compiling_pays_off(settings, device)
-    print(f"{'compiling' if pays_off else 'not compiling'} the blocks: {reason}", file=sys.stderr)
-    return pays_off
-
-
-def compiling_pays_off(settings: Settings, device: torch.device) -> tuple[bool, str]:
-    """Whether compiled steps save more time over the whole run than compilation takes, and why."""
-    if device.type not in COMPILE_COST:
-        return False, f"not tested on {device.type}"
-    if not has_compiler(device):
-        return False, "no C++ compiler found"
-    cost, savings = COMPILE_COST[device.type]
-    d_model = settings.model.d_model
-    saving = next(saving for width, saving in savings.items() if d_model >= width)
-    if not saving:
-        return False, f"it does not save time on {device.type} at model.d_model={d_model}"
-    planned = planned_run_seconds(settings, device)
-    reason = (
-        f"it takes about {cost:.0f} s and saves about {saving * planned:.0f} of {planned:.0f} s"
-    )
-    return saving * planned > cost, reason
-
-
-def has_compiler(device: torch.device) -> bool:
-    """Whether torch.compile can run: it needs a C++ compiler on a CPU, nothing on a GPU."""
-    return device.type != "cpu" or any(shutil.which(name) for name in ("g++", "clang++"))
-
-
-def planned_run_seconds(settings: Settings, device: torch.device) -> float:
-    """Planned training time: the time limit, or an estimate from the FLOPs and the speed of the
-    device."""
-    train = settings.train
-    seconds = math.inf if train.max_minutes is None else 60 * train.max_minutes
-    if train.max_steps is None:
-        return seconds
-    with torch.device("meta"):
-        flops = flops_per_token(Thinker(settings.model), settings.data.seq_len)
-    flops_per_second = peak_flops(device, train.precision) or matmul_flops(device, train.precision)
-    n_tokens = train.max_steps * train.batch_size * settings.data.seq_len
-    return min(seconds, n_tokens * flops / (EXPECTED_MFU * flops_per_second))
