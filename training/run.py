@@ -21,7 +21,7 @@ from thinker.training.data.run_corpus import own_tokenizer, read_corpus
 from thinker.training.data.training_batches import AnyDataset, build_batches
 from thinker.training.metrics import MemoryMeter
 from thinker.training.objective import Objective, build_objective
-from thinker.training.reports.advice import before_training
+from thinker.training.reports.before_training import before_training
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.resolve import (
     check_batch_split,

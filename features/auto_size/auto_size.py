@@ -18,7 +18,7 @@ from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training.config.config import Config
 from thinker.training.config.load import validate_config
 from thinker.training.metrics import peak_flops
-from thinker.training.reports.advice import MAX_EPOCHS
+from thinker.training.reports.epochs import MAX_EPOCHS
 from thinker.training.settings.settings import Settings
 
 # Width, layers and heads, smallest first.

@@ -6,8 +6,7 @@ from typing import Any
 
 from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.corpus.corpus import Corpus
-from thinker.training.reports.advice import most_epochs
-from thinker.training.reports.fit import format_epochs
+from thinker.training.reports.epochs import format_epochs, most_epochs
 from thinker.training.settings.settings import Settings
 
 SHOWN_PHASES = 4  # in the description of a mixture

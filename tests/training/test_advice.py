@@ -9,8 +9,11 @@ import pytest
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.training.config.load import load_config
-from thinker.training.reports import advice
-from thinker.training.reports import fit as fits
+from thinker.training.reports.after_training import after_training, describe_result
+from thinker.training.reports.epochs import format_epochs, too_many_epochs
+from thinker.training.reports.estimates import describe_estimates
+from thinker.training.reports.fit import assess_fit, describe_fit
+from thinker.training.reports.plan_table import recommendation
 from thinker.training.run import build_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,9 +83,7 @@ def test_a_short_text_is_overfitted_and_the_run_says_so(make_trainer, capsys):
         f"advice: overfitting: since step {best['step']} the validation loss has risen from"
         in printed.out
     )
-    assert (
-        f"below the validation loss, after {fits.format_epochs(epochs)}: overfitted" in printed.out
-    )
+    assert f"below the validation loss, after {format_epochs(epochs)}: overfitted" in printed.out
     assert "estimate" not in printed.out  # the loss is worse than a uniform guess
     assert f"epoch {epochs:.2f}" in printed.err  # in the bar
     assert (
@@ -163,49 +164,46 @@ def ended(make_trainer):
 
 def test_results_that_need_advice(ended):
     uniform = math.log(257)
-    (line,) = advice.after_training([*losses(5, 4), val(20, uniform + 0.1)], ended(100, 1), 1.0)
+    (line,) = after_training([*losses(5, 4), val(20, uniform + 0.1)], ended(100, 1), 1.0)
     assert "the validation loss 5.65 is above ln 257 = 5.55" in line
     for loss in (uniform - 0.1, uniform + 0.003):  # shown as 5.55, as ln 257 is
-        assert advice.after_training([*losses(5, 4), val(20, loss)], ended(100, 1), 1.0) == []
-    (line,) = advice.after_training([*losses(5, 1), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
+        assert after_training([*losses(5, 4), val(20, loss)], ended(100, 1), 1.0) == []
+    (line,) = after_training([*losses(5, 1), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
     assert (
         "overfitting: since step 10 the validation loss has risen from 3.000 to 3.500 while" in line
     )
-    (line,) = advice.after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
+    (line,) = after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
     assert "the validation loss was lowest at step 10 (3.000)" in line
     assert line.endswith("use the weights of that step (generate.py --checkpoint best)")
-    (line,) = advice.after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0)
+    (line,) = after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0)
     assert (
         line
         == "advice: against overfitting, try a smaller model, more text or a higher model.dropout"
     )
-    assert (
-        advice.after_training([*losses(5, 3), val(10, 3.1), val(20, 3.12)], ended(100, 1), 3.0)
-        == []
-    )
+    assert after_training([*losses(5, 3), val(10, 3.1), val(20, 3.12)], ended(100, 1), 3.0) == []
     # Since then another part of the validation set is measured, and the weights of step 20 are the
     # best.
     state = ended(100, 1).model_copy(update={"best_val_loss": 3.5})
-    assert advice.after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], state, 3.0) == []
+    assert after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], state, 3.0) == []
 
 
 def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(ended):
     far, near = ([*losses(2, 1), val(20, loss, entropy_floor=1.0)] for loss in (1.13, 1.04))
-    (line,) = advice.after_training(far, ended(60, 3), 0.5)
+    (line,) = after_training(far, ended(60, 3), 0.5)
     assert "train.max_minutes=3 ended the run after 60 of 100 steps" in line
     assert "/config.yaml train.max_minutes=6" in line
     ranks = ended(60, 3).model_copy(update={"machine": {"ranks": "2 (ddp)"}})
-    (line,) = advice.after_training(far, ranks, 0.5)
+    (line,) = after_training(far, ranks, 0.5)
     assert line.endswith("continue it with the same command and train.max_minutes=6")
-    assert advice.after_training(near, ended(60, 3), 0.5) == []
-    assert advice.after_training(far, ended(100, 1), 0.5) == []  # its steps ended it
+    assert after_training(near, ended(60, 3), 0.5) == []
+    assert after_training(far, ended(100, 1), 0.5) == []  # its steps ended it
     falling, risen = (
         [*losses(2, 1), val(10, 2.5), val(20, loss)] for loss in (2.4, 2.51)
     )  # a text of unknown entropy
-    (line,) = advice.after_training(falling, ended(60, 3), 0.5)
+    (line,) = after_training(falling, ended(60, 3), 0.5)
     assert "/config.yaml train.max_minutes=6" in line
-    assert advice.after_training(risen, ended(60, 3), 0.5) == []
-    (line,) = advice.after_training([*losses(2, 1), val(20, 2.4)], ended(60, 3), 0.5)
+    assert after_training(risen, ended(60, 3), 0.5) == []
+    (line,) = after_training([*losses(2, 1), val(20, 2.4)], ended(60, 3), 0.5)
     assert "/config.yaml train.max_minutes=6" in line
 
 
@@ -231,10 +229,10 @@ def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(en
 )
 def test_verdicts(ended, train, vals, epochs, verdict):
     lines = [*losses(*train), *vals]
-    fit = fits.assess_fit(lines, ended(100, 1), epochs)
+    fit = assess_fit(lines, ended(100, 1), epochs)
     assert fit.verdict == verdict
-    assert fits.describe_fit(fit).endswith(f"{fits.format_epochs(epochs)}: {verdict}")
-    advised = advice.after_training(lines, ended(100, 1), epochs)
+    assert describe_fit(fit).endswith(f"{format_epochs(epochs)}: {verdict}")
+    advised = after_training(lines, ended(100, 1), epochs)
     assert bool(advised) == (
         verdict in ("overfitted", "no longer improving")
     )  # each has its remedy
@@ -243,39 +241,39 @@ def test_verdicts(ended, train, vals, epochs, verdict):
 def test_a_model_that_is_worse_than_5_grams_is_not_well_fitted(ended):
     lines = [*losses(5, 3), val(20, 3.7)]
     for ngram, verdict in ((3.69, "underfitted"), (3.71, "well fitted")):
-        assert fits.assess_fit(lines, ended(100, 1), 0.5, {"5-gram": ngram}).verdict == verdict
+        assert assess_fit(lines, ended(100, 1), 0.5, {"5-gram": ngram}).verdict == verdict
     lines = [*losses(5, 1), val(20, 3.5)]
-    assert fits.assess_fit(lines, ended(100, 1), 8.0, {"5-gram": 3.0}).verdict == "overfitted"
+    assert assess_fit(lines, ended(100, 1), 8.0, {"5-gram": 3.0}).verdict == "overfitted"
 
 
 def test_a_run_without_training_losses_has_no_verdict(ended):
-    assert fits.assess_fit([val(20, 3.5)], ended(100, 1), 1.0) is None
+    assert assess_fit([val(20, 3.5)], ended(100, 1), 1.0) is None
 
 
 def test_the_gap_is_signed_in_words(ended):
     """With dropout, the training loss may be above the validation loss."""
     for loss, words in ((3.5, "0.0263 below"), (3.4, "0.0737 above")):
-        fit = fits.assess_fit([*losses(5, 3), val(20, loss)], ended(100, 1), 0.5)
+        fit = assess_fit([*losses(5, 3), val(20, loss)], ended(100, 1), 0.5)
         assert (
             f"training loss 3.4737, {words} the validation loss, after 0.5 epochs"
-            in fits.describe_fit(fit)
+            in describe_fit(fit)
         )
 
 
 def test_the_advice_to_train_longer_is_given_once(ended):
     lines, better = [*losses(4, 3), val(20, 3.4)], {"5-gram": 3.3}
-    (line,) = advice.after_training(lines, ended(100, 1), 0.5, better)
+    (line,) = after_training(lines, ended(100, 1), 0.5, better)
     assert line.endswith("train longer: raise train.max_steps")
-    (line,) = advice.after_training(lines, ended(60, 3), 0.5, better)  # ended by its time
+    (line,) = after_training(lines, ended(60, 3), 0.5, better)  # ended by its time
     assert line.startswith("advice: train.max_minutes=3 ended the run")
-    (line,) = advice.after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0, better)
+    (line,) = after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0, better)
     assert line.startswith("advice: against overfitting")
-    assert advice.after_training(lines, ended(100, 1), 0.5, {"5-gram": 3.5}) == []
+    assert after_training(lines, ended(100, 1), 0.5, {"5-gram": 3.5}) == []
     state = ended(50, 1)
     train = state.settings.train.model_copy(update={"patience": 2})
     settings = state.settings.model_copy(update={"train": train})
     state = state.model_copy(update={"settings": settings, "evaluations_since_lowest": 2})
-    (line,) = advice.after_training(lines, state, 0.5, better)
+    (line,) = after_training(lines, state, 0.5, better)
     assert line.endswith("train longer: raise train.patience")
 
 
@@ -284,7 +282,7 @@ def test_levers_are_ordered_and_left_out_where_the_law_does_not_apply(ended):
 
     def levers(train, loss, epochs, state=trained, **more):
         lines = [*losses(*train), val(20, loss, **more)]
-        return fits.describe_estimates(lines[-1], fits.assess_fit(lines, state, epochs), state)
+        return describe_estimates(lines[-1], assess_fit(lines, state, epochs), state)
 
     text = levers((5, 3), 3.6, 2.0)
     changes = [float(number) for number in re.findall(r"about (\d\.\d\d)", text)]
@@ -314,7 +312,7 @@ def test_losses_of_twice_the_floor_and_more_are_factors(ended):
         (3.1, "3.1 times the floor"),
     ):
         entropy_floor = 0.918 if loss < 1 else 1.0
-        lines = advice.describe_result(val(20, loss, entropy_floor=entropy_floor), ended(20, 1))
+        lines = describe_result(val(20, loss, entropy_floor=entropy_floor), ended(20, 1))
         assert words in lines[-1]
 
 
@@ -330,37 +328,36 @@ def plan(**values):
 
 
 def test_a_plan_ends_in_a_recommendation():
-    assert advice.recommendation(plan(epochs=2)) == ["the run fits; no changes needed"]
-    assert advice.recommendation({"peak_bytes": 1, "usable_bytes": 2, "optimal_tokens": 9})[
-        0
-    ].startswith("the run fits;")
-    fits, line = advice.recommendation(plan(epochs=100.0))
+    assert recommendation(plan(epochs=2)) == ["the run fits; no changes needed"]
+    assert recommendation({"peak_bytes": 1, "usable_bytes": 2, "optimal_tokens": 9})[0].startswith(
+        "the run fits;"
+    )
+    fits, line = recommendation(plan(epochs=100.0))
     assert fits == "the run fits"
     assert "the model will see the data 100 times" in line
     assert "(to 40 for 4 epochs)" in line
-    (line,) = advice.recommendation(plan(peak_bytes=2 * 10**10))
+    (line,) = recommendation(plan(peak_bytes=2 * 10**10))
     assert line.startswith(
         "the run does not fit: it needs 20 GB, but only 10 GB is usable; set train.micro_batch_size=auto or train"
     )
-    assert "use about 50,000 parameters" in advice.recommendation(plan(optimal_tokens=10**9))[1]
+    assert "use about 50,000 parameters" in recommendation(plan(optimal_tokens=10**9))[1]
     assert (
-        "about 50,000 parameters would learn more"
-        in advice.recommendation(plan(optimal_tokens=10**5))[1]
+        "about 50,000 parameters would learn more" in recommendation(plan(optimal_tokens=10**5))[1]
     )
 
 
 def test_the_size_of_a_model_that_is_given_is_not_advised(ended):
     """Of a plan and of a run with run.init_from, whose model has the size that it has."""
     given = plan(tokens=1, optimal_tokens=None)
-    assert advice.recommendation(given) == ["the run fits; no changes needed"]
-    (line,) = advice.recommendation(given | {"peak_bytes": 2 * 10**10})
+    assert recommendation(given) == ["the run fits; no changes needed"]
+    (line,) = recommendation(given | {"peak_bytes": 2 * 10**10})
     assert line.endswith("train.checkpoint_every_n_blocks=1, or lower data.seq_len")
     state = ended(100, 1)
     lines = [*losses(5, 1), val(10, 3.0), val(20, 3.5)]
-    assert "a smaller model" in advice.after_training(lines, state, 3.0)[0]
+    assert "a smaller model" in after_training(lines, state, 3.0)[0]
     run = state.settings.run.model_copy(update={"init_from": "runs/a"})
     state = state.model_copy(update={"settings": state.settings.model_copy(update={"run": run})})
-    (line,) = advice.after_training(lines, state, 3.0)
+    (line,) = after_training(lines, state, 3.0)
     assert line.endswith("or train with fewer steps, more text or a higher model.dropout")
 
 
@@ -375,12 +372,12 @@ def test_the_size_of_a_model_that_is_given_is_not_advised(ended):
     ],
 )
 def test_epochs_in_words(epochs, text):
-    assert fits.format_epochs(epochs) == text
+    assert format_epochs(epochs) == text
 
 
 def test_a_text_for_a_few_steps_needs_more_text_and_not_fewer_steps():
-    assert "add text: 4 epochs are only 1 step" in advice.too_many_epochs(640, 0.19)
-    assert "(to 40 for 4 epochs)" in advice.too_many_epochs(15, 10)
+    assert "add text: 4 epochs are only 1 step" in too_many_epochs(640, 0.19)
+    assert "(to 40 for 4 epochs)" in too_many_epochs(15, 10)
 
 
 def test_a_plan_says_which_step_its_minutes_reach():
@@ -392,7 +389,7 @@ def test_a_plan_says_which_step_its_minutes_reach():
         "steps": 328,
         "max_steps": 700,
     }
-    fits, ended = advice.recommendation(plan)
+    fits, ended = recommendation(plan)
     assert fits == "the run fits"
     assert "after about 328 of 700 steps" in ended
-    assert advice.recommendation(plan | {"steps": 700}) == ["the run fits; no changes needed"]
+    assert recommendation(plan | {"steps": 700}) == ["the run fits; no changes needed"]

@@ -22,8 +22,8 @@ from thinker.model.lora import LoraLinear, add_lora, merge_lora
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config, validate_config
 from thinker.training.initial_model import load_initial_model
-from thinker.training.reports.advice import format_plan
 from thinker.training.reports.plan import make_plan
+from thinker.training.reports.plan_table import format_plan
 from thinker.training.run import build_trainer
 from thinker.training.step import TrainingStep
 

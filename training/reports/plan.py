@@ -24,7 +24,7 @@ from thinker.training.data.training_batches import open_loader
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.objective import Objective, build_objective, next_token_loss
-from thinker.training.reports.advice import recommendation
+from thinker.training.reports.plan_table import recommendation
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
 from thinker.training.settings.resolve import resolve_open_keys, resolve_precision, resolve_settings

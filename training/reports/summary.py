@@ -7,14 +7,8 @@ from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.corpus.corpus import Corpus
 from thinker.evaluation.text_baselines import text_baselines
 from thinker.runtime.registry import offers
-from thinker.training.reports.advice import after_training, describe_result, sampling_hint
-from thinker.training.reports.fit import (
-    assess_fit,
-    describe_baselines,
-    describe_estimates,
-    describe_fit,
-    evaluations,
-)
+from thinker.training.reports.after_training import after_training, describe_result, sampling_hint
+from thinker.training.reports.fit import assess_fit, describe_baselines, describe_fit, evaluations
 from thinker.training.reports.loss_plot import plot_loss
 from thinker.training.state.run_state import RunState
 
@@ -31,38 +25,40 @@ def print_summary(
     if not run.writes:
         return
     lines = list(run.read_metrics())
-    if not (vals := evaluations(lines)):
-        print(
-            f"finished: {state.step} steps; {run.metrics} does not contain the result",
-            file=sys.stderr,
-        )
+    validations = evaluations(lines)
+    if not validations:
+        missing = f"{run.metrics} does not contain the result"
+        print(f"finished: {state.step} steps; {missing}", file=sys.stderr)
         return
-    val = vals[-1]
-    result = describe_result(val, state)
+    last = validations[-1]
+    result = describe_result(last, state)
     for describe_evaluation in offers("describe_evaluation"):
-        result += describe_evaluation(val)
+        result += describe_evaluation(last)
     print("\n".join(result), flush=True)  # first, as the rest is slow
+
     baselines = text_baselines(corpus)
-    messages = []
     plot = run.path / "loss.png"
-    plot_loss(
-        lines,
-        plot,
-        f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes",
-    )
+    minutes = state.elapsed_s / 60
+    plot_loss(lines, plot, f"{run.path.name}: {state.tokens:,} tokens in {minutes:.1f} minutes")
     for comparable_losses in offers("comparable_losses"):
         compared = comparable_losses(state.settings, corpus, loader, lines, state.best_val_loss)
         if compared is not None:
             lines = compared
             state = state.model_copy(update={"best_val_loss": None})
-    if fit := assess_fit(lines, state, epochs, baselines):
+
+    messages = []
+    fit = assess_fit(lines, state, epochs, baselines)
+    if fit is not None:
         messages.append(describe_fit(fit))
     if baselines:
-        messages.append(describe_baselines(val, baselines))
-    if fit and (levers := describe_estimates(val, fit, state)):
-        messages.append(levers)
-    messages += [
-        f"loss curve {plot}",
-        sampling_hint(run.path, state, corpus.train.has_conversations),
-    ]
-    print("\n".join(messages + after_training(lines, state, epochs, baselines)))
+        messages.append(describe_baselines(last, baselines))
+    if fit is not None and not last.get("entropy_floor"):
+        from thinker.training.reports.estimates import describe_estimates
+
+        estimates = describe_estimates(last, fit, state)
+        if estimates is not None:
+            messages.append(estimates)
+    messages.append(f"loss curve {plot}")
+    messages.append(sampling_hint(run.path, state, corpus.train.has_conversations))
+    messages += after_training(lines, state, epochs, baselines)
+    print("\n".join(messages))

@@ -1,0 +1,144 @@
+"""What a run says at its end: its result, advice, and how to sample from it."""
+
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from thinker.evaluation.entropy_floor import format_excess
+from thinker.evaluation.text_baselines import NGRAM
+from thinker.training.reports.fit import (
+    FAR_FROM_FLOOR,
+    advise_on_fit,
+    assess_fit,
+    evaluations,
+    is_worse_than_ngrams,
+)
+from thinker.training.state.run_state import RunState
+
+
+def describe_result(val: dict[str, Any], state: RunState) -> list[str]:
+    """Describe the result of a run, from its last evaluation."""
+    lines = [
+        f"finished: {state.step} steps, {state.tokens:,} tokens, {state.elapsed_s:.0f} s of "
+        f"training",
+        f"validation loss {val['val_loss']:.4f} nats per token, "
+        f"{val['val_bits_per_byte']:.4f} bits per byte",
+    ]
+    train = state.settings.train
+    if state.stops_early(train):
+        since = f"since step {state.lowest_at}"
+        lines.append(f"stopped early: no lower loss in {train.patience} evaluations {since}")
+    if state.skipped:
+        lines.append(
+            f"skipped {state.skipped} steps with a non-finite loss or gradient (see "
+            f"nonfinite-step-*.json)"
+        )
+    floor = val.get("entropy_floor")
+    if floor:
+        excess = format_excess(val["val_loss"], floor, 1)
+        lines.append(
+            f"floor {floor:.4f} nats per token, the entropy of the corpus; the loss is "
+            f"{excess} the floor"
+        )
+    return lines
+
+
+def sampling_hint(run: Path, state: RunState, is_chat: bool) -> str:
+    """The command that samples from a run; with `is_chat`, the one that chats with it."""
+    prompt = ""
+    prefix_len = state.settings.model.prefix  # including the BOS token
+    if is_chat:
+        prompt = ' --chat --prompt "your message"'
+    elif prefix_len:
+        prompt = f' --prompt "at least {prefix_len} tokens of text"'
+    return f"sample from it: {_command('generate')} {shlex.quote(str(run))}{prompt}"
+
+
+def after_training(
+    lines: list[dict[str, Any]],
+    state: RunState,
+    epochs: float,
+    baselines: dict[str, float] | None = None,
+) -> list[str]:
+    """Advice for a finished run, from its final state, the lines of metrics.jsonl and
+    evaluation.text_baselines."""
+    validations = evaluations(lines)
+    last = validations[-1]
+    advice = []
+    vocab_size = state.settings.model.vocab_size
+    if _is_above_uniform(last["val_loss"], vocab_size):
+        advice.append(
+            f"the validation loss {last['val_loss']:.2f} is above ln {vocab_size} = "
+            f"{math.log(vocab_size):.2f}, the loss of a uniform guess, so the model has learned "
+            f"nothing that helps on new text"
+        )
+    fit = assess_fit(lines, state, epochs, baselines)
+    if fit is not None:
+        smaller = "" if state.settings.run.init_from else "a smaller model, "
+        advice += advise_on_fit(fit, f"{smaller}more text or a higher model.dropout")
+    has_advice = bool(advice)
+    if _ended_by_time(state) and _may_improve(validations, has_advice):
+        advice.append(_continue_the_run(state))
+    if not advice and is_worse_than_ngrams(last, baselines):
+        advice.append(
+            f"a {NGRAM} model predicts the text better than this model; train longer: raise "
+            f"train.{_limit(state)}"
+        )
+    return [f"advice: {line}" for line in advice]
+
+
+def _is_above_uniform(loss: float, vocab_size: int) -> bool:
+    return round(loss, 2) > round(math.log(vocab_size), 2)  # as printed
+
+
+def _ended_by_time(state: RunState) -> bool:
+    max_minutes = state.settings.train.max_minutes
+    return max_minutes is not None and state.elapsed_s >= 60 * max_minutes
+
+
+def _may_improve(validations: list[dict[str, Any]], has_advice: bool) -> bool:
+    """Whether longer training would lower the loss. has_advice: something else is wrong."""
+    loss = validations[-1]["val_loss"]
+    floor = validations[-1].get("entropy_floor")
+    if floor:
+        return loss / floor - 1 > FAR_FROM_FLOOR
+    lowest = min(line["val_loss"] for line in validations)
+    return loss <= lowest and not has_advice
+
+
+def _continue_the_run(state: RunState) -> str:
+    """Say that the time limit ended the run, and how to continue it."""
+    train = state.settings.train
+    of_steps = f" of {train.max_steps:,}" if train.max_steps else ""
+    minutes = math.ceil(2 * train.max_minutes)
+    config = shlex.quote(f"{state.settings.run.dir}/config.yaml")
+    command = f"{_command('train')} {config}"
+    if "ranks" in state.machine:  # torchrun has options of its own
+        command = "the same command and"
+    return (
+        f"train.max_minutes={train.max_minutes:g} ended the run after {state.step:,}{of_steps} "
+        f"steps; longer training would lower the validation loss; continue it with {command} "
+        f"train.max_minutes={minutes}"
+    )
+
+
+def _limit(state: RunState) -> str:
+    """The key that ended the run."""
+    if _ended_by_time(state):
+        return "max_minutes"
+    if state.stops_early(state.settings.train):
+        return "patience"
+    return "max_steps"
+
+
+def _command(name: str) -> str:
+    """The start of a command line: thinker-NAME, or python NAME.py in a checkout."""
+    script = Path(sys.argv[0])
+    if script.name != "train.py":
+        return f"thinker-{name}"
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    return shlex.join([str(python), str(script.with_name(f"{name}.py"))])
