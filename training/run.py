@@ -17,7 +17,7 @@ from thinker.runtime.registry import offers
 from thinker.training.callback import Callback
 from thinker.training.callbacks.setup import callbacks_of_output, callbacks_of_weights
 from thinker.training.config.config import Config
-from thinker.training.data.run_corpus import own_tokenizer, read_corpus
+from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.data.training_batches import AnyDataset, build_batches
 from thinker.training.metrics import MemoryMeter
 from thinker.training.objective import Objective, build_objective
@@ -30,7 +30,8 @@ from thinker.training.settings.resolve import (
     resolve_settings,
 )
 from thinker.training.settings.settings import Settings
-from thinker.training.state import resume
+from thinker.training.state.run_folder import create_run, open_run
+from thinker.training.state.saved_state import collect_state, describe_machine
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.trainer import Trainer
 
@@ -83,14 +84,19 @@ def build_trainer(
 
     # Open the run.
     run = RunDirectory(config.run.dir, writes=dist.is_main)
-    folder, state = resume.open_run(run, dist)
-    previous = state.settings
+    folder, state = open_run(run, dist)
+    previous = state.settings  # None for a new run, as is `folder`
+    if previous is not None:
+        from thinker.training.data import resumed_data
+        from thinker.training.state import resume
 
     # Resolve the settings that the data needs, and read the data.
     configure_backend(device)
     precision = resolve_precision(config, device, previous, dist)
     config = resolve_open_keys(config, device, precision, previous, dist)
-    tokenizer = own_tokenizer(run, previous, config)
+    tokenizer = None
+    if previous is not None:
+        tokenizer = resumed_data.own_tokenizer(run, previous, config)
     initial_model = None
     if config.run.init_from is not None or config.data.chat_template is not None:
         from thinker.training.initial_model import load_initial_model
@@ -102,7 +108,10 @@ def build_trainer(
     check_batch_split(config, dist)
     check_run_fits(config, device, dist)
     with dist.main_process_first():
-        corpus = read_corpus(run, state, config, tokenizer)
+        if previous is None:
+            corpus = prepare_training_data(config, tokenizer)
+        else:
+            corpus = resumed_data.read_corpus(run, state, config, tokenizer)
     model_config = config.thinker_config(corpus.tokenizer.vocab_size)
     if previous is not None:
         resume.check_unchanged(run, previous, {"model": model_config.to_dict()})
@@ -123,19 +132,20 @@ def build_trainer(
         *callbacks_of_output(settings, corpus.tokenizer),
     ]
     step = TrainingStep(built, settings, objective, all_callbacks, dist=dist)
-    if folder is not None:
+    if previous is not None:
         resume.give_state_to_callbacks(state, all_callbacks, folder)
 
     # All checks are done. Write files from here on.
-    resume.create_run(run, is_new=folder is None, dist=dist)
-    if folder is not None:
+    create_run(run, is_new=previous is None, dist=dist)
+    if previous is not None:
         resume.resume_run(run, folder, state, step, settings, dist)
     run.truncate_metrics(state.step, state.evaluated_at)
     state.settings = settings
     state.tokenizer = corpus.tokenizer.content_hash
     state.corpus = corpus.sha256
-    state.machine = resume.describe_machine(step, dist, settings.train.parallel)
-    resume.collect_state(state, all_callbacks)
+    state.machine = describe_machine(step, dist, settings.train.parallel)
+    collect_state(state, all_callbacks)
+    saved = None if previous is None else state.model_copy(deep=True)
     trainer = Trainer(
         settings=settings,
         step=step,
@@ -147,7 +157,7 @@ def build_trainer(
         checkpoints=_checkpoint_manager(run, settings, device, dist),
         memory=memory,
         dist=dist,
-        saved=None if folder is None else state.model_copy(deep=True),
+        saved=saved,
     )
     if not trainer.is_finished:
         run.write_config(settings.model_dump(mode="json"))

@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward over micro-batches, gradient clipping, update."""
 
 import contextlib
+import hashlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -218,3 +219,9 @@ def build_model(
     torch.manual_seed(seed)
     model = kind(config) if initial is None else initial
     return model.to(device)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed dropout for this step and rank, independently of interruptions."""
+    digest = hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "little"))

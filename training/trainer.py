@@ -31,9 +31,9 @@ from thinker.training.metrics import (
 from thinker.training.optim.schedule import lr_multiplier
 from thinker.training.settings.settings import Settings
 from thinker.training.signals import SignalHandler
-from thinker.training.state import resume
 from thinker.training.state.run_state import RunState
-from thinker.training.step import TrainingStep
+from thinker.training.state.saved_state import collect_state, training_tensors
+from thinker.training.step import TrainingStep, seed_step
 
 # Without smoothing, the remaining time follows the mean speed, and evaluations do not distort it.
 BAR_OPTIONS = {
@@ -146,7 +146,7 @@ class Trainer:
         """Run one optimizer step, and log metrics if they are due."""
         state, started = self.state, time.perf_counter()
         multiplier = lr_multiplier(self.train_config, state.step, self.progress())
-        resume.seed_step(self.settings.run.seed, state.step, self.dist.rank)
+        seed_step(self.settings.run.seed, state.step, self.dist.rank)
         loss, grad_norm = self.step(self.batch, multiplier)
         if self.batch.n_targets:
             values = torch.cat((loss[None], grad_norm[None], self.step.part_sums.flatten()))
@@ -380,13 +380,13 @@ class Trainer:
         """Write a checkpoint, unless the newest one has this state."""
         self.read_losses()
         self.state.scaler = self.step.scaler.state_dict()
-        resume.collect_state(self.state, self.callbacks)
+        collect_state(self.state, self.callbacks)
         if self.state == self.saved:
             return
         self.run.check()
         self.run.flush_metrics()
         with evaluated_weights(self.callbacks):
-            tensors = resume.training_tensors(self.step)
+            tensors = training_tensors(self.step)
             state = self.state.model_dump(mode="json")
             files = checkpoint.checkpoint_files(self.model, state, tensors)
             self.checkpoints.save("step", self.state.step, files)

@@ -1,8 +1,6 @@
 """Resume a run bit for bit: its saved state, and the keys that must not change."""
 
 import contextlib
-import hashlib
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from thinker import checkpoint
 from thinker.checkpoint import CorruptCheckpoint
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.tokenizers.tokenizer import FILE_NAME
 from thinker.data.tokenizers.tokenizer_factory import is_path
-from thinker.runtime.backend import device_name
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 from thinker.runtime.registry import features, import_offer
 from thinker.training.callback import Callback
 from thinker.training.settings.settings import Settings
-from thinker.training.state.run_state import RunState, read_state
+from thinker.training.state.run_state import RunState
+from thinker.training.state.saved_state import PLAIN, describe_machine
 from thinker.training.step import TrainingStep
 
 # Keys that must not change. In the sections model and data these are all keys except
@@ -41,7 +37,6 @@ DATA_KEYS_OF_THE_MACHINE = (
 PATHS = ("path", "val_tokens", "tokenizer", "chat_template")  # in data; files may move, not change
 # In train; they change the last bits.
 ROUNDING_KEYS = ("micro_batch_size", "precision", "compile", "deterministic")
-PLAIN = "plain PyTorch"
 REMEDY = "undo the change, choose another run.dir, or delete that folder to start over"
 
 
@@ -136,56 +131,6 @@ def _rounding_keys(tree: dict[str, Any]) -> dict[str, Any]:
     return {f"train.{key}": tree["train"][key] for key in ROUNDING_KEYS}
 
 
-def describe_machine(step: TrainingStep, dist: DistContext, parallel: str) -> dict[str, str]:
-    """Properties that must stay the same for bitwise equal results."""
-    machine = {
-        "device": device_name(step.device),
-        "threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
-        "kernels": "fused" if step.kernels.is_native else PLAIN,
-    }
-    if dist.world_size > 1:
-        machine["ranks"] = f"{dist.world_size} ({parallel})"
-    return machine
-
-
-# ---------------------------------------------------------------- the run directory
-
-
-def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunState]:
-    """Lock the run directory. Returns its newest valid checkpoint, or None for a new run, and the
-    state."""
-    run.lock()
-    if dist.is_main:
-        checkpoint.recover(run.checkpoints)
-    folder = dist.broadcast_object(run.latest() if dist.is_main else None)
-    if folder is None:
-        return None, RunState()
-    state = read_state(folder)
-    if state.settings is None:
-        remedy = f"move {folder} elsewhere to resume from an earlier checkpoint"
-        raise CorruptCheckpoint(f"{folder / 'state.json'} does not contain settings; {remedy}")
-    return folder, state
-
-
-def create_run(run: RunDirectory, is_new: bool, dist: DistContext) -> None:
-    """Create and lock the run directory. If the run starts over, an old best checkpoint is renamed
-    to earlier-*."""
-    run.create()
-    run.lock()
-    if not (dist.is_main and is_new):
-        return
-    if checkpoint.list_checkpoints(run.checkpoints):
-        raise UserError(
-            f"another process has just trained in {run.path}; run the same command again"
-        )
-    shutil.rmtree(run.dataset_files, ignore_errors=True)
-    for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
-        if (run.path / FILE_NAME).exists():
-            shutil.copy(run.path / FILE_NAME, folder)  # the run's tokenizer may change
-        checkpoint.quarantine(folder, "earlier")
-
-
 # ---------------------------------------------------------------- state and tensors
 
 
@@ -263,22 +208,6 @@ def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
     step.n_nonfinite.fill_(state.skipped)
 
 
-def training_tensors(step: TrainingStep) -> dict[str, Tensor]:
-    """What a checkpoint has besides the model: the tensors of optimizers and callbacks."""
-    tensors = step.optimizers.tensors()
-    for callback in step.callbacks:
-        tensors |= callback.tensors()
-    return tensors
-
-
-def collect_state(state: RunState, callbacks: Sequence[Callback]) -> None:
-    """Put what callbacks save into the state of the run."""
-    for callback in callbacks:
-        for key, value in callback.state_dict().items():
-            assert key not in RunState.model_fields, f"{key} is a key of the run's own state"
-            setattr(state, key, value)
-
-
 def give_state_to_callbacks(state: RunState, callbacks: Sequence[Callback], folder: Path) -> None:
     """Give callbacks what they have saved. Raises UserError if the run that is resumed has other
     callbacks."""
@@ -302,9 +231,3 @@ def give_state_to_callbacks(state: RunState, callbacks: Sequence[Callback], fold
                 "install the features that the run started with"
             )
         del state.of_callbacks[key]
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed dropout for this step and rank, independently of interruptions."""
-    digest = hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:7], "little"))
