@@ -122,7 +122,7 @@ def _run_rank(rank, n_ranks, port, folder, target, args):
     import torch
 
     from thinker.runtime.errors import run_command
-    from thinker.runtime.process_group import distributed_session
+    from thinker.training.distributed.session import distributed_session
 
     torch.set_num_threads(1)
 

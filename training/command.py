@@ -17,7 +17,7 @@ def main() -> int:
     arguments = parser.parse_command_line()
 
     # Imported after parsing, so that --help and errors do not wait for torch.
-    from thinker.runtime.process_group import distributed_session
+    from thinker.training.distributed.session import distributed_session
 
     with distributed_session() as dist:
         from thinker.training.config.load import check_run_folder, load_config

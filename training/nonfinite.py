@@ -20,7 +20,7 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError
 from thinker.runtime.files import atomic_write
-from thinker.training.distributed import unwrapped_copy
+from thinker.training.distributed.parallel_model import unwrapped_copy
 from thinker.training.metrics import finite_or_none
 
 MAX_TEXT_CHARS = 200  # per sample of a report

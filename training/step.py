@@ -60,7 +60,7 @@ class TrainingStep:
             recompute_activations(self.model, train.checkpoint_every_n_blocks)
         self.parallel_model: nn.Module = self.model
         if dist.world_size > 1:
-            from thinker.training.distributed import parallelize
+            from thinker.training.distributed.parallel_model import parallelize
 
             self.parallel_model = parallelize(self.model, train.parallel, dist)
         self.device = self.model.device  # FSDP2 may have moved it

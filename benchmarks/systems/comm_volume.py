@@ -14,8 +14,8 @@ import torch
 
 from thinker.data.batches.prefetch import Batch
 from thinker.model import ThinkerConfig
-from thinker.runtime.process_group import DistContext
 from thinker.training.config.load import validate_config
+from thinker.training.distributed.session import context_from_environment
 from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
@@ -129,7 +129,8 @@ def run_rank(
     os.environ.update({name: str(value) for name, value in variables.items()})
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // n_ranks))
     torch.set_flush_denormal(True)
-    dist, rows = DistContext.from_environment(), arguments.batch_size // n_ranks
+    dist = context_from_environment()
+    rows = arguments.batch_size // n_ranks
     dist.init_process_group("cpu", 600)
     train = {
         "max_steps": 1,

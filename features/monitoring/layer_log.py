@@ -14,7 +14,7 @@ from thinker.model.inspection.attention_statistics import FIGURES, measure_atten
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.process_group import full_tensor
 from thinker.training.callback import Callback, StepInfo, TrainingParts, TrainingRun
-from thinker.training.distributed import unwrapped_copy
+from thinker.training.distributed.parallel_model import unwrapped_copy
 from thinker.training.settings.settings import Settings
 
 MAX_SEQUENCES = 4  # of a batch, to measure attention on

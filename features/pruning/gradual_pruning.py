@@ -29,7 +29,7 @@ from thinker.features.pruning.zeros import (
 )
 from thinker.training.callback import Callback, StepInfo, TrainingParts, find_callback
 from thinker.training.callbacks.weight_average import WeightAverage
-from thinker.training.distributed import unwrapped_copy
+from thinker.training.distributed.parallel_model import unwrapped_copy
 
 MAX_TOKENS = 16_384  # of a batch, to score weights on
 

@@ -47,7 +47,7 @@ class Samples(Callback):
         with self.run.evaluated_weights():
             model = parts.model
             if hasattr(model, "unshard"):  # FSDP2
-                from thinker.training.distributed import unwrapped_copy
+                from thinker.training.distributed.parallel_model import unwrapped_copy
 
                 model = unwrapped_copy(model)
             if not parts.dist.is_main:

@@ -1,0 +1,1 @@
+"""Training on several ranks: how they connect, and how they share a model."""
