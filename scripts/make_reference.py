@@ -104,8 +104,8 @@ def reference_pages() -> dict[str, str]:
 
 def config_markdown() -> str:
     """A table of keys per section."""
-    from thinker.training.config.command_line import nested_sections
     from thinker.training.config.config import Config, config_sections
+    from thinker.training.config.key_list import nested_sections
 
     parts = [
         "# Config keys\n",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinker.data.corpus.corpus_cache import building_folder, publish, read_index
+from thinker.data.corpus.corpus_index import read_index
 from thinker.data.corpus.shards import FORMAT, SHARD_TOKENS, DamagedShard, TokenShards
 from thinker.data.text.document import MissingData
 from thinker.data.text.sources import Source, open_source, stamps
@@ -122,7 +122,9 @@ def prepare_corpus(
         print(f"rebuilding the damaged token cache: {error}", file=sys.stderr)
         shutil.rmtree(folder)
     make_folder(folder.parent, "data.cache_dir")
-    from thinker.data.corpus.corpus_builder import build_corpus  # only if nothing is cached
+    # Only if nothing is cached.
+    from thinker.data.corpus.building_folder import building_folder, publish
+    from thinker.data.corpus.corpus_builder import build_corpus
 
     with building_folder(folder) as building:
         if not folder.exists():  # another process may just have finished it

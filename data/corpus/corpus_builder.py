@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from thinker.data.corpus.corpus_cache import INDEX, write_index
+from thinker.data.corpus.corpus_index import INDEX, write_index
 from thinker.data.corpus.document_filter import DocumentFilter
 from thinker.data.corpus.encoding import encode_documents
 from thinker.data.corpus.shard_writer import HASH_SUFFIX, ShardWriter

@@ -231,9 +231,7 @@ def _uncapitalized(name: str) -> str:
     return name[:1].lower() + name[1:]
 
 
-_SOURCE = (Path(__file__).parent / "tales.grammar").read_bytes()
-GRAMMAR = Grammar(_SOURCE.decode("ascii"))
-GRAMMAR_HASH = hashlib.sha256(_SOURCE).hexdigest()
+GRAMMAR = Grammar(Path(__file__).with_name("tales.grammar").read_text(encoding="ascii"))
 
 RECALL = "recall"  # kind of an event that is not a choice: a bound word recurs
 

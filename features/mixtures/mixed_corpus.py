@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from thinker.data.corpus.building_folder import building_folder, publish
 from thinker.data.corpus.corpus import Corpus, find_corpus, prepare_corpus
-from thinker.data.corpus.corpus_cache import building_folder, publish, read_index, write_index
+from thinker.data.corpus.corpus_index import read_index, write_index
 from thinker.data.corpus.shards import DamagedShard, TokenShards
 from thinker.data.text.sources import open_source
 from thinker.data.text.split import split_documents

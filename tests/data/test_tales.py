@@ -159,7 +159,6 @@ def test_a_known_story_stays_the_same():
         "Once upon a time, there was a tidy, plucky boy named Leon. "
         "His grandmother loved baking, and the sheepdog Twiglet came from Wick."
     )
-    assert re.fullmatch(r"[0-9a-f]{64}", tales.GRAMMAR_HASH)
 
 
 def test_every_story_has_exactly_one_derivation(stories, stress):

@@ -8,11 +8,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from thinker.runtime.errors import UserError
-from thinker.runtime.extensions import import_extensions
 from thinker.runtime.yaml_files import read_yaml
 from thinker.training.config.config import Config
-from thinker.training.config.error_messages import describe_error
-from thinker.training.config.overrides import apply_override
 from thinker.training.config.stored import known_keys
 
 
@@ -21,10 +18,9 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
     the wrong key."""
     path = Path(path)
     if not path.exists():
-        available = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml")))
-        raise UserError(
-            f"config {path} does not exist (available: {available or 'none in configs/'})"
-        )
+        names = sorted(str(found) for found in Path("configs").glob("*.yaml"))
+        available = ", ".join(names) or "none in configs/"
+        raise UserError(f"config {path} does not exist (available: {available})")
     tree = read_yaml(path)
     for name, section in tree.items():
         if section is None:  # a section without keys
@@ -32,8 +28,11 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
     is_of_run = path.name == "config.yaml" and _is_in_run_directory(path)
     if is_of_run:
         tree = known_keys(tree, Config)
-    for override in overrides:
-        apply_override(tree, override, path)
+    if overrides:
+        from thinker.training.config.overrides import apply_override
+
+        for override in overrides:
+            apply_override(tree, override, path)
     run = tree.setdefault("run", {})
     if isinstance(run, dict) and run.get("dir") is None:
         run["dir"] = str(Path("runs") / path.stem)
@@ -52,12 +51,17 @@ def validate_config(
     (runtime/extensions.py).
     """
     entries = tree.get("extensions")
-    if isinstance(entries, list) and all(isinstance(entry, str) for entry in entries):
+    is_list = isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)
+    if is_list and entries:
+        from thinker.runtime.extensions import import_extensions
+
         folders = [] if folder is None else [folder]
         tree = {**tree, "extensions": import_extensions(entries, folders, opened)}
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
+        from thinker.training.config.error_messages import describe_error
+
         raise UserError(describe_error(error, Config)) from error
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.corpus import Corpus
-from thinker.data.corpus.corpus_cache import INDEX
+from thinker.data.corpus.corpus_index import INDEX
 from thinker.data.corpus.shards import TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import choose_device
