@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thinker.native import training as native
 from thinker.runtime.process_group import local_tensor
+from thinker.training.optim.optimizers import OptimizerParts, adamw_of
 from thinker.training.optim.orthogonalize import orthogonalize, sharded_orthogonalize
 
 
@@ -26,6 +27,8 @@ class Muon(torch.optim.Muon):
     2025, Cautious Weight Decay, arXiv:2510.12402). is_fused: do everything but the matrix products
     in native/train.c, for fp32 parameters on a CPU that are not sharded.
     """
+
+    reads_found_inf = True  # see step()
 
     def __init__(
         self,
@@ -153,6 +156,29 @@ class Muon(torch.optim.Muon):
         if not group["nesterov"]:
             return torch.stack(momenta)
         return torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
+
+
+def muon_and_adamw(parts: OptimizerParts) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices and the head, AdamW for the embedding and the norms.
+
+    Muon moves each matrix by its orthogonalized momentum, which has the same size in every
+    direction. It also trains the head, often left to AdamW (Loshchilov & Hutter 2019,
+    arXiv:1711.05101), as it separates rare words with similar neighbors better
+    (docs/experiments.md).
+    """
+    model, config = parts.model, parts.config
+    rest = dict(parts.groups)
+    matrices = [rest.pop(kind) for kind in ("matrices", "head") if kind in rest]
+    dtype = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
+    muon = Muon(
+        matrices,
+        dtype=dtype,
+        is_compiled=model.is_compiled and model.device.type == "cuda",
+        is_cautious=config.cautious_weight_decay,
+        is_fused=parts.is_fused and model.embedding.weight.dtype == torch.float32,
+        momentum=config.momentum,
+    )
+    return [muon, adamw_of(rest, parts)]
 
 
 def _by_shape(parameters: list[Tensor]) -> list[list[Tensor]]:

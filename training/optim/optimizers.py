@@ -13,12 +13,10 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.registry import import_offer
 from thinker.training.config.sections import OptimizerConfig
-from thinker.training.optim.muon import Muon
 from thinker.training.optim.registry import OPTIMIZERS
 
 # Parameters of modules that are no matrices of blocks, by the start of their names.
 KINDS = {"embedding": "embedding", "positions": "embedding", "lm_head": "head"}
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 ParameterGroup = dict[str, Any]  # as torch's optimizers take it
 
 
@@ -37,34 +35,13 @@ class OptimizerParts:
 OptimizerFactory = Callable[[OptimizerParts], list[torch.optim.Optimizer]]
 
 
-def muon_and_adamw(parts: OptimizerParts) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices and the head, AdamW for the embedding and the norms.
-
-    Muon moves each matrix by its orthogonalized momentum, which has the same size in every
-    direction. It also trains the head, often left to AdamW (Loshchilov & Hutter 2019,
-    arXiv:1711.05101), as it separates rare words with similar neighbors better
-    (docs/experiments.md).
-    """
-    model, config = parts.model, parts.config
-    rest = dict(parts.groups)
-    matrices = [rest.pop(kind) for kind in ("matrices", "head") if kind in rest]
-    muon = Muon(
-        matrices,
-        dtype=torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32,
-        is_compiled=model.is_compiled and model.device.type == "cuda",
-        is_cautious=config.cautious_weight_decay,
-        is_fused=parts.is_fused and model.embedding.weight.dtype == torch.float32,
-        momentum=config.momentum,
-    )
-    return [muon, _adamw(rest, parts)]
-
-
 def adamw(parts: OptimizerParts) -> list[torch.optim.Optimizer]:
     """AdamW for everything."""
-    return [_adamw(parts.groups, parts)]
+    return [adamw_of(parts.groups, parts)]
 
 
-def _adamw(groups: Mapping[str, ParameterGroup], parts: OptimizerParts) -> torch.optim.Optimizer:
+def adamw_of(groups: Mapping[str, ParameterGroup], parts: OptimizerParts) -> torch.optim.Optimizer:
+    """AdamW for some of the groups."""
     is_fused = parts.model.device.type in ("cpu", "cuda")
     config = parts.config
     return torch.optim.AdamW(
@@ -147,10 +124,7 @@ class Optimizers:
         it."""
         if device.type != "cuda":
             return False
-        return all(
-            isinstance(optimizer, Muon) or getattr(optimizer, "_step_supports_amp_scaling", False)
-            for optimizer in self.optimizers
-        )
+        return all(_reads_found_inf(optimizer) for optimizer in self.optimizers)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -160,77 +134,30 @@ class Optimizers:
     def tensors(self) -> dict[str, Tensor]:
         """The complete state, named "optimizer.PARAMETER.KEY"."""
         tensors = {}
-        for optimizer, name, parameter in self._named_parameters():
+        for optimizer, name, parameter in self.named_parameters():
             for key, value in optimizer.state[parameter].items():
                 tensor = torch.as_tensor(value)
                 if tensor.dtype not in DTYPES:
                     raise UserError(
                         f"{type(optimizer).__name__} keeps {key} as {tensor.dtype}, which "
-                        f"checkpoints "
-                        "do not store; use a tensor in float32"
+                        f"checkpoints do not store; use a tensor in float32"
                     )
                 tensors[f"optimizer.{name}.{key}"] = tensor
         return tensors
 
-    def expected_state(self, saved: Mapping[str, tuple] | None = None) -> dict[str, Tensor]:
-        """Tensors with the shapes of tensors() after the first step: on the meta device, or sharded
-        zeros.
-
-        saved: name -> (dtype, *shape) of the tensors in a checkpoint, which say what other
-        optimizers than ours keep.
-        """
-        expected = {}
-        for optimizer, name, parameter in self._named_parameters():
-            prefix = f"optimizer.{name}."
-            like = parameter.detach()
-            like = torch.zeros_like(like) if hasattr(like, "to_local") else like.to("meta")
-            if isinstance(optimizer, Muon):
-                state = {
-                    "momentum_buffer": like,
-                    "row_second_moment": torch.zeros_like(like[:, :1]),
-                }
-            elif type(optimizer) is torch.optim.AdamW:
-                step = torch.empty((), device="meta")
-                state = {"step": step, "exp_avg": like, "exp_avg_sq": torch.zeros_like(like)}
-            else:
-                state = _saved_state(prefix, like, saved or {})
-            for key, value in state.items():
-                expected[prefix + key] = value
-        return expected
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Load the result of tensors() from any device."""
-        for optimizer in self.optimizers:
-            state = optimizer.state_dict()
-            for group in state["param_groups"]:
-                for name, index in zip(group["param_names"], group["params"]):
-                    prefix = f"optimizer.{name}."
-                    own = {}
-                    for key, value in tensors.items():
-                        if key.startswith(prefix):
-                            own[key.removeprefix(prefix)] = value
-                    state["state"][index] = own
-            optimizer.load_state_dict(state)
-
-    def _named_parameters(self) -> Iterator[tuple[torch.optim.Optimizer, str, Tensor]]:
+    def named_parameters(self) -> Iterator[tuple[torch.optim.Optimizer, str, Tensor]]:
+        """Each optimizer with the names and parameters that it trains."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for name, parameter in zip(group["param_names"], group["params"]):
                     yield optimizer, name, parameter
 
 
-def _saved_state(prefix: str, like: Tensor, saved: Mapping[str, tuple]) -> dict[str, Tensor]:
-    """What a checkpoint has for a parameter. Tensors of its shape are sharded as it is."""
-    state = {}
-    for name, (dtype, *shape) in saved.items():
-        if not name.startswith(prefix):
-            continue
-        if tuple(shape) == tuple(like.shape) and TORCH_DTYPES[dtype] == like.dtype:
-            tensor = torch.zeros_like(like)
-        else:
-            tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
-        state[name.removeprefix(prefix)] = tensor
-    return state
+def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it does nothing if its attribute `found_inf` is 1: Muon, or a fused one of torch."""
+    if getattr(optimizer, "reads_found_inf", False):
+        return True
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def parameter_groups(

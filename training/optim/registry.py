@@ -4,5 +4,5 @@ from thinker.runtime.registry import Registry
 
 # A value is a function (OptimizerParts) -> list of torch optimizers, or "module:name" of one.
 OPTIMIZERS: Registry = Registry("optimizer")
-OPTIMIZERS.register("muon", "thinker.training.optim.optimizers:muon_and_adamw")
+OPTIMIZERS.register("muon", "thinker.training.optim.muon:muon_and_adamw")
 OPTIMIZERS.register("adamw", "thinker.training.optim.optimizers:adamw")

@@ -17,6 +17,7 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 from thinker.runtime.registry import features, import_offer
 from thinker.training.callback import Callback
+from thinker.training.optim.optimizer_state import expected_state, load_state
 from thinker.training.settings.settings import Settings
 from thinker.training.state.run_state import RunState
 from thinker.training.state.saved_state import PLAIN, describe_machine
@@ -191,7 +192,7 @@ def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
     has_optimizer_state = saved.keys() > expected.keys()
     if has_optimizer_state:  # there is none before the first step
         of_optimizers = {name: shape for name, shape in saved.items() if name not in expected}
-        expected |= step.optimizers.expected_state(of_optimizers)
+        expected |= expected_state(step.optimizers, of_optimizers)
     tensors = checkpoint.load_tensors(folder, checkpoint.TRAINING, expected)
     checkpoint.load_weights(step.model, folder)
     for callback in step.callbacks:
@@ -199,7 +200,7 @@ def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
         if own:
             callback.load_tensors(own)
     if has_optimizer_state:
-        step.optimizers.load_state(tensors)
+        load_state(step.optimizers, tensors)
     if state.scaler:
         try:
             step.scaler.load_state_dict(state.scaler)
