@@ -5,10 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from thinker import checkpoint
@@ -21,19 +18,14 @@ from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.process_group import DistContext
 from thinker.training.callback import StepInfo, TrainingRun, evaluated_weights
-from thinker.training.metrics import (
-    MemoryMeter,
-    evaluation_line,
-    finite_or_none,
-    part_losses,
-    speed,
-)
+from thinker.training.metrics import MemoryMeter, evaluation_line
 from thinker.training.optim.schedule import lr_multiplier
 from thinker.training.settings.settings import Settings
 from thinker.training.signals import SignalHandler
 from thinker.training.state.run_state import RunState
 from thinker.training.state.saved_state import collect_state, training_tensors
 from thinker.training.step import TrainingStep, seed_step
+from thinker.training.step_log import StepLog
 
 # Without smoothing, the remaining time follows the mean speed, and evaluations do not distort it.
 BAR_OPTIONS = {
@@ -67,10 +59,7 @@ class Trainer:
         self.signal_handler = SignalHandler(together=self.dist.world_size > 1)
         self.bar = tqdm(disable=True)
         self.last_evaluation: Evaluation | None = None
-        self.unread: list[tuple[int, Tensor]] = []  # steps, and their results on the device
-        # At the last logged line: seconds of training, tokens, and seconds that steps waited for
-        # data.
-        self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)
+        self.step_log = StepLog(self.step, self.state, self.run, self.batches, self.memory)
         self._start_callbacks()
         if self.is_finished:
             return
@@ -144,13 +133,13 @@ class Trainer:
 
     def train_step(self) -> StepInfo:
         """Run one optimizer step, and log metrics if they are due."""
-        state, started = self.state, time.perf_counter()
+        state = self.state
+        started = time.perf_counter()
         multiplier = lr_multiplier(self.train_config, state.step, self.progress())
         seed_step(self.settings.run.seed, state.step, self.dist.rank)
         loss, grad_norm = self.step(self.batch, multiplier)
         if self.batch.n_targets:
-            values = torch.cat((loss[None], grad_norm[None], self.step.part_sums.flatten()))
-            self.unread.append((state.step, values))
+            self.step_log.add(state.step, loss, grad_norm)
         state.step += 1
         info = StepInfo(state.step, self.progress(), self.batch)
         for callback in self.callbacks:
@@ -170,7 +159,7 @@ class Trainer:
             raise
         finally:
             if is_log_step:
-                self.log_steps(multiplier, metrics)
+                self._log_steps(multiplier, metrics)
         self.bar.update(self.progress() - self.bar.n)
         return info
 
@@ -272,20 +261,9 @@ class Trainer:
     # ---------------------------------------------------------------- metrics
 
     def read_losses(self) -> None:
-        """Fetch the losses and gradient norms of recent steps. Nothing else in a step waits for the
-        device."""
-        if not self.unread:
-            return
-        steps = [step for step, _ in self.unread]
-        rows = torch.stack([values for _, values in self.unread]).tolist()
-        self.unread.clear()
-        for step, (loss, grad_norm, *parts) in zip(steps, rows):
-            # In fp16 gradients overflow by design; the loss scale skips these steps.
-            has_norm = math.isfinite(grad_norm) or self.step.scaler.is_enabled()
-            if math.isfinite(loss) and has_norm:
-                self.state.add_step(loss, finite_or_none(grad_norm), parts)
-            else:
-                self.skip_nonfinite_step(step, loss, grad_norm)
+        """Fetch the losses of recent steps, and report those that are not finite."""
+        for number, loss, grad_norm in self.step_log.read():
+            self.skip_nonfinite_step(number, loss, grad_norm)
 
     def skip_nonfinite_step(self, step: int, loss: float, grad_norm: float) -> None:
         """Report a non-finite step (from 0), which changed no weights. Raises RunError if no more
@@ -308,38 +286,16 @@ class Trainer:
             metrics |= callback.metrics()
         return metrics
 
-    def log_steps(self, multiplier: float, metrics: dict[str, float]) -> None:
-        """Log a line for the steps since the last one. metrics: those of the callbacks."""
-        state = self.state
-        now = (state.elapsed_s, state.tokens, self.batches.waited)
-        seconds, tokens, waited = (max(new - old, 1e-9) for new, old in zip(now, self.logged))
-        self.logged = now
-        if not state.pending_steps:
-            return  # all were skipped, or had no targets
-        line = {
-            "train_loss": state.pending_losses / state.pending_steps,
-            "lr": self.step.optimizers.lr * multiplier,
-        }
-        if state.pending_norm is not None:
-            line["grad_norm"] = state.pending_norm
-        line |= part_losses(self.step.part_names, state.pending_sources)
-        state.clear_pending()
-        if state.skipped:
-            line["skipped_steps"] = state.skipped
-        line |= {"data_wait": waited / seconds}
-        line |= speed(self.step.parts, self.device, tokens / seconds)
-        self.log(line | {"peak_memory_bytes": self.memory.peak()} | metrics)
-        val = f", validation {self.last_evaluation.loss:.3f}" if self.last_evaluation else ""
-        text = f"step {state.step}, epoch {self.epochs:.2f}, loss {line['train_loss']:.3f}{val}"
-        self.bar.set_postfix_str(f"{text}, {tokens / seconds:,.0f} tokens/s", refresh=False)
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Write one line to metrics.jsonl, and tell the callbacks."""
-        place = {"step": self.state.step, "tokens": self.state.tokens}
-        line = place | line | {"elapsed_s": self.state.elapsed_s}
-        self.run.log(line)
-        for callback in self.callbacks:
-            callback.on_log(line)
+    def _log_steps(self, multiplier: float, metrics: dict[str, float]) -> None:
+        """Log a line for the steps since the last one, and show it beside the progress bar."""
+        line = self.step_log.log_steps(multiplier, metrics)
+        if line is None:
+            return
+        text = f"step {line['step']}, epoch {self.epochs:.2f}, loss {line['train_loss']:.3f}"
+        if self.last_evaluation is not None:
+            text += f", validation {self.last_evaluation.loss:.3f}"
+        text += f", {line['tokens_per_second']:,.0f} tokens/s"
+        self.bar.set_postfix_str(text, refresh=False)
 
     # ---------------------------------------------------------------- evaluations and checkpoints
 
@@ -363,7 +319,7 @@ class Trainer:
             )
             raise RunError(f"{message}; lower optimizer.lr; {self.resume_hint()}")
         self.last_evaluation = evaluation
-        self.log(evaluation_line(evaluation))
+        self.step_log.write(evaluation_line(evaluation))
         state.add_evaluation(evaluation.loss)
         is_best = state.best_val_loss is None or evaluation.loss < state.best_val_loss
         if is_best and all(callback.has_final_form() for callback in self.callbacks):

@@ -77,7 +77,7 @@ def bare_step(trainer: Trainer) -> None:
         "lr": trainer.step.optimizers.lr * multiplier,
         "grad_norm": float(norm),
     }
-    trainer.log(line | {"tokens_per_second": 1.0, "flops_per_second": 1.0})
+    trainer.step_log.write(line | {"tokens_per_second": 1.0, "flops_per_second": 1.0})
 
 
 def measure_steps(trainer: Trainer, rounds: int) -> dict[str, float]:
