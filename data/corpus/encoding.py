@@ -13,12 +13,11 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 
 BATCH_CHARS = 4 << 20  # characters that are read together
-CHUNK_CHARS = (
-    1 << 16
-)  # characters that a thread encodes at once: many short documents, or one long one
+CHUNK_CHARS = 1 << 16  # that a thread encodes at once: many short documents, or one long one
 BATCHES_AHEAD = 2  # so that no thread waits for the last chunk of a batch
 
 Encoded = tuple[np.ndarray, np.ndarray | None]  # ids, and which of them are targets; None: all
+Chunk = tuple[list[SplitDocument], Future[list[Encoded]]]
 
 
 def encode_documents(
@@ -36,22 +35,21 @@ def encode_documents(
     Raises UserError if rows mix conversations and text, or do not fit the tokenizer or
     assistant_only_loss.
     """
-    pending: deque[tuple[list[SplitDocument], list[Future[list[Encoded]]]]] = deque()
+    pending: deque[list[Chunk]] = deque()  # batches
 
     def finish() -> Iterator[tuple[SplitDocument, Encoded]]:
-        batch, futures = pending.popleft()
-        yield from zip(batch, (encoded for future in futures for encoded in future.result()))
+        for chunk, future in pending.popleft():
+            yield from zip(chunk, future.result())
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             for batch in _groups(documents, batch_chars):
                 check_kinds([document for _, document in batch], assistant_only_loss)
-                chunks = _groups(batch, CHUNK_CHARS)
-                futures = [
-                    pool.submit(_encode_chunk, tokenizer, chunk, assistant_only_loss)
-                    for chunk in chunks
-                ]
-                pending.append((batch, futures))
+                chunks = []
+                for chunk in _groups(batch, CHUNK_CHARS):
+                    future = pool.submit(_encode_chunk, tokenizer, chunk, assistant_only_loss)
+                    chunks.append((chunk, future))
+                pending.append(chunks)
                 if len(pending) > BATCHES_AHEAD:
                     yield from finish()
             while pending:
@@ -78,17 +76,22 @@ def encode_document(tokenizer: Tokenizer, document: Document, assistant_only_los
     """Encode a text or a conversation."""
     if document.messages is None:
         return tokenizer.encode_array(document.text), None
-    reads_calls = tokenizer.chat_template is None or "tool_calls" in tokenizer.chat_template
-    if not reads_calls and any(
-        "tool_calls" in m and not m.get("content") for m in document.messages
-    ):
-        raise UserError(
-            f"{document.where}: a message has only tool_calls, which the chat template ignores"
-        )
+    template = tokenizer.chat_template
+    if template is not None and "tool_calls" not in template:
+        _check_no_lone_calls(document)
     from thinker.data.text import chat  # texts do not need it
 
     ids, answers = chat.encode(tokenizer, document.messages)
     return ids, answers if assistant_only_loss else np.ones_like(answers)
+
+
+def _check_no_lone_calls(document: Document) -> None:
+    """Raise UserError if a message of a conversation has nothing but calls of tools."""
+    for message in document.messages:
+        if "tool_calls" in message and not message.get("content"):
+            raise UserError(
+                f"{document.where}: a message has only tool_calls, which the chat template ignores"
+            )
 
 
 def _encode_chunk(
@@ -99,12 +102,14 @@ def _encode_chunk(
 
 def _groups(documents: Iterable[SplitDocument], n_chars: int) -> Iterator[list[SplitDocument]]:
     """Group documents into lists of at least `n_chars` characters, except the last."""
-    group, size = [], 0
+    group: list[SplitDocument] = []
+    size = 0
     for split, document in documents:
         group.append((split, document))
         size += len(document.text)
         if size >= n_chars:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
     if group:
         yield group

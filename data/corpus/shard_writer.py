@@ -1,10 +1,12 @@
 """Writing of token shards, which an interrupted writer's successor continues."""
 
 import hashlib
+import math
 import os
 import zlib
 from array import array
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -26,7 +28,7 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
 from thinker.runtime.reading import sha256_of_file
 
-# of the file with the sha256 of a shard, which is removed when the corpus is finished
+# Of the file with the sha256 of a shard, which is removed when the corpus is finished.
 HASH_SUFFIX = ".sha256"
 READ_TOKENS = 1 << 22  # read at once
 
@@ -42,25 +44,40 @@ class ShardWriter:
     """
 
     def __init__(
-        self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS,
-        keeps_hashes: bool = False, number: int = 0,
-    ) -> None:  # fmt: skip
-        self.folder, self.name, self.tokenizer, self.shard_tokens = (
-            folder,
-            name,
-            tokenizer,
-            shard_tokens,
-        )
-        self.keeps_hashes, self.number = keeps_hashes, number
-        self.n_tokens = 0  # in the current shard
+        self,
+        folder: Path,
+        name: str,
+        tokenizer: Tokenizer,
+        shard_tokens: int = SHARD_TOKENS,
+        keeps_hashes: bool = False,
+        number: int = 0,
+    ) -> None:
+        self.folder = folder
+        self.name = name
+        self.tokenizer = tokenizer
+        self.shard_tokens = shard_tokens
+        self.keeps_hashes = keeps_hashes
+        self.number = number
         self.files: list[str] = []
         self.digest = hashlib.sha256()  # of all tokens
         self.started = False  # whether a document has been added
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._bos = np.array([tokenizer.bos_id], self._dtype).tobytes()
-        has_eos = tokenizer.bos_id not in tokenizer.eos_ids
-        self._eos = np.array([tokenizer.eos_id], self._dtype).tobytes() if has_eos else b""
-        self._file = None
+        self._eos = b""
+        if tokenizer.bos_id not in tokenizer.eos_ids:
+            self._eos = np.array([tokenizer.eos_id], self._dtype).tobytes()
+        self._file: BinaryIO | None = None
+        self._begin_shard()
+
+    def _begin_shard(self) -> None:
+        """Empty what is known of the current shard."""
+        self.n_tokens = 0
+        self._offsets = array("q")
+        self._document_bytes = array("q")
+        self._log_probs = array("d")
+        self._loss_mask = bytearray()  # of conversations, one byte per token
+        self._bos_is_target = False  # whether the next BOS token is a target
+        self._last: int | None = None  # the last token of the document
 
     def resume(self) -> int:
         """Take over the finished shards of a stopped writer and remove an unfinished one. Returns
@@ -69,17 +86,12 @@ class ShardWriter:
         Damaged shards, and those of conversations, whose masks are part of the digest, are removed
         and written again.
         """
-        found = sorted(
-            path for path in self.folder.glob(f"{self.name}-*") if path.suffix != HASH_SUFFIX
-        )
+        paths = self.folder.glob(f"{self.name}-*")
+        found = sorted(path for path in paths if path.suffix != HASH_SUFFIX)
         n_documents = 0
         for number, path in enumerate(found):
             try:
-                shard = Shard.open(path, self.tokenizer)
-                if _hash_path(path).read_text() != sha256_of_file(path):
-                    raise DamagedShard(f"{path} does not match its sha256")
-                if path.name != f"{self.name}-{number:05d}.tokens" or shard.loss_mask is not None:
-                    raise DamagedShard(f"{path} cannot be continued")
+                shard = self._open_finished(path, number)
             except (DamagedShard, OSError):
                 for rest in found[number:]:
                     rest.unlink()
@@ -89,13 +101,25 @@ class ShardWriter:
             self.files.append(path.name)
             n_documents += shard.n_documents
         self.started = bool(self.files)
-        self._loss_mask = bytearray()
         return n_documents
 
+    def _open_finished(self, path: Path, number: int) -> Shard:
+        """Open shard `number` of a stopped writer. Raises DamagedShard if it cannot be taken over."""
+        shard = Shard.open(path, self.tokenizer)
+        if _hash_path(path).read_text() != sha256_of_file(path):
+            raise DamagedShard(f"{path} does not match its sha256")
+        if path.name != f"{self.name}-{number:05d}.tokens" or shard.loss_mask is not None:
+            raise DamagedShard(f"{path} cannot be continued")
+        return shard
+
     def add(
-        self, ids: np.ndarray, n_bytes: int, log_prob: float | None = None, continues: bool = False,
+        self,
+        ids: np.ndarray,
+        n_bytes: int,
+        log_prob: float | None = None,
+        continues: bool = False,
         loss_mask: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Append the ids and text bytes of a document, or with continues=True of the rest of the
         last document.
 
@@ -108,30 +132,36 @@ class ShardWriter:
                 "the rows mix conversations and text; put them in separate sources (data.sources)"
             )
         if not continues:
-            self._finish_document()
-            if self._file is not None and self.n_tokens >= self.shard_tokens:
-                self.close()
-            if self._file is None:
-                self._open()
-            self.started = True
-            self._offsets.append(self.n_tokens)
-            self._write_tokens(self._bos)
-            if has_mask:
-                self._loss_mask.append(self._bos_is_target)
-            self._document_bytes.append(0)
-            self._log_probs.append(float("nan") if log_prob is None else log_prob)
+            self._begin_document(log_prob, has_mask)
         self._write_tokens(ids.astype(self._dtype).tobytes())
         self._last = int(ids[-1]) if len(ids) else None
         if has_mask:
-            self._loss_mask += loss_mask.astype(np.uint8).tobytes()
-            self.digest.update(loss_mask.tobytes())
-            # If the template does not end the last answer, the token added here is also a target.
-            self._bos_is_target = (
-                bool(len(ids) and loss_mask[-1]) and self._last not in self.tokenizer.eos_ids
-            )
+            self._add_mask(loss_mask)
         self._document_bytes[-1] += n_bytes
 
+    def _begin_document(self, log_prob: float | None, has_mask: bool) -> None:
+        self._finish_document()
+        if self._file is not None and self.n_tokens >= self.shard_tokens:
+            self.close()
+        if self._file is None:
+            self._open()
+        self.started = True
+        self._offsets.append(self.n_tokens)
+        self._write_tokens(self._bos)
+        if has_mask:
+            self._loss_mask.append(self._bos_is_target)
+        self._document_bytes.append(0)
+        self._log_probs.append(math.nan if log_prob is None else log_prob)
+
+    def _add_mask(self, loss_mask: np.ndarray) -> None:
+        self._loss_mask += loss_mask.astype(np.uint8).tobytes()
+        self.digest.update(loss_mask.tobytes())
+        # If the template does not end the last answer, the token added here is also a target.
+        ends_with_target = len(loss_mask) > 0 and bool(loss_mask[-1])
+        self._bos_is_target = ends_with_target and self._last not in self.tokenizer.eos_ids
+
     def _finish_document(self) -> None:
+        """End the document with an EOS token, if the tokenizer has one and it is not there."""
         if self._file is None or not self._eos or self._last in self.tokenizer.eos_ids:
             return
         if self._loss_mask:
@@ -139,15 +169,15 @@ class ShardWriter:
                 return  # a conversation that does not end with an answer
             self._loss_mask.append(True)
         self._write_tokens(self._eos)
-        self._last, self._bos_is_target = self.tokenizer.eos_id, False
+        self._last = self.tokenizer.eos_id
+        self._bos_is_target = False
 
     def _open(self) -> None:
-        self._path = self.folder / f"{self.name}-{self.number + len(self.files):05d}.tokens"
+        number = self.number + len(self.files)
+        self._path = self.folder / f"{self.name}-{number:05d}.tokens"
         self._file = open(self._path.with_suffix(".tmp"), "wb")  # noqa: SIM115 - closed by close()
         self._file.write(bytes(HEADER_BYTES))
-        self.n_tokens = 0
-        self._offsets, self._document_bytes, self._log_probs = array("q"), array("q"), array("d")
-        self._loss_mask, self._bos_is_target = bytearray(), False
+        self._begin_shard()
 
     def _write_tokens(self, data: bytes) -> None:
         self._file.write(data)
@@ -168,26 +198,9 @@ class ShardWriter:
         self._finish_document()
         self._offsets.append(self.n_tokens)
         self._write_tokens(self._bos)
-        self._file.write(bytes(aligned(self._file.tell()) - self._file.tell()))
-        self._file.write(
-            np.asarray(self._offsets, "<i8").tobytes()
-            + np.asarray(self._document_bytes, "<i8").tobytes()
-        )
-        flags = 0
-        if not np.isnan(self._log_probs).any():
-            flags |= HAS_LOG_PROBS
-            self._file.write(np.asarray(self._log_probs, "<f8").tobytes())
-        if self._loss_mask:
-            flags |= HAS_LOSS_MASK
-            self._loss_mask.append(self._bos_is_target)
-            self._file.write(self._loss_mask.ljust(aligned(len(self._loss_mask)), b"\0"))
-        counts = self.n_tokens, len(self._document_bytes), sum(self._document_bytes)
-        digest = bytes.fromhex(self.tokenizer.content_hash)
-        head = HEADER.pack(
-            MAGIC, FORMAT, self._dtype.itemsize, self.tokenizer.vocab_size, *counts, flags, digest
-        )
+        flags = self._write_sections()
         self._file.seek(0)
-        self._file.write(head + zlib.crc32(head).to_bytes(8, "little"))
+        self._file.write(self._header(flags))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -196,6 +209,36 @@ class ShardWriter:
             atomic_write(_hash_path(self._path), sha256_of_file(self._path))
         self.files.append(self._path.name)
         self._file = None
+
+    def _write_sections(self) -> int:
+        """Write what follows the tokens. Returns the flags of the header."""
+        size = self._file.tell()
+        self._file.write(bytes(aligned(size) - size))
+        self._file.write(np.asarray(self._offsets, "<i8").tobytes())
+        self._file.write(np.asarray(self._document_bytes, "<i8").tobytes())
+        flags = 0
+        if not np.isnan(self._log_probs).any():
+            flags |= HAS_LOG_PROBS
+            self._file.write(np.asarray(self._log_probs, "<f8").tobytes())
+        if self._loss_mask:
+            flags |= HAS_LOSS_MASK
+            self._loss_mask.append(self._bos_is_target)
+            self._file.write(self._loss_mask.ljust(aligned(len(self._loss_mask)), b"\0"))
+        return flags
+
+    def _header(self, flags: int) -> bytes:
+        head = HEADER.pack(
+            MAGIC,
+            FORMAT,
+            self._dtype.itemsize,
+            self.tokenizer.vocab_size,
+            self.n_tokens,
+            len(self._document_bytes),
+            sum(self._document_bytes),
+            flags,
+            bytes.fromhex(self.tokenizer.content_hash),
+        )
+        return head + zlib.crc32(head).to_bytes(8, "little")
 
 
 def _hash_path(path: Path) -> Path:

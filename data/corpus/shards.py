@@ -54,63 +54,58 @@ class Shard:
     offsets: FileArray  # (n_documents + 1,) int64, start of each document, and the end of the last
     document_bytes: FileArray  # (n_documents,) int64, bytes of UTF-8 text
     log_probs: FileArray | None = None  # (n_documents,) float64, ln P of each document
-    loss_mask: FileArray | None = (
-        None  # (n_tokens,) uint8, 1 for tokens that are targets; None: all are
-    )
-    has_eos: bool = (
-        False  # documents end with an EOS token, so the BOS token after it is not a target
-    )
+    # (n_tokens,) uint8, 1 for tokens that are targets; None: all are.
+    loss_mask: FileArray | None = None
+    # Documents end with an EOS token, so the BOS token after it is not a target.
+    has_eos: bool = False
 
     @classmethod
     def open(cls, path: Path, tokenizer: Tokenizer) -> Shard:
         """Open a shard that was written with this tokenizer. Raises DamagedShard."""
         file = OpenFile(path, DamagedShard)
-        head = file.read(0, min(file.size, HEADER_BYTES), np.uint8).tobytes()
-        if (
-            len(head) < HEADER_BYTES
-            or head[:8] != MAGIC
-            or zlib.crc32(head[:-8]).to_bytes(8, "little") != head[-8:]
-        ):
-            raise DamagedShard(f"{path} has an incomplete header")
-        _, version, item, vocab, n_tokens, n_documents, n_bytes, flags, digest = HEADER.unpack_from(
-            head
-        )
-        dtype = token_dtype(tokenizer.vocab_size)
+        head = _read_header(file, path)
+        _, version, item_bytes, vocab_size, n_tokens, n_documents, n_bytes, flags, digest = head
         if version != FORMAT:
             raise DamagedShard(f"{path} has format {version}, not {FORMAT}")
-        if (item, vocab, digest.hex()) != (
-            dtype.itemsize,
-            tokenizer.vocab_size,
-            tokenizer.content_hash,
-        ):
+        dtype = token_dtype(tokenizer.vocab_size)
+        found = (item_bytes, vocab_size, digest.hex())
+        if found != (dtype.itemsize, tokenizer.vocab_size, tokenizer.content_hash):
             raise DamagedShard(f"{path} was written with another tokenizer")
-        sections = [("tokens", dtype, n_tokens), ("offsets", "<i8", n_documents + 1)]
-        sections += [("document_bytes", "<i8", n_documents)]
-        sections += [("log_probs", "<f8", n_documents)] if flags & HAS_LOG_PROBS else []
-        sections += [("loss_mask", "u1", n_tokens)] if flags & HAS_LOSS_MASK else []
-        arrays, end = {}, HEADER_BYTES
+
+        sections = [
+            ("tokens", dtype, n_tokens),
+            ("offsets", "<i8", n_documents + 1),
+            ("document_bytes", "<i8", n_documents),
+        ]
+        if flags & HAS_LOG_PROBS:
+            sections.append(("log_probs", "<f8", n_documents))
+        if flags & HAS_LOSS_MASK:
+            sections.append(("loss_mask", "u1", n_tokens))
+        arrays = {}
+        end = HEADER_BYTES
         for name, kind, length in sections:
             arrays[name] = FileArray(file, np.dtype(kind), length, end)
             end += aligned(length * arrays[name].dtype.itemsize)
         if end != file.size:
             raise DamagedShard(f"{path} has {file.size} bytes, but its header expects {end}")
-        tokens, offsets, bos_id = arrays["tokens"], arrays["offsets"], tokenizer.bos_id
-        if (
-            offsets[0] != 0
-            or offsets[-1] != n_tokens - 1
-            or tokens[0] != bos_id
-            or tokens[-1] != bos_id
-        ):
+
+        bos_id = tokenizer.bos_id
+        tokens = arrays["tokens"]
+        offsets = arrays["offsets"]
+        has_ends = offsets[0] == 0 and offsets[-1] == n_tokens - 1
+        if not has_ends or tokens[0] != bos_id or tokens[-1] != bos_id:
             raise DamagedShard(f"{path} does not start and end with a document")
-        return cls(
-            path,
-            n_tokens,
-            n_documents,
-            n_bytes,
-            bos_id,
-            has_eos=bos_id not in tokenizer.eos_ids,
-            **arrays,
-        )
+        has_eos = bos_id not in tokenizer.eos_ids
+        return cls(path, n_tokens, n_documents, n_bytes, bos_id, has_eos=has_eos, **arrays)
+
+
+def _read_header(file: OpenFile, path: Path) -> tuple:
+    """The values of HEADER. Raises DamagedShard if it is incomplete."""
+    head = file.read(0, min(file.size, HEADER_BYTES), np.uint8).tobytes()
+    is_whole = len(head) == HEADER_BYTES and head.startswith(MAGIC)
+    if not is_whole or zlib.crc32(head[:-8]).to_bytes(8, "little") != head[-8:]:
+        raise DamagedShard(f"{path} has an incomplete header")
+    return HEADER.unpack_from(head)
 
 
 class TokenShards:

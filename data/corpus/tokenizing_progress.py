@@ -20,13 +20,11 @@ class TokenizingProgress:
     """
 
     def __init__(self, source: Source, n_before: int, progress: bool) -> None:
-        self.source, self.n_documents, self.n_bytes, self.n_tokens, self.shown = (
-            source,
-            n_before,
-            0,
-            0,
-            0,
-        )
+        self.source = source
+        self.n_documents = n_before
+        self.n_bytes = 0
+        self.n_tokens = 0
+        self.shown = 0  # the number of tokens in the text beside the bar
         self.share: float | None = None  # of the source, if known
         self.bar = tqdm(desc="tokenizing", total=1.0, disable=not progress, bar_format=UNKNOWN)
 
@@ -57,10 +55,14 @@ class TokenizingProgress:
             return
         self.shown = self.n_tokens
         if self.share is not None and self.bar.bar_format == UNKNOWN:
-            self.bar.bar_format, self.bar.initial = KNOWN, self.share
+            self.bar.bar_format = KNOWN
+            self.bar.initial = self.share
         rate = self.n_tokens / max(self.bar.format_dict["elapsed"], 1e-9)
         documents = "" if self.source.whole_text else f"{self.n_documents:,} documents, "
         self.bar.set_postfix_str(
             f"{documents}{self.n_tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False
         )
-        self.bar.update(0 if self.share is None else min(self.share, 1.0) - self.bar.n)
+        advance = 0.0
+        if self.share is not None:
+            advance = min(self.share, 1.0) - self.bar.n
+        self.bar.update(advance)  # of 0, too, which shows the text
