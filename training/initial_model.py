@@ -32,53 +32,36 @@ def load_initial_model(
     """Load the model in run.init_from. A resumed run (with `previous`) has its own weights and
     `own_tokenizer`.
 
-    Returns: the config, completed with the model's architecture and tokenizer; the model, or None
-    for random weights
-        and resumed runs; the tokenizer, or None if it has yet to be made from the config.
+    Returns the config, completed with the model's architecture and tokenizer; the model, or None
+    for random weights and resumed runs; the tokenizer, or None if it has yet to be made from the
+    config.
 
     Raises UserError if the config contradicts the model.
     """
-    source, spec, model = config.run.init_from, config.data.tokenizer, None
+    source = config.run.init_from
+    model = None
     if previous is not None:
         tokenizer = own_tokenizer
     elif source is None:
         tokenizer = _with_chat_template(config, None)
     else:
         model, tokenizer = load(source)
-        if tokenizer is None:
-            raise UserError(
-                f"run.init_from={source} has no tokenizer; use a model that is saved with its "
-                f"tokenizer"
-            )
-        own = load_tokenizer(spec) if spec is not None and check_spec(spec) == "path" else None
-        if spec is not None and (own is None or own.content_hash != tokenizer.content_hash):
-            raise UserError(
-                f"data.tokenizer={spec} is not the tokenizer of run.init_from={source}; remove it"
-            )
+        _check_tokenizer(config, tokenizer)
         tokenizer = _with_chat_template(config, tokenizer)
     if source is None:
         return config, None, tokenizer
-    model_config = _with_changes(config, previous.model if model is None else model.config)
+
+    initial = previous.model if model is None else model.config
+    model_config = _with_changes(config, initial)
     seq_len = config.data.seq_len
     if "seq_len" not in config.data.model_fields_set:
         seq_len = min(seq_len, model_config.max_seq_len)
-    if seq_len > model_config.max_seq_len:
-        raise UserError(
-            f"data.seq_len ({seq_len}) is longer than the context of the model in run.init_from "
-            f"({model_config.max_seq_len}); lower it, or raise model.max_seq_len (see also "
-            f"model.rope_scaling)"
-        )
-    if (config.train.lora_rank or 0) > model_config.d_model:
-        raise UserError(
-            f"train.lora_rank is {config.train.lora_rank}; use at most "
-            f"d_model={model_config.d_model}"
-        )
+    _check_sizes(config, model_config, seq_len)
     tree = config.model_dump()
     tree["model"] = model_config.to_dict()
     tree["data"]["seq_len"] = seq_len
-    tree["data"]["tokenizer"] = spec or (
-        str(source) if previous is None else previous.data.tokenizer
-    )
+    if not config.data.tokenizer:
+        tree["data"]["tokenizer"] = str(source) if previous is None else previous.data.tokenizer
     if model is not None and model_config != model.config:
         weights = model.state_dict()
         model = Thinker(model_config)
@@ -86,21 +69,38 @@ def load_initial_model(
     return validate_config(tree), model, tokenizer
 
 
-def config_for_model(config: Config, model: Thinker) -> Config:
-    """The config with the architecture of a model that train() was given. Raises UserError if it
-    has another one."""
-    if config.run.init_from is not None:
-        raise UserError("run.init_from has no effect with a model that is passed; remove it")
-    values = model.config.to_dict()
-    for name in sorted(config.model.model_fields_set):
-        given = getattr(config.model, name)
-        if given is not None and given != values.get(name):
-            has = json.dumps(values.get(name))
-            raise UserError(
-                f"model.{name} is {json.dumps(given)}, but the model that was passed has "
-                f"{has}; remove it"
-            )
-    return validate_config(config.model_dump() | {"model": values})
+def _check_tokenizer(config: Config, tokenizer: Tokenizer | None) -> None:
+    """Raise UserError if the initial model has no tokenizer, or data.tokenizer names another."""
+    source = config.run.init_from
+    spec = config.data.tokenizer
+    if tokenizer is None:
+        raise UserError(
+            f"run.init_from={source} has no tokenizer; use a model that is saved with its tokenizer"
+        )
+    if spec is None:
+        return
+    is_same = False
+    if check_spec(spec) == "path":
+        is_same = load_tokenizer(spec).content_hash == tokenizer.content_hash
+    if not is_same:
+        raise UserError(
+            f"data.tokenizer={spec} is not the tokenizer of run.init_from={source}; remove it"
+        )
+
+
+def _check_sizes(config: Config, model_config: ThinkerConfig, seq_len: int) -> None:
+    """Raise UserError if sequences or adapters are too large for the initial model."""
+    if seq_len > model_config.max_seq_len:
+        raise UserError(
+            f"data.seq_len ({seq_len}) is longer than the context of the model in run.init_from "
+            f"({model_config.max_seq_len}); lower it, or raise model.max_seq_len (see also "
+            f"model.rope_scaling)"
+        )
+    lora_rank = config.train.lora_rank
+    if lora_rank is not None and lora_rank > model_config.d_model:
+        raise UserError(
+            f"train.lora_rank is {lora_rank}; use at most d_model={model_config.d_model}"
+        )
 
 
 def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
@@ -112,7 +112,8 @@ def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
         if value is not None and name in MAY_CHANGE and not is_size_of_weight:
             values[name] = value
         elif value not in (None, values[name]):
-            source, has = f"run.init_from={config.run.init_from}", json.dumps(values[name])
+            source = f"run.init_from={config.run.init_from}"
+            has = json.dumps(values[name])
             raise UserError(
                 f"model.{name} is {json.dumps(value)}, but the model in {source} has {has}; "
                 f"remove it"

@@ -22,24 +22,20 @@ class SignalHandler:
     """
 
     ECHO_SECONDS = 5.0
-    NUMBERS = tuple(
-        getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM") if hasattr(signal, name)
-    )
+    NAMES = ("SIGHUP", "SIGINT", "SIGTERM")  # as far as the system has them
 
     def __init__(self, together: bool = False) -> None:
-        self.number, self.together = 0, together
+        self.number = 0
+        self.together = together
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "SignalHandler":
-        is_main = (
-            threading.current_thread() is threading.main_thread()
-        )  # only the main thread may set handlers
-        handled = [
-            number
-            for number in self.NUMBERS
-            if is_main and signal.getsignal(number) != signal.SIG_IGN
-        ]
-        self._previous = {number: signal.signal(number, self._on_signal) for number in handled}
+        if threading.current_thread() is not threading.main_thread():
+            return self  # only the main thread may set handlers
+        for name in self.NAMES:
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -53,19 +49,16 @@ class SignalHandler:
             self._handle_all(signal.SIG_IGN)
             time.sleep(interrupts.TWICE_SECONDS)
         if self.number or not self.together:
-            self._handle_all(
-                signal.SIG_DFL
-            )  # the handler of the system, which does not wait for Python
+            # The handler of the system, which does not wait for Python.
+            self._handle_all(signal.SIG_DFL)
         if self.number:
             signal.raise_signal(number)
-        self.number, self._first_at = number, time.monotonic()
-        with contextlib.suppress(
-            OSError
-        ):  # not Python's stream, which the signal may have interrupted
-            message = (
-                f"\n{signal.Signals(number).name}: finishing this step and saving; "
-                f"repeat to stop at once\n"
-            )
+        self._first_at = time.monotonic()
+        self.number = number
+        name = signal.Signals(number).name
+        message = f"\n{name}: finishing this step and saving; repeat to stop at once\n"
+        with contextlib.suppress(OSError):
+            # Not Python's stream, which the signal may have interrupted.
             os.write(sys.stderr.fileno(), message.encode())
 
     def _handle_all(self, handler: Any) -> None:

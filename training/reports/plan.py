@@ -12,6 +12,7 @@ import torch
 from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.batches.dataset import Sample
 from thinker.data.batches.prefetch import Batch
+from thinker.data.corpus.corpus import Corpus
 from thinker.model import KVCache, Thinker
 from thinker.runtime.backend import configure_backend
 from thinker.runtime.constants import IGNORE_INDEX
@@ -69,77 +70,115 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     If model.vocab_size is set, the corpus, which may be large, is not read, and the number of
     epochs is unknown.
     """
-    reads_corpus, device = config.model.vocab_size is None, choose_device(config.train.device)
+    device = choose_device(config.train.device)
     configure_backend(device)
     precision = resolve_precision(config, device)
+    reads_corpus = config.model.vocab_size is None
     config = resolve_open_keys(config, device, precision)
     config, _, tokenizer = load_initial_model(config)
     if measure:
         check_run_fits(config, device)
-    corpus = prepare_training_data(config, tokenizer) if reads_corpus else None
-    model_config = config.thinker_config(
-        config.model.vocab_size if corpus is None else corpus.tokenizer.vocab_size
-    )
+    corpus = loader = None
+    vocab_size = config.model.vocab_size
+    if reads_corpus:
+        corpus = prepare_training_data(config, tokenizer)
+        vocab_size = corpus.tokenizer.vocab_size
+    model_config = config.thinker_config(vocab_size)
     settings = resolve_settings(config, model_config, device, precision)
+    train = settings.train
+    tokens_per_step = train.batch_size * config.data.seq_len
     if corpus is not None:
         # Raises UserError if the text is shorter than a sequence.
         loader = open_loader(settings, corpus, model_config.prefix)
+    plan = _describe_run(settings, device)
+    if loader is not None:  # padding and prompts have no loss
+        tokens_per_step = train.batch_size * _targets_per_sequence(loader, train.max_steps)
+    plan["tokens_per_step"] = round(tokens_per_step)
+    plan["optimal_tokens"] = None
+    if not config.run.init_from:  # otherwise it is trained already
+        plan["optimal_tokens"] = OPTIMAL_TOKENS * plan["parameters"]
+    if measure:
+        plan |= _measure_speed(config, settings, corpus, device, tokens_per_step)
+        peak = peak_flops(device, train.precision)
+        if peak:
+            n_positions = train.batch_size * settings.data.seq_len
+            plan["mfu"] = plan["flops_per_token"] * n_positions / plan["step_s"] / peak
+    plan |= _predict_length(settings, plan, loader, tokens_per_step)
+    return plan | {"recommendation": recommendation(plan)}
+
+
+def _describe_run(settings: Settings, device: torch.device) -> dict[str, Any]:
+    """What is known of a run without measuring: its choices, parameters, bytes and FLOPs."""
     train = settings.train
     memory = estimate_memory(settings, train.micro_batch_size, device)
     with torch.device("meta"):
-        model = Thinker(model_config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    flops = flops_per_token(model, config.data.seq_len)
-    step_positions = step_tokens = train.batch_size * config.data.seq_len
-    if corpus is not None:  # padding and prompts have no loss
-        step_tokens = train.batch_size * _targets_per_sequence(loader, train.max_steps)
-    cache = KVCache(model_config, 1, model_config.max_seq_len, "meta", DTYPES[train.precision])
+        model = Thinker(settings.model)
+    max_len = settings.model.max_seq_len
+    cache = KVCache(settings.model, 1, max_len, "meta", DTYPES[train.precision])
     plan: dict[str, Any] = {
         "device": str(device),
         "precision": train.precision,
         "micro_batch_size": train.micro_batch_size,
         "compile": train.compile,
-        "dropout": model_config.dropout,
-        "parameters": parameters,
+        "dropout": settings.model.dropout,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "embedding_parameters": model.embedding.weight.numel(),
-        **{f"{name}_bytes": value for name, value in asdict(memory).items()},
-        "free_bytes": free_memory(device),
-        "usable_bytes": int(usable_fraction(device) * free_memory(device)),
-        "cache_bytes": cache.nbytes,
-        "flops_per_token": flops,
-        "tokens_per_step": round(step_tokens),
-        "optimal_tokens": None
-        if config.run.init_from
-        else OPTIMAL_TOKENS * parameters,  # None: already trained
     }
-    if measure:
-        meter = MemoryMeter(device)
-        objective, callbacks = next_token_loss, []
-        if corpus is not None:
-            objective, callbacks = build_objective(config, model_config, corpus, device)
-        first, seconds = time_steps(settings, device, 3, objective, callbacks)
-        plan |= {
-            "first_step_s": first,
-            "step_s": seconds,
-            "tokens_per_second": step_tokens / seconds,
-        }
-        plan["measured_peak_bytes"] = meter.peak()
-        if peak := peak_flops(device, train.precision):
-            plan["mfu"] = flops * step_positions / seconds / peak
-    limits = [] if train.max_steps is None else [train.max_steps]
-    if train.max_minutes is not None and measure:
-        limits.append(1 + max(0, int((60 * train.max_minutes - first) / seconds)))
-    if limits:
-        plan |= {
-            "steps": min(limits),
-            "max_steps": train.max_steps,
-            "tokens": round(min(limits) * step_tokens),
-        }
-        if corpus is not None and not loader.dataset.is_endless:
-            plan["epochs"] = max(loader.epochs(min(limits)))
-        if measure:
-            plan["seconds"] = first + (min(limits) - 1) * seconds
-    return plan | {"recommendation": recommendation(plan)}
+    for name, value in asdict(memory).items():
+        plan[f"{name}_bytes"] = value
+    plan["free_bytes"] = free_memory(device)
+    plan["usable_bytes"] = int(usable_fraction(device) * free_memory(device))
+    plan["cache_bytes"] = cache.nbytes
+    plan["flops_per_token"] = flops_per_token(model, settings.data.seq_len)
+    return plan
+
+
+def _measure_speed(
+    config: Config,
+    settings: Settings,
+    corpus: Corpus | None,
+    device: torch.device,
+    tokens_per_step: float,
+) -> dict[str, Any]:
+    """Time a few steps, and measure their memory."""
+    meter = MemoryMeter(device)
+    objective, callbacks = next_token_loss, []
+    if corpus is not None:
+        objective, callbacks = build_objective(config, settings.model, corpus, device)
+    first, seconds = time_steps(settings, device, 3, objective, callbacks)
+    return {
+        "first_step_s": first,
+        "step_s": seconds,
+        "tokens_per_second": tokens_per_step / seconds,
+        "measured_peak_bytes": meter.peak(),
+    }
+
+
+def _predict_length(
+    settings: Settings, plan: dict[str, Any], loader: BatchLoader | None, tokens_per_step: float
+) -> dict[str, Any]:
+    """The steps, tokens, epochs and seconds of a run, as far as its limits are known."""
+    train = settings.train
+    is_measured = "step_s" in plan
+    limits = []
+    if train.max_steps is not None:
+        limits.append(train.max_steps)
+    if train.max_minutes is not None and is_measured:
+        after_first = 60 * train.max_minutes - plan["first_step_s"]
+        limits.append(1 + max(0, int(after_first / plan["step_s"])))
+    if not limits:
+        return {}
+    n_steps = min(limits)
+    length = {
+        "steps": n_steps,
+        "max_steps": train.max_steps,
+        "tokens": round(n_steps * tokens_per_step),
+    }
+    if loader is not None and not loader.dataset.is_endless:
+        length["epochs"] = max(loader.epochs(n_steps))
+    if is_measured:
+        length["seconds"] = plan["first_step_s"] + (n_steps - 1) * plan["step_s"]
+    return length
 
 
 def _targets_per_sequence(loader: BatchLoader, max_steps: int | None) -> float:

@@ -20,9 +20,8 @@ BETA = 0.28  # exponent of distinct text
 GAMMA = 0.35  # exponent of training tokens
 SMALLEST_SHARE = 1e-9  # of the text, for runs that have read an unknown share of it
 IRREDUCIBLE_BITS_PER_BYTE = 0.55  # E: the loss that no model of such text goes below
-BALANCED_TOKENS_PER_PARAMETER = (
-    20  # where time and size help equally (Hoffmann et al. 2022, arXiv:2203.15556)
-)
+# Where time and size help equally (Hoffmann et al. 2022, arXiv:2203.15556).
+BALANCED_TOKENS_PER_PARAMETER = 20
 FACTOR = 2  # by which time, text or parameters grow
 
 
@@ -66,12 +65,14 @@ def predict_loss_changes(
     # At equal compute N S, both terms move away from the balance: N by balance**-0.5, S by
     # balance**0.5.
     balance = n_tokens / n_parameters / BALANCED_TOKENS_PER_PARAMETER
-    size_weight, time_weight = balance ** (ALPHA / 2) / ALPHA, balance ** (-GAMMA / 2) / GAMMA
+    size_weight = balance ** (ALPHA / 2) / ALPHA
+    time_weight = balance ** (-GAMMA / 2) / GAMMA
     size = (reducible - text) * size_weight / (size_weight + time_weight)
     time = reducible - text - size
     seen = min(epochs, 1.0)  # a share of the text; a longer run sees more of it, up to all
+    seen_in_twice = min(FACTOR * epochs, 1.0)
     return LossChanges(
-        time=_fall(time, FACTOR, GAMMA) + _fall(text, min(FACTOR * epochs, 1.0) / seen, BETA),
+        time=_fall(time, FACTOR, GAMMA) + _fall(text, seen_in_twice / seen, BETA),
         text=_fall(text, min(epochs, FACTOR) / seen, BETA),  # of the same number of tokens
         parameters=_fall(size, FACTOR, ALPHA),
     )

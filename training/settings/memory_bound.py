@@ -30,26 +30,43 @@ def least_memory(
 
     The only activations that count are the inputs of the blocks, which even recomputation keeps.
     """
-    train, T = config.train, config.data.seq_len
+    train = config.train
     shape = config.thinker_config(config.model.vocab_size or 1)  # 1 until the tokenizer is known
-    n_weights = least_parameters(shape) // (dist.world_size if train.parallel != "ddp" else 1)
-    is_trained = train.lora_rank is None
+    n_weights = least_parameters(shape)
+    if train.parallel != "ddp":
+        n_weights //= dist.world_size
+    n_trained = n_weights if train.lora_rank is None else 0
     rows = train.batch_size // dist.world_size
-    at_once = {"auto": 1, None: rows}.get(train.micro_batch_size, train.micro_batch_size)
-    kept = 0 if train.offload_activations else shape.n_layers * at_once * T * shape.d_model
+    row_bytes = 8 * config.data.seq_len
     on_device = {
         "weights": 4 * n_weights,
-        "gradients": 4 * n_weights * is_trained,
-        "optimizer": (8 if config.optimizer.name == "adamw" else 4) * n_weights * is_trained,
-        "activations": kept * (4 if train.precision == "fp32" else 2),
+        "gradients": 4 * n_trained,
+        "optimizer": (8 if config.optimizer.name == "adamw" else 4) * n_trained,
+        "activations": _least_activations(config, shape, rows),
     }
-    return on_device, {"batch": 8 * rows * T}
+    return on_device, {"batch": rows * row_bytes}
+
+
+def _least_activations(config: Config, shape: ThinkerConfig, rows: int) -> int:
+    """Bytes of the inputs of the blocks, for a rank with so many rows of a batch."""
+    train = config.train
+    if train.offload_activations:
+        return 0
+    at_once = train.micro_batch_size
+    if at_once is None:
+        at_once = rows
+    elif at_once == "auto":
+        at_once = 1
+    n_values = shape.n_layers * at_once * config.data.seq_len * shape.d_model
+    return n_values * (4 if train.precision == "fp32" else 2)
 
 
 def least_parameters(shape: ThinkerConfig) -> int:
     """Number of weights in the matrices of a model, without norms and biases."""
-    C, D = shape.d_model, shape.head_dim
     heads = sum(sum(shape.head_counts(layer)) for layer in range(shape.n_layers))
+    of_attention = 2 * shape.head_dim * heads
+    of_mlps = 3 * shape.d_ff * shape.n_layers
     tables = shape.vocab_size * (1 if shape.tie_embeddings else 2)
-    tables += shape.max_seq_len if shape.positions == "learned" else 0
-    return C * (tables + 2 * D * heads + 3 * shape.d_ff * shape.n_layers)
+    if shape.positions == "learned":
+        tables += shape.max_seq_len
+    return shape.d_model * (tables + of_attention + of_mlps)

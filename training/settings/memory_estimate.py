@@ -46,7 +46,9 @@ class LiveTensorMeter(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.device, self.now, self.peak = device, 0, 0
+        self.device = device
+        self.now = 0
+        self.peak = 0
         self.storages = WeakIdKeyDictionary()
 
     def __torch_dispatch__(
@@ -55,12 +57,16 @@ class LiveTensorMeter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor) and tensor.device.type == self.device.type:
-                storage = tensor.untyped_storage()
-                if storage not in self.storages:
-                    self.storages[storage] = True
-                    self._add(storage.nbytes())
-                    weakref.finalize(storage, self._add, -storage.nbytes())  # when it is freed
+                self._count(tensor)
         return out
+
+    def _count(self, tensor: Tensor) -> None:
+        """Count the memory of a tensor until it is freed, unless another tensor shares it."""
+        storage = tensor.untyped_storage()
+        if storage not in self.storages:
+            self.storages[storage] = True
+            self._add(storage.nbytes())
+            weakref.finalize(storage, self._add, -storage.nbytes())
 
     def _add(self, n_bytes: int) -> None:
         self.now += n_bytes
@@ -86,10 +92,13 @@ class TraceableThinker(Thinker):
         as one document."""
         context = super().make_context(inputs, tokens, None if inputs.is_cuda else document_ids)
         for layer, mask in enumerate(context.masks):
-            if mask.kernel in ("flex", "blockwise"):
-                is_flex = mask.kernel == "flex"
-                stand_in = _attend_causally if is_flex else partial(_attend_blockwise, mask.allowed)
-                context.masks[layer] = AttentionMask(kernel="flex", compute=stand_in)
+            if mask.kernel == "flex":
+                stand_in = _attend_causally
+            elif mask.kernel == "blockwise":
+                stand_in = partial(_attend_blockwise, mask.allowed)
+            else:
+                continue
+            context.masks[layer] = AttentionMask(kernel="flex", compute=stand_in)
         return context
 
 
@@ -100,7 +109,9 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float, *_: Any) -> 
 def _attend_blockwise(
     bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, scale: float, *_: None
 ) -> Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
+    n_repeats = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(n_repeats, dim=1)  # (B, H, T, D)
+    v = v.repeat_interleave(n_repeats, dim=1)
     return blockwise_attention(q, k, v, scale, bias, n_scores=q.numel() * q.shape[2])
 
 
@@ -112,9 +123,8 @@ def estimate_memory(
     accumulates = micro_batch_size < settings.train.batch_size
     settings = settings.with_train(micro_batch_size=micro_batch_size, compile=False)
     if settings.train.precision == "fp16":
-        settings = settings.with_train(
-            precision="bf16"
-        )  # same size, but no loss scale, which needs real values
+        # Same size, but no loss scale, which needs real values.
+        settings = settings.with_train(precision="bf16")
     rng_state = torch.get_rng_state()
     with FakeTensorMode(), LiveTensorMeter(device) as meter:
         with device:
@@ -123,36 +133,43 @@ def estimate_memory(
         callbacks = callbacks_of_weights(settings)
         # Fake tensors have no values to check.
         step = TrainingStep(model, settings, callbacks=callbacks, skip_nonfinite=False)
-        tokens = torch.zeros(
-            micro_batch_size, settings.data.seq_len, dtype=torch.int64, device=device
-        )
-        batch = Batch(
-            tokens, tokens, tokens.numel(), tokens if settings.data.document_masking else None
-        )
+        shape = (micro_batch_size, settings.data.seq_len)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        document_ids = tokens if settings.data.document_masking else None
+        batch = Batch(tokens, tokens, tokens.numel(), document_ids)
         meter.now = weights  # the estimate excludes counters and the batch
         if settings.train.ema_decay is not None:
-            meter.now += sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            meter.now += _trained_bytes(model)
+        _give_gradients(model)
         step.optimizers.step()  # the first step creates the optimizer state
         step.optimizers.zero_grad()
         with fused_kernels(step.model, step.kernels):
-            loss = step.model(tokens, targets=tokens, document_ids=batch.document_ids)
-        activations = meter.now
+            loss = step.model(tokens, targets=tokens, document_ids=document_ids)
+        with_activations = meter.now
         del loss
         persistent = meter.now
         if accumulates:  # gradients of earlier micro-batches exist
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            _give_gradients(model)
         meter.peak = meter.now
         step(batch, 1.0)
-        gradients = sum(
-            parameter.nbytes for parameter in model.parameters() if parameter.requires_grad
-        )
+        gradients = _trained_bytes(model)
     torch.set_rng_state(rng_state)
     return MemoryEstimate(
-        weights, gradients, persistent - weights, activations - persistent, meter.peak
+        weights=weights,
+        gradients=gradients,
+        optimizer=persistent - weights,
+        activations=with_activations - persistent,
+        peak=meter.peak,
     )
+
+
+def _trained_bytes(model: Thinker) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _give_gradients(model: Thinker) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
 
 def usable_fraction(device: torch.device) -> float:
@@ -164,9 +181,8 @@ def free_memory(device: torch.device, dist: DistContext = SINGLE_PROCESS) -> int
     """Bytes that each rank can allocate now. Ranks on one host share its memory equally. All ranks
     must call this."""
     sharing = 1 if device.type == "cuda" else dist.local_world_size
-    return int(
-        min(free for (free,) in dist.all_gather_scalars(memory.free_memory(device) // sharing))
-    )
+    of_ranks = dist.all_gather_scalars(memory.free_memory(device) // sharing)
+    return int(min(free for (free,) in of_ranks))
 
 
 def largest_micro_batch(
@@ -175,9 +191,9 @@ def largest_micro_batch(
     """Largest micro-batch whose peak fits in `free` bytes. Raises UserError if not even one
     sequence fits."""
     rows = settings.train.batch_size // dist.world_size
-    elsewhere = (
-        1 - 1 / dist.world_size if settings.train.parallel == "fsdp" else 0.0
-    )  # of weights and their state
+    elsewhere = 0.0  # the share of weights and optimizer state that other ranks have
+    if settings.train.parallel == "fsdp":
+        elsewhere = 1 - 1 / dist.world_size
 
     @cache
     def peak(size: int) -> float:
@@ -185,17 +201,16 @@ def largest_micro_batch(
         return estimate.peak - elsewhere * (estimate.weights + estimate.optimizer)
 
     limit = usable_fraction(device) * free
-    if (
-        peak(rows) <= limit
-    ):  # without gradient accumulation it may need less than half the batch does
+    # Without gradient accumulation it may need less than half the batch does.
+    if peak(rows) <= limit:
         return rows
     parts = divisors(rows)[:-1]
     n_fitting = bisect_right(parts, limit, key=peak)
     if n_fitting:
         return parts[n_fitting - 1]
-    needed, available = memory.format_bytes(peak(1)), memory.format_bytes(free)
+    needed = memory.format_bytes(peak(1))
+    available = memory.format_bytes(free)
     raise UserError(
-        f"one sequence of {settings.data.seq_len} tokens needs {needed}, but only {available} "
-        f"is free; "
-        "set train.checkpoint_every_n_blocks=1, lower data.seq_len or use a smaller model"
+        f"one sequence of {settings.data.seq_len} tokens needs {needed}, but only {available} is "
+        f"free; set train.checkpoint_every_n_blocks=1, lower data.seq_len or use a smaller model"
     )

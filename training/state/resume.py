@@ -30,11 +30,8 @@ FIXED_KEYS = {
     "run": ("seed", "init_from"),
     "train": ("batch_size", "lora_rank", "lora_alpha", "ema_decay"),
 }
-DATA_KEYS_OF_THE_MACHINE = (
-    "cache_dir",
-    "num_workers",
-    "streaming",
-)  # do not affect text or batches
+# In data; they affect neither text nor batches.
+DATA_KEYS_OF_THE_MACHINE = ("cache_dir", "num_workers", "streaming")
 PATHS = ("path", "val_tokens", "tokenizer", "chat_template")  # in data; files may move, not change
 # In train; they change the last bits.
 ROUNDING_KEYS = ("micro_batch_size", "precision", "compile", "deterministic")

@@ -29,9 +29,8 @@ class RunState(BaseModel):
     # Evaluations.
     best_val_loss: float | None = None
     evaluated_at: Count | None = None  # the step of the last evaluation
-    lowest_val_loss: float | None = (
-        None  # in this run; a resumed run may have a better one in best-*
-    )
+    # In this run; a resumed run may have a better one in best-*.
+    lowest_val_loss: float | None = None
     lowest_at: Count = 0  # its step
     evaluations_since_lowest: Count = 0
 
