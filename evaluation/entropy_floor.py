@@ -22,7 +22,8 @@ def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | N
         return None
     if any(shard.log_probs is None for shard in shards):
         return None
-    nats, targets = 0.0, 0
+    nats = 0.0
+    targets = 0
     # Of the windows of each shard; best-fit windows are all counted, and so end with the shard.
     all_starts = dataset.starts or [shard.offsets[-1:] for shard in shards]
     for shard, starts in zip(shards, all_starts):

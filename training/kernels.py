@@ -49,10 +49,12 @@ def project(attention: Attention, x: Tensor, rope: Rotation) -> tuple[Tensor, Te
     q_weight = k_weight = None
     eps = 0.0
     if isinstance(attention.q_norm, RMSNorm):
-        q_weight, k_weight = attention.q_norm.weight, attention.k_norm.weight
+        q_weight = attention.q_norm.weight
+        k_weight = attention.k_norm.weight
         eps = attention.q_norm.eps
     rope = rope if attention.use_rope else None
-    H, K = attention.n_heads, attention.n_kv_heads
+    H = attention.n_heads
+    K = attention.n_kv_heads
     return native.rotate_heads(qkv, H, K, q_weight, k_weight, eps, rope)
 
 
@@ -75,7 +77,8 @@ def project_jointly(x: Tensor, *linears: nn.Module) -> Tensor:
         return torch.cat([linear(x) for linear in linears], dim=-1)
     weight = torch.cat([linear.cast_weight(x.dtype) for linear in linears])
     biases = [linear.bias.to(x.dtype) for linear in linears if linear.bias is not None]
-    return F.linear(x, weight, torch.cat(biases) if biases else None)
+    bias = torch.cat(biases) if biases else None
+    return F.linear(x, weight, bias)
 
 
 # The method that is replaced in modules of exactly this type, and by what.

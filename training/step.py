@@ -116,7 +116,8 @@ class TrainingStep:
         """
         self.optimizers.set_lr(lr_multiplier)
         n_targets = max(batch.n_targets, 1)  # of all ranks
-        size, n_rows = self.train.micro_batch_size, len(batch.inputs)
+        size = self.train.micro_batch_size
+        n_rows = len(batch.inputs)
         sums = 0.0  # the loss, and what its parts consist of
         with self.fast_model():
             for start in range(0, n_rows, size):

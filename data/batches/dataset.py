@@ -105,7 +105,9 @@ class ShuffledDataset:
         indices = np.empty(n, np.int64)
         for epoch in np.unique(epochs).tolist():
             is_in_epoch = epochs == epoch
-            key = (self.seed, epoch) if self.source == 0 else (self.seed, epoch, self.source)
+            key = (self.seed, epoch)
+            if self.source > 0:
+                key += (self.source,)
             indices[is_in_epoch] = permute(places[is_in_epoch], size, key)
         pairs = zip(indices.tolist(), epochs.tolist())
         return [Sample(index, epoch, self.source) for index, epoch in pairs]

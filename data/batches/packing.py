@@ -50,7 +50,8 @@ def _kept(path: Path, make: Callable[[], np.ndarray]) -> Table:
     if path.is_file():
         file = OpenFile(path, DamagedShard)
         kept = file.read(0, file.size, np.uint8)
-        content, digest = kept[:-HASH_BYTES], kept[-HASH_BYTES:]
+        content = kept[:-HASH_BYTES]
+        digest = kept[-HASH_BYTES:]
         if hashlib.sha256(content).digest() == digest.tobytes():
             return FileArray(file, np.dtype("<i8"), len(content) // 8)
         # Otherwise it is damaged: write it again.

@@ -82,7 +82,9 @@ def encode_document(tokenizer: Tokenizer, document: Document, assistant_only_los
     from thinker.data.text import chat  # texts do not need it
 
     ids, answers = chat.encode(tokenizer, document.messages)
-    return ids, answers if assistant_only_loss else np.ones_like(answers)
+    if assistant_only_loss:
+        return ids, answers
+    return ids, np.ones_like(answers)
 
 
 def _check_no_lone_calls(document: Document) -> None:

@@ -71,8 +71,9 @@ class Config(ConfigSection):
 
     def _check_combinations(self) -> None:
         """Raise ValueError for keys that need each other or exclude each other."""
-        run, optimizer, train = self.run, self.optimizer, self.train
-        if train.lora_rank is not None and (run.init_from is None or optimizer.name == "muon"):
+        train = self.train
+        is_muon = self.optimizer.name == "muon"
+        if train.lora_rank is not None and (self.run.init_from is None or is_muon):
             raise ValueError(
                 "train.lora_rank needs run.init_from and optimizer.name=adamw; set both"
             )
@@ -95,26 +96,25 @@ class Config(ConfigSection):
 
     def _check_unread_keys(self) -> None:
         """Raise ValueError for a key that is set but never read."""
-        model, data, optimizer, train = self.model, self.data, self.optimizer, self.train
+        data = self.data
+        optimizer = self.optimizer
+        train = self.train
         has_lora = train.lora_rank is not None
-        saves, evaluates = train.save_every is not None, train.eval_every is not None
+        saves = train.save_every is not None
+        evaluates = train.eval_every is not None
+        decays = train.schedule == "wsd"
         # sample_every=null turns samples off and leaves the prompt unused.
         has_samples = "sample_every" in train.model_fields_set
         is_muon = optimizer.name == "muon"
         is_cautious = optimizer.cautious_weight_decay
         is_contiguous = data.packing == "contiguous"
-        has_head = not model.tie_embeddings
+        has_head = not self.model.tie_embeddings
         decay = "optimizer.cautious_weight_decay"
         rules = [  # key, value, whether it is read, what reads it
             ("train.lora_alpha", train.lora_alpha, has_lora, "train.lora_rank"),
             ("train.keep_every", train.keep_every, saves, "train.save_every"),
             ("train.sample_prompt", train.sample_prompt, has_samples, "train.sample_every"),
-            (
-                "train.decay_fraction",
-                train.decay_fraction,
-                train.schedule == "wsd",
-                "train.schedule=wsd",
-            ),
+            ("train.decay_fraction", train.decay_fraction, decays, "train.schedule=wsd"),
             ("optimizer.momentum", optimizer.momentum, is_muon, "optimizer.name=muon"),
             (decay, is_cautious, is_muon, "optimizer.name=muon"),
             (decay, is_cautious, optimizer.weight_decay > 0, "optimizer.weight_decay"),
@@ -130,7 +130,8 @@ class Config(ConfigSection):
     def _check_lengths(self) -> None:
         """Raise ValueError if the architecture, the sequences and document masking do not fit
         together."""
-        model, data = self.model, self.data
+        model = self.model
+        data = self.data
         if model.max_seq_len is not None and data.seq_len > model.max_seq_len:
             raise ValueError(
                 f"data.seq_len ({data.seq_len}) is longer than model.max_seq_len "

@@ -36,14 +36,13 @@ def page(report: DataReport) -> str:
     plot = io.BytesIO()
     plot_lengths(report, plot)
     image = base64.b64encode(plot.getvalue()).decode()
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
-        for row in table(report)
-    )
+    rows = ""
+    for row in table(report):
+        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        rows += f"<tr>{cells}</tr>"
     legend = (
         "BOS marks the start of a document. The color alternates between documents. The "
-        "prediction after a pale token "
-        "does not count in the loss. Small dots are padding."
+        "prediction after a pale token does not count in the loss. Small dots are padding."
     )
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport "
@@ -61,10 +60,8 @@ def page(report: DataReport) -> str:
 
 
 def _sequence(sequence: Sequence) -> str:
-    where = (
-        f"{html.escape(sequence.source)}, sequence {sequence.sample_id:,}, epoch "
-        f"{sequence.epoch:.2f}"
-    )
+    name = html.escape(sequence.source)
+    where = f"{name}, sequence {sequence.sample_id:,}, epoch {sequence.epoch:.2f}"
     spans = []
     for text, document, kind in sequence.tokens:
         shown = {"bos": "BOS", "padding": "·"}.get(kind) or html.escape(text)

@@ -19,6 +19,7 @@ from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.corpus import Corpus
 from thinker.data.corpus.corpus_index import INDEX
 from thinker.data.corpus.shards import TokenShards
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
@@ -56,13 +57,8 @@ class SourceReport:
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the lengths as percentiles."""
         names = ("min", "p10", "median", "p90", "max")
-        lengths = dict(
-            zip(
-                names,
-                np.percentile(self.lengths, [0, 10, 50, 90, 100]).round().astype(int).tolist(),
-            )
-        )
-        return vars(self) | {"lengths": lengths}
+        percentiles = np.percentile(self.lengths, [0, 10, 50, 90, 100]).round().astype(int)
+        return vars(self) | {"lengths": dict(zip(names, percentiles.tolist()))}
 
 
 @dataclass(frozen=True)
@@ -72,9 +68,8 @@ class Sequence:
     source: str
     sample_id: int
     epoch: float  # how often its source was read before this step
-    tokens: list[
-        tuple[str, int, str]
-    ]  # text; number of the document; "" or "bos", "masked" (no target), "padding"
+    # Text; number of the document; "" or "bos", "masked" (no target), "padding".
+    tokens: list[tuple[str, int, str]]
 
 
 @dataclass(frozen=True)
@@ -93,12 +88,11 @@ def make_data_report(config: Config, step: int, n_sequences: int) -> DataReport:
     config = resolve_open_keys(config, device, resolve_precision(config, device))
     config, _, tokenizer = load_initial_model(config)
     corpus = prepare_training_data(config, tokenizer)
-    data, prefix = config.data, config.thinker_config(corpus.tokenizer.vocab_size).prefix
-    if step >= (config.train.max_steps or MAX_STEP):
-        raise UserError(
-            f"--step {step} is not below {config.train.max_steps or MAX_STEP}, the number of "
-            f"steps of the run"
-        )
+    data = config.data
+    prefix = config.thinker_config(corpus.tokenizer.vocab_size).prefix
+    max_step = config.train.max_steps or MAX_STEP
+    if step >= max_step:
+        raise UserError(f"--step {step} is not below {max_step}, the number of steps of the run")
     parts = corpus.parts or {data.source: corpus}
     sources = [_source_report(name, part, config) for name, part in parts.items()]
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +110,8 @@ def table(report: DataReport) -> list[list[str]]:
     rows: dict[str, list[str]] = {"": []}
     for source in report.sources:
         lengths = source.to_dict()["lengths"]
-        for name, value in (
+        equal = f"equal to an earlier one, of the first {COMPARED_DOCUMENTS:,}"
+        cells = [
             ("", source.name),
             ("documents, training", f"{source.train_documents:,}"),
             ("documents, validation", f"{source.val_documents:,}"),
@@ -128,12 +123,10 @@ def table(report: DataReport) -> list[list[str]]:
             ("longest document", f"{lengths['max']:,}"),
             (f"longer than a sequence of {report.seq_len}", f"{source.share_longer:.1%}"),
             ("padding", f"{source.share_padding:.1%}"),
-            (
-                f"equal to an earlier one, of the first {COMPARED_DOCUMENTS:,}",
-                f"{source.n_equal:,}",
-            ),
+            (equal, f"{source.n_equal:,}"),
             ("dropped by cleaning", f"{sum(source.dropped.values()):,}"),
-        ):
+        ]
+        for name, value in cells:
             rows.setdefault(name, []).append(value)
     return [[name, *cells] for name, cells in rows.items()]
 
@@ -141,13 +134,14 @@ def table(report: DataReport) -> list[list[str]]:
 def format_sources(report: DataReport) -> str:
     """The table as text."""
     rows = table(report)
-    first, *widths = (max(map(len, column)) for column in zip(*rows))
-    return "\n".join(
-        "  ".join(
-            [name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths))]
-        ).rstrip()
-        for name, *cells in rows
-    )
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for name, *cells in rows:
+        line = name.ljust(widths[0])
+        for cell, width in zip(cells, widths[1:]):
+            line += "  " + cell.rjust(width)
+        lines.append(line.rstrip())
+    return "\n".join(lines)
 
 
 def plot_lengths(report: DataReport, path: Path) -> None:
@@ -157,44 +151,36 @@ def plot_lengths(report: DataReport, path: Path) -> None:
     bins = np.geomspace(1, longest + 1, 50)
     for source in report.sources:
         weights = np.full(len(source.lengths), 1 / len(source.lengths))
-        axes.hist(
-            source.lengths,
-            bins,
-            weights=weights,
-            histtype="step",
-            linewidth=1.8,
-            label=plain_text(source.name),
-        )
-    axes.axvline(
-        report.seq_len,
-        color=GREY,
-        linestyle="--",
-        linewidth=1.2,
-        label=f"a sequence ({report.seq_len})",
-    )
+        style = {"histtype": "step", "linewidth": 1.8, "label": plain_text(source.name)}
+        axes.hist(source.lengths, bins, weights=weights, **style)
+    label = f"a sequence ({report.seq_len})"
+    axes.axvline(report.seq_len, color=GREY, linestyle="--", linewidth=1.2, label=label)
     axes.set(xscale="log", xlabel="tokens per document", ylabel="share of the documents")
     axes.legend(frameon=False)
     save_figure(figure, path)
 
 
 def _source_report(name: str, part: Corpus, config: Config) -> SourceReport:
-    train, val, data = part.train, part.val, config.data
+    train = part.train
+    val = part.val
+    seq_len = config.data.seq_len
     lengths = np.concatenate([np.diff(shard.offsets[:]) for shard in train.shards])
-    windows = PackedDataset(train, data.seq_len, data.packing)
-    n_bytes, n_tokens = train.n_bytes + val.n_bytes, train.n_tokens + val.n_tokens
+    windows = PackedDataset(train, seq_len, config.data.packing)
+    n_targets = train.n_tokens - len(train.shards)
     index = json.loads((part.folder / INDEX).read_text(encoding="utf-8"))
+    dropped = index.get("dropped", {})
     return SourceReport(
-        name,
-        train.n_documents,
-        val.n_documents,
-        train.n_tokens,
-        val.n_tokens,
-        n_bytes / n_tokens,
-        lengths,
-        share_longer=float((lengths > data.seq_len).mean()),
-        share_padding=1 - (train.n_tokens - len(train.shards)) / (len(windows) * data.seq_len),
+        name=name,
+        train_documents=train.n_documents,
+        val_documents=val.n_documents,
+        train_tokens=train.n_tokens,
+        val_tokens=val.n_tokens,
+        bytes_per_token=(train.n_bytes + val.n_bytes) / (train.n_tokens + val.n_tokens),
+        lengths=lengths,
+        share_longer=float((lengths > seq_len).mean()),
+        share_padding=1 - n_targets / (len(windows) * seq_len),
         n_equal=_count_equal(train),
-        dropped={reason: entry["count"] for reason, entry in index.get("dropped", {}).items()},
+        dropped={reason: entry["count"] for reason, entry in dropped.items()},
     )
 
 
@@ -202,18 +188,12 @@ def _count_equal(tokens: TokenShards) -> int:
     """How many documents equal an earlier one, among the first COMPARED_DOCUMENTS."""
     seen: set[bytes] = set()
     n = 0
-    bar = tqdm(
-        desc="comparing documents",
-        total=min(tokens.n_documents, COMPARED_DOCUMENTS),
-        leave=False,
-        delay=1,
-    )
-    with bar:
+    total = min(tokens.n_documents, COMPARED_DOCUMENTS)
+    with tqdm(desc="comparing documents", total=total, leave=False, delay=1) as bar:
         for shard in tokens.shards:
             for start, end in pairwise(shard.offsets[: COMPARED_DOCUMENTS - n + 1].tolist()):
-                seen.add(
-                    hashlib.blake2b(shard.tokens[start:end].tobytes(), digest_size=12).digest()
-                )
+                document = shard.tokens[start:end].tobytes()
+                seen.add(hashlib.blake2b(document, digest_size=12).digest())
                 n += 1
                 bar.update()
     return n - len(seen)
@@ -222,23 +202,41 @@ def _count_equal(tokens: TokenShards) -> int:
 def _sequences(
     corpus: Corpus, loader: BatchLoader, names: list[str], step: int, n: int
 ) -> Iterator[Sequence]:
-    rows = slice(min(n, loader.batch_size))
-    inputs, targets = loader.batch(step, rows)
-    bos_id, epochs = corpus.tokenizer.bos_id, loader.epochs(step)
-    documents = (inputs == bos_id).cumsum(1)  # (n, T)
-    for sample, *row in zip(
-        loader.samples(step), inputs.tolist(), targets.tolist(), documents.tolist()
-    ):
-        is_padding = [pair == (bos_id, IGNORE_INDEX) for pair in zip(*row[:2])]
-        n_used = len(is_padding) - (is_padding[::-1].index(False) if False in is_padding else 0)
-        tokens, decoder = [], codecs.getincrementaldecoder("utf-8")("replace")
-        for i, (token, target, document) in enumerate(zip(*row)):
-            kind = "padding" if i >= n_used else "bos" if token == bos_id else ""
-            kind = kind or ("masked" if target == IGNORE_INDEX else "")
-            if kind == "bos":
-                decoder.reset()
-            text = decoder.decode(
-                corpus.tokenizer.token_bytes(token)
-            )  # a character may have several tokens
-            tokens.append((text.translate(CONTROL_PICTURES), document, kind))
+    inputs, targets = loader.batch(step, slice(min(n, loader.batch_size)))  # (n, T) each
+    epochs = loader.epochs(step)
+    for sample, ids, wanted in zip(loader.samples(step), inputs.tolist(), targets.tolist()):
+        tokens = _describe_tokens(corpus.tokenizer, ids, wanted)
         yield Sequence(names[sample.source], sample.index, epochs[sample.source], tokens)
+
+
+def _describe_tokens(
+    tokenizer: Tokenizer, ids: list[int], targets: list[int]
+) -> list[tuple[str, int, str]]:
+    """The tokens of a sequence, as in Sequence."""
+    bos_id = tokenizer.bos_id
+    n_used = _used_length(ids, targets, bos_id)
+    tokens = []
+    document = 0
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for i, (token, target) in enumerate(zip(ids, targets)):
+        kind = ""
+        if token == bos_id:
+            document += 1
+        if i >= n_used:
+            kind = "padding"
+        elif token == bos_id:
+            kind = "bos"
+            decoder.reset()
+        elif target == IGNORE_INDEX:
+            kind = "masked"
+        text = decoder.decode(tokenizer.token_bytes(token))  # a character may have several tokens
+        tokens.append((text.translate(CONTROL_PICTURES), document, kind))
+    return tokens
+
+
+def _used_length(ids: list[int], targets: list[int], bos_id: int) -> int:
+    """The number of positions before the padding at the end; all if there is nothing else."""
+    for n_used in range(len(ids), 0, -1):
+        if (ids[n_used - 1], targets[n_used - 1]) != (bos_id, IGNORE_INDEX):
+            return n_used
+    return len(ids)

@@ -90,7 +90,9 @@ class TraceableThinker(Thinker):
     ) -> ForwardContext:
         """Like Thinker.make_context(). On a GPU masks depend on documents, so each sequence counts
         as one document."""
-        context = super().make_context(inputs, tokens, None if inputs.is_cuda else document_ids)
+        if inputs.is_cuda:
+            document_ids = None
+        context = super().make_context(inputs, tokens, document_ids)
         for layer, mask in enumerate(context.masks):
             if mask.kernel == "flex":
                 stand_in = _attend_causally
