@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinker.data.text.sources import SOURCES, register_source
+    from thinker.data.text.registered_source import register_source
+    from thinker.data.text.sources import SOURCES
     from thinker.generation import Completion, Generator, SamplingParams
     from thinker.interop import load, save
     from thinker.model import KVCache, Thinker, ThinkerConfig
@@ -45,7 +46,7 @@ _MODULES = {
     "ThinkerConfig": "thinker.model",
     "UserError": "thinker.runtime.errors",
     "load": "thinker.interop",
-    "register_source": "thinker.data.text.sources",
+    "register_source": "thinker.data.text.registered_source",
     "save": "thinker.interop",
     "train": "thinker.training.api",
 }

@@ -1,7 +1,6 @@
 """Sources of documents, by name: the registry, and how a source is opened."""
 
 import hashlib
-import itertools
 import json
 import os
 import sys
@@ -56,7 +55,8 @@ class SourceKind:
 
 
 SOURCES: Registry[SourceKind] = Registry("data.source")
-"""What data.source may name. A module of the user adds to it with register_source()."""
+"""What data.source may name. A module of the user adds to it with
+register_source()."""
 
 _TABLE = SourceKind("thinker.data.text.tables.rows:open_tables", ("path", "column"))
 _HUB_OPTIONS = ("path", "config", "split", "column", "streaming")
@@ -72,53 +72,6 @@ SOURCES.register(
         "thinker.data.text.tables.rows:open_hub", _HUB_OPTIONS, "the name or folder of a dataset"
     ),
 )
-
-
-def register_source(
-    name: str,
-    texts: Callable[..., Iterable[str | Document]],
-    version: str,
-    options: tuple[str, ...] = (),
-) -> None:
-    """Make texts available as data.source=NAME.
-
-    Args:
-        texts: called with the `options` that the config sets, such as path="poems.txt". Returns the
-            texts, the same ones in the same order each time. They may also be Documents, such as
-            conversations.
-        version: identifies the texts in the token cache: change it whenever they change. A file at
-            data.path is compared anyway.
-        options: keys of the section data that `texts` takes: path, config, split, column,
-            streaming.
-
-    Raises UserError if there is another source of this name.
-    """
-    SOURCES.register(name, SourceKind(partial(_open_registered, texts, version, options), options))
-
-
-def _open_registered(
-    texts: Callable[..., Iterable[str | Document]],
-    version: str,
-    used: tuple[str, ...],
-    name: str,
-    options: SourceOptions,
-) -> Source:
-    values = {option: getattr(options, option) for option in used}
-    values = {option: value for option, value in values.items() if value is not None}
-    files = []
-    if options.path is not None and os.path.isfile(options.path):
-        files = stamps([options.path])
-    content = [version, sorted(values.items()), files, options.max_documents]
-    documents = partial(_read_registered, partial(texts, **values))
-    return bounded_source(name, documents, content, options, options.max_documents)
-
-
-def _read_registered(
-    texts: Callable[[], Iterable[str | Document]], start: Start
-) -> Iterator[Document]:
-    first, _ = start
-    for text in itertools.islice(texts(), first, None):
-        yield Document(text) if isinstance(text, str) else text
 
 
 def open_source(

@@ -20,7 +20,8 @@ import pytest
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.text.document import Document
 from thinker.data.text.generated_text import GENERATED_DOCUMENTS, REPEAT_ALPHABET
-from thinker.data.text.sources import SOURCES, open_source, register_source
+from thinker.data.text.registered_source import register_source
+from thinker.data.text.sources import SOURCES, open_source
 from thinker.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[2]
