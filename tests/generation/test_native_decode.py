@@ -236,7 +236,7 @@ def test_threads_share_a_generator():
 
 
 def test_positions_beyond_the_table_of_angles(monkeypatch):
-    from thinker.generation.decoders import native_decoder as native_decode
+    from thinker.generation.decoders import native_forward
 
     tokenizer = make_tokenizer("byte", [])
     model = random_model(
@@ -245,6 +245,6 @@ def test_positions_beyond_the_table_of_angles(monkeypatch):
     params = SamplingParams(max_new_tokens=100, seed=1, logit_bias={tokenizer.bos_id: -torch.inf})
     known = Generator(model, tokenizer, compile=False).generate("ab", params)[0].token_ids
     assert Generator(model, tokenizer).generate("ab", params)[0].token_ids == known
-    monkeypatch.setattr(native_decode, "MAX_TABLE_LEN", 20)
+    monkeypatch.setattr(native_forward, "MAX_TABLE_LEN", 20)
     assert Generator(model, tokenizer).generate("ab", params)[0].token_ids == known
     assert len(known) == 100
