@@ -70,12 +70,21 @@ def choose_precision(name: str, device: torch.device) -> str:
         return name
     if device.type == "cuda":
         return "bf16" if has_bf16 else "fp16"
-    if device.type == "cpu":
-        # Without instructions for bf16, a CPU emulates it, and fp32 is faster.
-        speedup = matmul_flops(device, "bf16") / matmul_flops(device, "fp32")
-        if speedup > 1.25:
-            return "bf16"
+    if device.type == "cpu" and _is_bf16_faster(device):
+        return "bf16"
     return "fp32"
+
+
+def _is_bf16_faster(device: torch.device) -> bool:
+    """Whether large matrices multiply faster in bf16 than in fp32.
+
+    Without instructions for bf16 a CPU emulates it, which takes seconds. Small matrices show that.
+    """
+    for size, least_speedup in ((192, 0.4), (768, 1.25)):
+        fp32 = matmul_flops(device, "fp32", size)
+        if matmul_flops(device, "bf16", size) < least_speedup * fp32:
+            return False
+    return True
 
 
 def choose_decoding_precision(name: str, device: torch.device) -> str:
