@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from thinker.data.batches.dataset import AnyDataset
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
 from thinker.training import run
 from thinker.training.callback import Callback
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config, validate_config
-from thinker.training.data.training_batches import AnyDataset
 from thinker.training.distributed.session import distributed_session
 from thinker.training.objective import Objective
 

@@ -8,6 +8,7 @@ import torch
 
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
+from thinker.data.batches.dataset import AnyDataset
 from thinker.model import Thinker
 from thinker.runtime.backend import configure_backend, enable_determinism
 from thinker.runtime.device import choose_device
@@ -18,7 +19,7 @@ from thinker.training.callback import Callback
 from thinker.training.callbacks.setup import callbacks_of_output, callbacks_of_weights
 from thinker.training.config.config import Config
 from thinker.training.data.run_corpus import prepare_training_data
-from thinker.training.data.training_batches import AnyDataset, build_batches
+from thinker.training.data.training_batches import build_batches
 from thinker.training.metrics import MemoryMeter
 from thinker.training.objective import Objective, build_objective
 from thinker.training.reports.before_training import before_training

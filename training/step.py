@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from thinker.data.batches.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.lora import add_lora
 from thinker.runtime.device import DTYPES
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
 from thinker.training.callback import Callback, TrainingParts
@@ -52,6 +51,8 @@ class TrainingStep:
         self.model = model.train()
         self.model.activation_dtype = DTYPES[train.precision]
         if train.lora_rank is not None:
+            from thinker.model.lora import add_lora
+
             alpha = train.lora_alpha or 2 * train.lora_rank
             add_lora(self.model, train.lora_rank, alpha / train.lora_rank)
         if train.compile:
@@ -82,23 +83,12 @@ class TrainingStep:
         )
         for callback in self.callbacks:
             callback.setup(self.parts)
-        if hasattr(self.parallel_model, "no_sync"):
-            self._warm_up_buckets(settings)
+        if hasattr(self.parallel_model, "no_sync"):  # DDP
+            from thinker.training.distributed.parallel_model import warm_up_buckets
 
-    def _warm_up_buckets(self, settings: Settings) -> None:
-        """Run a backward pass with zero gradients, so that all later passes, also of a resumed run,
-        are equal.
-
-        DDP assigns gradients to buckets in its first pass, and the last bits of a sum depend on the
-        position there.
-        """
-        shape = (self.train.micro_batch_size, settings.data.seq_len)
-        tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        document_ids = tokens if settings.data.document_masking else None
-        with self.fast_model():
-            loss, _ = self.parallel_model(tokens, targets=tokens, document_ids=document_ids)
-            (loss * 0).backward()
-        self.optimizers.zero_grad()
+            with self.fast_model():
+                warm_up_buckets(self.parallel_model, settings, self.device)
+            self.optimizers.zero_grad()
 
     @contextlib.contextmanager
     def fast_model(self) -> Iterator[None]:

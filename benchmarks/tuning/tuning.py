@@ -30,18 +30,14 @@ from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write, make_folder
 from thinker.runtime.reading import read_text
+from thinker.training.config.config import Config, config_sections
 from thinker.training.config.load import load_config
 from thinker.training.config.sections import OptimizerConfig
 from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.initial_model import load_initial_model
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
-from thinker.training.settings.resolve import (
-    changed_overrides,
-    resolve_open_keys,
-    resolve_precision,
-    resolve_settings,
-)
+from thinker.training.settings.resolve import resolve_open_keys, resolve_precision, resolve_settings
 from thinker.training.settings.settings import Settings
 
 RATES = ("lr", "embedding_lr", "head_lr", "norm_lr")
@@ -376,3 +372,15 @@ def parse_numbers(flag: str, text: str, kind: type) -> list[Any]:
     if not 0 < numbers[0] <= numbers[-1] < math.inf or len(set(numbers)) < len(numbers):
         raise UserError(f"{flag} is {text!r}; the numbers must be positive and different")
     return numbers
+
+
+def changed_overrides(before: Config, after: Config) -> list[str]:
+    """The keys that resolve_open_keys() has changed, as overrides section.key=value."""
+    old = before.model_dump(mode="json")
+    new = after.model_dump(mode="json")
+    overrides = []
+    for section in config_sections():
+        for key, value in new[section].items():
+            if value != old[section][key]:
+                overrides.append(f"{section}.{key}={json.dumps(value)}")
+    return overrides

@@ -5,6 +5,7 @@ which window each sample of a run is. A sample is one row of a batch; samples ar
 over the whole run.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -69,6 +70,10 @@ class OrderedDataset(Protocol):
     def close(self, is_finished: bool) -> None:
         """Stop. is_finished: the run has ended, and needs no files of the dataset any more."""
         ...
+
+
+AnyDataset = Dataset | OrderedDataset | Iterable[Window]
+"""What train() takes as a dataset."""
 
 
 class WindowRemoved(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -15,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinker.data.corpus.corpus_index import read_index
 from thinker.data.corpus.shards import FORMAT, SHARD_TOKENS, DamagedShard, TokenShards
-from thinker.data.text.document import MissingData
-from thinker.data.text.sources import Source, open_source, stamps
+from thinker.data.text.sources import open_source, stamps
 from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import check_spec
@@ -90,7 +88,9 @@ def prepare_corpus(
         )
     opened = open_source(source, **source_options)
     if val_tokens is not None:
-        _check_val_tokens(val_tokens, kind, opened, document_filter)
+        from thinker.data.corpus.llmc_tokens import check_val_tokens
+
+        check_val_tokens(val_tokens, kind, opened, document_filter)
     if document_filter is not None:
         document_filter.check_source(opened)
     spec = load_tokenizer(tokenizer) if kind == "path" else tokenizer
@@ -141,26 +141,6 @@ def prepare_corpus(
             )
             publish(building, folder)
     return _open(folder)
-
-
-def _check_val_tokens(
-    val_tokens: str, kind: str, source: Source, document_filter: DocumentFilter | None
-) -> None:
-    """Raise UserError if a file of validation tokens is missing, or does not fit the other
-    options."""
-    if kind in ("bpe", "char", "byte") or source.whole_text:
-        needs = (
-            "data.tokenizer=tiktoken:gpt2 or the path of a tokenizer, and a source other "
-            "than a single text file"
-        )
-        raise UserError(f"data.val_tokens needs {needs}")
-    if document_filter is not None:
-        key = document_filter.config_key
-        raise UserError(f"{key} cannot be combined with data.val_tokens; remove one of them")
-    if not os.path.isfile(val_tokens):
-        raise MissingData(
-            f"data.val_tokens={val_tokens} is not a file; set the path of a token file"
-        )
 
 
 def find_corpus(sha256: str, tokenizer_hash: str, cache_dir: str | Path) -> Corpus | None:

@@ -1,18 +1,41 @@
 """Token files in the format of llm.c, such as FineWeb's standard validation tokens, used for
 published losses."""
 
+import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from thinker.data.text.document import Document
+from thinker.data.corpus.document_filter import DocumentFilter
+from thinker.data.text.document import Document, MissingData
+from thinker.data.text.sources import Source
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 
 HEADER = np.array([20240520, 1], "<i4")  # magic number and version; the number of tokens follows
 HEADER_BYTES = 1024
+
+
+def check_val_tokens(
+    val_tokens: str, kind: str, source: Source, document_filter: DocumentFilter | None
+) -> None:
+    """Raise UserError if a file of validation tokens is missing, or does not fit the other
+    options."""
+    if kind in ("bpe", "char", "byte") or source.whole_text:
+        needs = (
+            "data.tokenizer=tiktoken:gpt2 or the path of a tokenizer, and a source other "
+            "than a single text file"
+        )
+        raise UserError(f"data.val_tokens needs {needs}")
+    if document_filter is not None:
+        key = document_filter.config_key
+        raise UserError(f"{key} cannot be combined with data.val_tokens; remove one of them")
+    if not os.path.isfile(val_tokens):
+        raise MissingData(
+            f"data.val_tokens={val_tokens} is not a file; set the path of a token file"
+        )
 
 
 def read_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[Document]:

@@ -12,8 +12,8 @@ from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.batches.custom_dataset import IterableDataset, order_dataset
 from thinker.data.batches.dataset import Sample, ShuffledDataset, WindowRemoved
 from thinker.runtime.errors import UserError
+from thinker.training.data.custom_batches import load_custom_dataset
 from thinker.training.data.run_corpus import prepare_training_data
-from thinker.training.data.training_batches import load_custom_dataset
 from thinker.training.run import build_trainer
 
 SEQ_LEN = 16  # of small_config

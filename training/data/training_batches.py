@@ -1,6 +1,6 @@
 """The training batches of a rank, and the evaluator of the validation split."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.batches.batch_loader import BatchLoader
-from thinker.data.batches.dataset import Dataset, OrderedDataset, ShuffledDataset, Window
+from thinker.data.batches.dataset import AnyDataset, OrderedDataset, ShuffledDataset
 from thinker.data.batches.prefetch import Prefetcher
 from thinker.data.batches.windows import PackedDataset, check_fills_a_window
 from thinker.data.corpus.corpus import Corpus
@@ -21,8 +21,6 @@ from thinker.runtime.registry import offers
 from thinker.training.config.config import Config
 from thinker.training.config.source_section import TextSource
 from thinker.training.settings.settings import Settings
-
-AnyDataset = Dataset | OrderedDataset | Iterable[Window]
 
 
 def build_batches(
@@ -40,31 +38,14 @@ def build_batches(
         folder = RunDirectory(settings.run.dir).dataset_files
         loader = open_loader(settings, corpus, settings.model.prefix, folder, dist.is_main)
     else:
+        from thinker.training.data.custom_batches import load_custom_dataset
+
         loader = load_custom_dataset(dataset, settings, corpus)
     n_rows = settings.train.batch_size // dist.world_size
     rows = slice(dist.rank * n_rows, (dist.rank + 1) * n_rows)
     is_pinned = device.type == "cuda"
     batches = Prefetcher(loader, is_pinned, rows, settings.data.num_workers)
     return batches, open_evaluator(settings, corpus, loader, dist)
-
-
-def load_custom_dataset(
-    dataset: AnyDataset, settings: Config | Settings, corpus: Corpus
-) -> BatchLoader:
-    """The training batches of a dataset of the user. Raises UserError if it is none, or if its
-    windows do not fit."""
-    from thinker.data.batches.custom_dataset import check_window, order_dataset
-
-    data = settings.data
-    batch_size = settings.train.batch_size
-    n_kept = (data.num_workers + 2) * batch_size  # for threads that are behind, and for reports
-    ordered = order_dataset(dataset, settings.run.seed, n_kept)
-    bos_id = corpus.tokenizer.bos_id if data.document_masking else None
-    loader = BatchLoader(ordered, batch_size, bos_id)
-    loader.reads_corpus = False
-    first = ordered.window(loader.samples(0)[0])
-    check_window(first, data.seq_len, corpus.tokenizer.vocab_size)
-    return loader
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from thinker.checkpoint.format import RANK_OF
 from thinker.model import Thinker
 from thinker.model.lora import add_lora
 from thinker.runtime.process_group import DistContext, full_tensor
+from thinker.training.settings.settings import Settings
 
 
 def parallelize(model: Thinker, parallel: str, dist: DistContext) -> nn.Module:
@@ -29,6 +30,20 @@ def _with_ddp(model: Thinker) -> nn.Module:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     wrapped.register_comm_hook(None, _sum_gradients)
     return wrapped
+
+
+def warm_up_buckets(model: nn.Module, settings: Settings, device: torch.device) -> None:
+    """Run a backward pass with zero gradients, so that all later passes, also of a resumed run, are
+    equal.
+
+    DDP assigns gradients to buckets in its first pass, and the last bits of a sum depend on the
+    position there.
+    """
+    shape = (settings.train.micro_batch_size, settings.data.seq_len)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    document_ids = tokens if settings.data.document_masking else None
+    loss, _ = model(tokens, targets=tokens, document_ids=document_ids)
+    (loss * 0).backward()
 
 
 def _with_fsdp(model: Thinker, dist: DistContext) -> nn.Module:

@@ -1,7 +1,6 @@
 """Resolve a config to settings: make every choice that depends on the machine, the ranks or the
 data."""
 
-import json
 import math
 
 import torch
@@ -12,7 +11,7 @@ from thinker.runtime.device import choose_precision
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.runtime.registry import offers
-from thinker.training.config.config import Config, config_sections
+from thinker.training.config.config import Config
 from thinker.training.config.sections import OptimizerConfig, TrainConfig
 from thinker.training.optim.optimizers import resolve_learning_rates
 from thinker.training.settings.settings import Settings, TrainSettings
@@ -36,18 +35,6 @@ def resolve_open_keys(
     for resolve in offers("resolve_config"):
         config = resolve(config, device, precision, previous, dist)
     return config
-
-
-def changed_overrides(before: Config, after: Config) -> list[str]:
-    """The keys that resolve_open_keys() has changed, as overrides section.key=value."""
-    old = before.model_dump(mode="json")
-    new = after.model_dump(mode="json")
-    overrides = []
-    for section in config_sections():
-        for key, value in new[section].items():
-            if value != old[section][key]:
-                overrides.append(f"{section}.{key}={json.dumps(value)}")
-    return overrides
 
 
 def resolve_settings(
