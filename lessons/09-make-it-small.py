@@ -26,7 +26,7 @@ from thinker.features.pruning.saliency import score_parts
 from thinker.features.quantization_study.sensitivity import round_vectors, stored_bytes
 from thinker.generation import Generator
 from thinker.generation.caches.quantized_cache import cache_bytes
-from thinker.generation.decoders.inference_model import fused_matrices
+from thinker.generation.decoders.fused_matrices import fused_matrices
 from thinker.interop import load
 from thinker.lessons.materials.practice import is_fast
 from thinker.lessons.pictures import Heatmap, show

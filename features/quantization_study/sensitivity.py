@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from thinker.evaluation.perplexity import estimate_ratio
 from thinker.evaluation.sequence_losses import sequence_losses
-from thinker.generation.decoders.inference_model import fused_matrices
+from thinker.generation.decoders.fused_matrices import fused_matrices
 from thinker.model import Thinker
 from thinker.model.layers import Linear
 from thinker.native.quantization import GROUP, quantize
