@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.checkpoint import sharded
 from thinker.checkpoint.format import DTYPES, FORMAT_VERSION, MANIFEST, TENSORS, Files, to_json
 from thinker.runtime.files import sync_to_disk
 from thinker.runtime.process_group import DistContext
@@ -63,6 +62,8 @@ def write_checkpoint(
 
 def _write_shards(folder: Path, files: Files, dist: DistContext) -> dict[str, list[int | str]]:
     """Write this rank's part of all tensors. Returns the manifest's entries for all ranks."""
+    from thinker.checkpoint import sharded
+
     tensors = {}
     for name, file in files.items():
         if name.endswith(TENSORS):
