@@ -4,6 +4,7 @@ import torch."""
 import atexit
 import contextlib
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -20,15 +21,22 @@ import weakref
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+ROOMS = ("checkpoint", "data", "evaluation", "generation", "interop", "model", "native", "training")
+
+
+def modules_of(room):
+    """The names of all modules of a room."""
+    paths = sorted(ROOT.joinpath(room).rglob("[!_]*.py"))
+    paths = [path for path in paths if "lm_eval" not in path.name]  # a large package
+    return [".".join(("thinker", *path.relative_to(ROOT).with_suffix("").parts)) for path in paths]
+
+
+# What commands import sooner or later.
 PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
-    "thinker.training.run",
-    "thinker.training.reports.plan",
-    "thinker.generation.chat.interactive",
-    "thinker.evaluation.long_context",
-    "thinker.evaluation.needle",
+    *itertools.chain.from_iterable(map(modules_of, ROOMS)),
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "thinker.serving.app",
