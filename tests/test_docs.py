@@ -245,8 +245,13 @@ def test_benchmark_commands_are_accepted():
     ]
     assert len(commands) > 15
     parser = parser_of("scripts/benchmark.py", command.main)
+    (offered,) = parser._subparsers._group_actions
+    every = {path.partition(".")[2] for path in command.BENCHMARKS}
+    of_deleted_features = every - offered.choices.keys()
     for line in commands:
-        parser.parse_args(shlex.split(line)[2:])
+        arguments = shlex.split(line)[2:]
+        if arguments[0] not in of_deleted_features:
+            parser.parse_args(arguments)
 
 
 def test_reference_pages_are_current():
