@@ -4,6 +4,7 @@ is written."""
 import importlib.util
 import io
 import math
+import sys
 
 import pytest
 import torch
@@ -79,6 +80,7 @@ def command(monkeypatch, text_file, tmp_path, capfd):
         path = ROOT / name.split()[0]
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look it up
         spec.loader.exec_module(module)
         (tmp_path / "text").write_text(text_file.read_text()[:300])
         places = {
