@@ -9,6 +9,27 @@ from thinker.runtime.registry import features
 
 Case = TypeVar("Case")
 NAMES = {feature.name for feature in features()}
+# What shared configs, pages and commands need, by a part of their text.
+NEEDED = {
+    "configs/small-text.yaml": "auto_size",
+    "configs/mixture.yaml": "mixtures",
+    "configs/heal.yaml": "distillation",
+    "model.size": "auto_size",
+    "data.sources": "mixtures",
+    "data.clean": "cleaning",
+    "train.distill": "distillation",
+    "train.prune": "pruning",
+    "train.log_attention_every": "monitoring",
+    "train.log_grad_norms": "monitoring",
+}
+
+
+def missing_feature(text: str) -> str:
+    """A feature that a command, a config or a key needs and that has been deleted, or ""."""
+    for part, feature in NEEDED.items():
+        if part in text and feature not in NAMES:
+            return feature
+    return ""
 
 
 def if_installed(feature: str, *cases: Case) -> Iterable[Case]:

@@ -15,7 +15,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import chromium
 import pytest
 from conftest import ROOT, TINY_OVERRIDES, run_script
-from installed import NAMES
+from installed import NAMES, missing_feature
 
 from thinker.benchmarks import command
 from thinker.benchmarks.pages import pages
@@ -90,11 +90,6 @@ NOT_HERE = {
     "inspect_model.py patch": "needs a model that has learned to recall",
     "fineweb_val": "a download",
     'runs/gpu-124m --prompt "Once upon a time" --compile': "compiles for a minute",
-}
-
-NEEDS = {  # the features of commands outside of the guides of these features
-    "configs/small-text.yaml": "auto_size",
-    "train.distill.": "distillation",
 }
 
 
@@ -221,9 +216,10 @@ def test_commands_and_python_run(path, folder, monkeypatch, start_server):
             continue
         for line in lines_of(code):
             line = line.replace(DEFAULT_ADDRESS, address)
-            for name, feature in NEEDS.items():
-                if name in line and feature not in NAMES:
-                    pytest.skip(f"{line} needs {feature}, and what follows may need its result")
+            if missing_feature(line):
+                pytest.skip(
+                    f"{line} needs {missing_feature(line)}; what follows may need its result"
+                )
             if line.startswith("thinker-serve"):
                 address = start_server(*expand(line.rstrip("& "), variables)[1:], cwd=folder).url
             elif re.fullmatch(r"\w+=(\".*\"|'.*'|\S*)", line):

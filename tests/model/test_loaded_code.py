@@ -36,7 +36,7 @@ PARSER = {"patterns.pattern_parser", "patterns.position_patterns", "patterns.con
         ({"attention": "linear(8)"}, PARSER | {"kernels.linear_attention"}),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_scaling"}),
     ],
-    ids=str,
+    ids=["plain", "window", "linear", "scaled"],
 )
 def test_a_model_loads_what_it_uses(options, more):
     code = PROGRAM.replace("{OPTIONS}", repr(options))

@@ -9,6 +9,7 @@ import fork_server
 import pytest
 import torch
 from conftest import ROOT, random_model, run_script
+from installed import if_installed
 from safetensors.torch import load_file
 from training_runs import assert_same_run, assert_same_tensors, read_metrics, train_losses
 from training_workers import train_each
@@ -311,8 +312,8 @@ def test_a_run_interrupted_before_its_first_step_resumes(folder, monkeypatch):
         (["train.prune.neuron=0.5"], "unknown config key train.prune.neuron; did you mean train.prune.neurons?"),
         (["train.prune.weights=0.5", "train.patience=2"], "train.prune cannot be combined with train.patience"),
         (["train.prune.weights=0.5", "train.parallel=fsdp"], "train.prune cannot be combined with train.parallel=fsdp"),
-        (["train.prune.weights=0.5", "model.size=auto", "train.max_minutes=1"],
-         "train.prune cannot be combined with model.size=auto"),
+        *if_installed("auto_size", (["train.prune.weights=0.5", "model.size=auto", "train.max_minutes=1"],
+                                    "train.prune cannot be combined with model.size=auto")),
         (["train.prune.weights=0.5", "run.init_from=x", "train.lora_rank=2"],
          "train.prune cannot be combined with train.lora_rank"),
         (["train.prune.heads=0.5", "train.prune.by=gates", "train.ema_decay=0.9"],
