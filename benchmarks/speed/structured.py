@@ -1,7 +1,6 @@
 """Time to sample a token with a JSON schema or a regex, compared with a step of the model."""
 
 import argparse
-import random
 import statistics
 import time
 from typing import Any
@@ -9,7 +8,8 @@ from typing import Any
 import torch
 
 from thinker.benchmarks.speed.decode import BITS, SHAPES, make_random_model
-from thinker.data.tokenizers.tokenizer import BOS_TOKEN, Tokenizer
+from thinker.benchmarks.vocabulary import make_vocabulary
+from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.features.structured_output.constraints import GrammarConstraint
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.sequence import Sequence
@@ -92,41 +92,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "new": arguments.new,
         "rows": rows,
     }
-
-
-def make_vocabulary(vocab_size: int) -> Tokenizer:
-    """A tokenizer with the bytes, the marks of JSON, numbers and made-up words, as a trained one
-    would have them."""
-    rng = random.Random(0)
-    pieces = dict.fromkeys([bytes([byte]) for byte in range(256)])
-    marks = [
-        '{"',
-        '"}',
-        '":',
-        '": ',
-        '", "',
-        '",',
-        '"]',
-        "[]",
-        '["',
-        "},",
-        "]}",
-        "\n\n",
-        "  ",
-        "    ",
-        ". ",
-        ", ",
-    ]
-    pieces |= dict.fromkeys(mark.encode() for mark in marks)
-    pieces |= dict.fromkeys(str(number).encode() for number in range(1000) if vocab_size > 5000)
-    while len(pieces) < vocab_size - 1:
-        word = "".join(
-            rng.choices("etaoinshrdlucmfwypvbgkjqxz", weights=range(26, 0, -1), k=rng.randint(2, 9))
-        )
-        pieces[(rng.choice(["", " ", " "]) + rng.choice([word, word, word.title()])).encode()] = (
-            None
-        )
-    return Tokenizer("bpe", [*pieces, None], {BOS_TOKEN: vocab_size - 1})
 
 
 def measure(

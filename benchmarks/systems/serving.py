@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from thinker.benchmarks.speed.decode import BITS, SHAPES, make_random_model
-from thinker.benchmarks.speed.structured import make_vocabulary
+from thinker.benchmarks.vocabulary import make_vocabulary
 from thinker.data.tokenizers import tokenizer_conversion
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation import Generator, SamplingParams
