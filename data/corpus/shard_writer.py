@@ -104,7 +104,7 @@ class ShardWriter:
         return n_documents
 
     def _open_finished(self, path: Path, number: int) -> Shard:
-        """Open shard `number` of a stopped writer. Raises DamagedShard if it cannot be taken over."""
+        """Open shard `number` of a stopped writer. Raises DamagedShard if it is of no use."""
         shard = Shard.open(path, self.tokenizer)
         if _hash_path(path).read_text() != sha256_of_file(path):
             raise DamagedShard(f"{path} does not match its sha256")
