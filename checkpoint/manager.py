@@ -10,7 +10,7 @@ from thinker.checkpoint import write_files
 from thinker.checkpoint.format import Files
 from thinker.checkpoint.listing import list_checkpoints, number_of
 from thinker.checkpoint.model_files import to_cpu
-from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 
 
 class CheckpointManager:

@@ -9,7 +9,7 @@ from thinker.checkpoint import write_files
 from thinker.checkpoint.format import CONFIG, MODEL, STATE, TENSORS, TRAINING, Files
 from thinker.checkpoint.weights import MODEL_CLASS, model_tensors
 from thinker.model import Thinker
-from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
+from thinker.runtime.ranks import SINGLE_PROCESS, DistContext, full_tensor
 
 
 def save(

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from thinker.checkpoint.format import DTYPES, SHARDS, CorruptCheckpoint
-from thinker.runtime.process_group import DistContext
+from thinker.runtime.ranks import DistContext
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import CheckpointException

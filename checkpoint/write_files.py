@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinker.checkpoint.format import DTYPES, FORMAT_VERSION, MANIFEST, TENSORS, Files, to_json
 from thinker.runtime.files import sync_to_disk
-from thinker.runtime.process_group import DistContext
+from thinker.runtime.ranks import DistContext
 from thinker.runtime.reading import sha256_of_file
 
 CHUNK_BYTES = 1 << 18  # to write and hash at once

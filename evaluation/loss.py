@@ -19,7 +19,7 @@ from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 
 PROGRESS_DELAY = 1.0  # seconds
 

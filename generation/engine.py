@@ -289,7 +289,7 @@ class Generator:
         """Read the newest token of each sequence. Returns the logits after it, (B, 1, V)."""
         if cache is None:
             return self._uncached_logits(sequences)
-        # Drops what was sampled after the end of a text.
+        # A decoder may have read tokens that it sampled after the end of a text (Decoder.sample).
         cache.truncate([len(sequence.tokens) - 1 for sequence in sequences])
         newest = [[sequence.tokens[-1]] for sequence in sequences]
         return self.decoder.step(to_device(newest, self.model.device), cache)

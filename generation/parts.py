@@ -71,7 +71,7 @@ def build_decoder(setup: Setup, caches: CacheFactory, options: Options) -> Decod
     if setup.compile:
         setup.need_cache("compile")
     if setup.is_on_cpu and setup.compile is not False:
-        return _native_decoder(setup)
+        return _native_decoder(setup)  # a whole step in one call; --no-compile leaves it out
     if setup.compile:
         from thinker.generation.decoders.compiled_decoder import CompiledDecoder
 

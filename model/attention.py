@@ -59,7 +59,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
         q, k, v = self.project(x, rope)
-        if slots is not None:
+        if slots is not None:  # a linear layer caches a state, which has no slots
             q, k, v = cache.update(q, k, v, slots)  # k, v: (B, K, S, D)
         y = self.attend(q, k, v, mask, cache)  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)

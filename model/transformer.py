@@ -229,12 +229,15 @@ class Thinker(nn.Module):
                 return self.lm_head(x)  # (B, T, V)
             if self.config.prefix:  # no loss if a position attends to its target
                 targets = targets.masked_fill(context.positions < self.config.prefix - 1, -1)
+            # Imported at the first loss: a model that only writes text computes none.
             linear_cross_entropy = load_kernel("loss")
+            # It multiplies by the cast weight, and gives the weight itself a gradient in fp32.
+            cast_weight = self.lm_head.cast_weight(x.dtype).detach()
             return linear_cross_entropy(
                 x,
                 self.lm_head.weight,
                 targets,
-                self.lm_head.cast_weight(x.dtype).detach(),  # the gradient of the weight is in fp32
+                cast_weight,
                 self.is_compiled and x.is_cuda,
                 target_losses,
                 chunk_loss,

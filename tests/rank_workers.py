@@ -16,9 +16,9 @@ from thinker.checkpoint import CheckpointManager
 from thinker.data.batches.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import full_tensor
+from thinker.runtime.ranks import full_tensor
 from thinker.training.config.load import load_config, validate_config
-from thinker.training.distributed import ranks
+from thinker.training.distributed import process_group
 from thinker.training.run import build_trainer
 from thinker.training.settings.resolve import resolve_settings
 from thinker.training.state import resume
@@ -282,16 +282,19 @@ def fail_on_rank_1(dist, failure, seconds=None):
     Without `seconds` every wait that is not bound to last its time ends with an event, however busy
     the machine is.
     """
-    ranks.ROLL_CALL_SECONDS = seconds or 600.0
+    process_group.ROLL_CALL_SECONDS = seconds or 600.0
     dist.init_process_group("cpu", seconds or 600.0)
     step = make_step(dist)
     for number in range(5):
         if number == 2 and seconds is None:
             if dist.rank == 1 and failure in ("exception", "network", "user error"):
-                ranks.ROLL_CALL_SECONDS = 0.1  # rank 0 will not fail before it
+                process_group.ROLL_CALL_SECONDS = 0.1  # rank 0 will not fail before it
             is_lost, hangs = failure.startswith(("killed", "hangs")), failure.startswith("hangs")
             if is_lost and dist.is_main:
-                ranks.time, ranks.ROLL_CALL_SECONDS = (RollCallClock(dist.store), 10.0)
+                process_group.time, process_group.ROLL_CALL_SECONDS = (
+                    RollCallClock(dist.store),
+                    10.0,
+                )
             if hangs and dist.rank > 1:
                 dist.store.wait(["alive/0"])  # rank 0 is the first to miss rank 1
             if hangs or (

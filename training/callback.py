@@ -16,7 +16,7 @@ from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.batches.prefetch import Batch
 from thinker.data.corpus.corpus import Corpus
 from thinker.model import Thinker
-from thinker.runtime.process_group import DistContext
+from thinker.runtime.ranks import DistContext
 from thinker.training.kernels import Kernels
 from thinker.training.optim.optimizers import Optimizers
 from thinker.training.settings.settings import Settings

@@ -13,7 +13,7 @@ from thinker.model import Thinker
 from thinker.runtime.backend import configure_backend, enable_determinism
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 from thinker.runtime.registry import offers
 from thinker.training.callback import Callback
 from thinker.training.callbacks.setup import callbacks_of_output, callbacks_of_weights

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from thinker.data.batches.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import DTYPES
-from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
+from thinker.runtime.ranks import SINGLE_PROCESS, DistContext, full_tensor
 from thinker.training.callback import Callback, TrainingParts
 from thinker.training.kernels import cached_weight_casts, choose_kernels, fused_kernels
 from thinker.training.objective import Loss, Objective, next_token_loss

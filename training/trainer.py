@@ -16,7 +16,7 @@ from thinker.data.corpus.corpus import Corpus
 from thinker.evaluation.loss import Evaluation
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
-from thinker.runtime.process_group import DistContext
+from thinker.runtime.ranks import DistContext
 from thinker.training.callback import StepInfo, TrainingRun, evaluated_weights
 from thinker.training.metrics import MemoryMeter, evaluation_line
 from thinker.training.optim.schedule import lr_multiplier
@@ -67,7 +67,7 @@ class Trainer:
             self.loader.start(self.state.step)
         # The other ranks read only after old files of the dataset were removed.
         self.dist.broadcast_object(None)
-        self.sync_step()
+        self.fetch_batch()
 
     # ---------------------------------------------------------------- the run
 
@@ -132,7 +132,7 @@ class Trainer:
             self.evaluate()
 
     def train_step(self) -> StepInfo:
-        """Run one optimizer step, and log metrics if they are due."""
+        """Run one optimizer step, fetch the next batch, and log metrics if they are due."""
         state = self.state
         started = time.perf_counter()
         multiplier = lr_multiplier(self.train_config, state.step, self.progress())
@@ -153,7 +153,7 @@ class Trainer:
             metrics = self._callback_metrics()
             started += time.perf_counter() - measured
         try:
-            self.sync_step(started)
+            self.fetch_batch(started)
         except UserError:  # of a stream, after which the run is saved
             state.elapsed_s += time.perf_counter() - started
             raise
@@ -163,9 +163,11 @@ class Trainer:
         self.bar.update(self.progress() - self.bar.n)
         return info
 
-    def sync_step(self, started: float | None = None) -> None:
-        """Fetch the next batch; share its number of targets, the time since `started`, and signals
-        with all ranks."""
+    def fetch_batch(self, started: float | None = None) -> None:
+        """Fetch the batch of the next step.
+
+        All ranks share its number of targets, the time since `started`, and signals.
+        """
         is_alone = self.dist.world_size == 1  # then a signal need not wait for the text of a stream
         batch = self.batches.batch(
             self.state.step, lambda: bool(is_alone and self.signal_handler.number)
@@ -176,7 +178,9 @@ class Trainer:
         n_targets = batch.n_targets if batch else 0
         values = self.dist.all_gather_scalars(n_targets, elapsed, self.signal_handler.number)
         all_targets, all_elapsed, signals = zip(*values)
-        self.batch = batch and batch._replace(n_targets=int(sum(all_targets)))
+        if batch is not None:
+            batch = batch._replace(n_targets=int(sum(all_targets)))
+        self.batch = batch
         self.state.elapsed_s = all_elapsed[0]
         self.signal = int(max(signals))
 

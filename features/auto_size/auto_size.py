@@ -14,7 +14,7 @@ import torch
 
 from thinker.data.text.sources import open_source
 from thinker.runtime.device import matmul_flops
-from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 from thinker.training.config.config import Config
 from thinker.training.config.load import validate_config
 from thinker.training.metrics import peak_flops

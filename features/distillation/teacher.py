@@ -14,7 +14,7 @@ from thinker.features.distillation.teacher_logits import TeacherLogits
 from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import DistContext
+from thinker.runtime.ranks import DistContext
 from thinker.training.config.config import Config
 
 

@@ -8,7 +8,7 @@ from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.corpus.corpus import Corpus
 from thinker.evaluation.loss import Evaluation, Evaluator
 from thinker.model import Thinker
-from thinker.runtime.process_group import DistContext
+from thinker.runtime.ranks import DistContext
 from thinker.training.data.training_batches import build_evaluator, pack_validation
 from thinker.training.settings.settings import Settings
 

@@ -11,7 +11,7 @@ from thinker.data.corpus.corpus import Corpus
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.loss import Evaluator
 from thinker.model import ThinkerConfig
-from thinker.runtime.process_group import DistContext
+from thinker.runtime.ranks import DistContext
 from thinker.training.config.config import Config
 from thinker.training.config.data_section import DataConfig
 from thinker.training.data.training_batches import DatasetOptions

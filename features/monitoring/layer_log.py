@@ -12,7 +12,7 @@ from thinker.features.monitoring.validation_figures import write_validation_figu
 from thinker.model import Thinker
 from thinker.model.inspection.attention_statistics import FIGURES, measure_attention
 from thinker.runtime.constants import IGNORE_INDEX
-from thinker.runtime.process_group import full_tensor
+from thinker.runtime.ranks import full_tensor
 from thinker.training.callback import Callback, StepInfo, TrainingParts, TrainingRun
 from thinker.training.distributed.parallel_model import unwrapped_copy
 from thinker.training.settings.settings import Settings

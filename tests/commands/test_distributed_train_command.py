@@ -31,9 +31,9 @@ train: {max_steps: 100000, decay_fraction: 0, batch_size: 4, eval_every: 6, eval
 TORCHRUN = "from torch.distributed.run import main\n\nmain()\n"
 IMPATIENT = """
 import runpy
-from thinker.training.distributed import ranks
+from thinker.training.distributed import process_group
 
-ranks.CONNECT_SECONDS, ranks.ROLL_CALL_SECONDS = %s
+process_group.CONNECT_SECONDS, process_group.ROLL_CALL_SECONDS = %s
 runpy.run_path(%r, None, "__main__")
 """
 

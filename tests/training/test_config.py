@@ -16,7 +16,7 @@ from installed import missing_feature
 
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import SINGLE_PROCESS
+from thinker.runtime.ranks import SINGLE_PROCESS
 from thinker.scripts.make_reference import config_markdown, config_schema
 from thinker.training.config.config import config_sections
 from thinker.training.config.load import load_config, validate_config

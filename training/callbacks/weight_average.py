@@ -4,7 +4,7 @@ weights."""
 import torch
 from torch import Tensor
 
-from thinker.runtime.process_group import local_tensor
+from thinker.runtime.ranks import local_tensor
 from thinker.training.callback import Callback, StepInfo, TrainingParts
 
 

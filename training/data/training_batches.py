@@ -16,7 +16,7 @@ from thinker.data.corpus.corpus import Corpus
 from thinker.data.corpus.shards import TokenShards
 from thinker.data.tokenizers.text_bytes import scaled_byte_lengths
 from thinker.evaluation.loss import Evaluator
-from thinker.runtime.process_group import DistContext
+from thinker.runtime.ranks import DistContext
 from thinker.runtime.registry import offers
 from thinker.training.config.config import Config
 from thinker.training.config.source_section import TextSource

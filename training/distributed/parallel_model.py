@@ -11,7 +11,7 @@ from thinker.checkpoint import model_class
 from thinker.checkpoint.format import RANK_OF
 from thinker.model import Thinker
 from thinker.model.lora import add_lora
-from thinker.runtime.process_group import DistContext, full_tensor
+from thinker.runtime.ranks import DistContext, full_tensor
 from thinker.training.settings.settings import Settings
 
 

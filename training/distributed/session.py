@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from thinker.runtime.process_group import DistContext
+from thinker.runtime.ranks import DistContext
 
 
 def context_from_environment() -> DistContext:
@@ -14,7 +14,7 @@ def context_from_environment() -> DistContext:
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return DistContext()
-    from thinker.training.distributed.ranks import connect
+    from thinker.training.distributed.process_group import connect
 
     return connect()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinker.native import training as native
-from thinker.runtime.process_group import local_tensor
+from thinker.runtime.ranks import local_tensor
 from thinker.training.optim.optimizers import OptimizerParts, adamw_of
 from thinker.training.optim.orthogonalize import orthogonalize, sharded_orthogonalize
 
@@ -56,10 +56,10 @@ class Muon(torch.optim.Muon):
         assert closure is None, "closures are not supported"
         found_inf = getattr(self, "found_inf", None)
         skip = None
-        weight = 1 - self.row_beta  # of new squares
+        new_share = 1 - self.row_beta  # of new squares in their running mean
         if found_inf is not None:
             skip = found_inf > 0
-            weight = skip.logical_not() * weight
+            new_share = skip.logical_not() * new_share
         n_sharded = 0  # matrices orthogonalized so far, to balance them over the ranks
         for group in self.param_groups:
             for parameters in _by_shape(group["params"]):
@@ -68,7 +68,7 @@ class Muon(torch.optim.Muon):
                 if self.is_fused and ranks is None and skip is None:
                     self._fused_step(group, parameters)
                     continue
-                self._plain_step(group, parameters, weight, skip, ranks, n_sharded)
+                self._plain_step(group, parameters, new_share, skip, ranks, n_sharded)
                 if ranks is not None:
                     n_sharded += len(parameters)
 
@@ -99,7 +99,7 @@ class Muon(torch.optim.Muon):
         self,
         group: dict[str, Any],
         parameters: list[Tensor],
-        weight: float | Tensor,
+        new_share: float | Tensor,
         skip: Tensor | None,
         ranks: Any,
         n_sharded: int,
@@ -116,7 +116,7 @@ class Muon(torch.optim.Muon):
 
         normalize = _compiled() if self.is_compiled and ranks is None else normalize_rows
         row_second_moments = [local_tensor(state["row_second_moment"]) for state in states]
-        updates, means = normalize(updates, torch.stack(row_second_moments), weight, skip, ranks)
+        updates, means = normalize(updates, torch.stack(row_second_moments), new_share, skip, ranks)
         torch._foreach_copy_(row_second_moments, means.unbind())
 
         lr, decay = _rates(group, shape)

@@ -4,7 +4,7 @@ import torch
 
 from thinker.model import ThinkerConfig
 from thinker.runtime.memory import check_memory
-from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 from thinker.training.config.config import Config
 
 

@@ -6,7 +6,7 @@ import torch
 
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import format_bytes
-from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 from thinker.training.settings.memory_estimate import (
     estimate_memory,
     free_memory,

@@ -22,7 +22,7 @@ from thinker.model.masks import ForwardContext
 from thinker.runtime import memory
 from thinker.runtime.checks import divisors
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 from thinker.training.callbacks.setup import callbacks_of_weights
 from thinker.training.kernels import fused_kernels
 from thinker.training.settings.settings import Settings

@@ -9,7 +9,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.checks import divisors
 from thinker.runtime.device import choose_precision
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 from thinker.runtime.registry import offers
 from thinker.training.config.config import Config
 from thinker.training.config.sections import OptimizerConfig, TrainConfig

@@ -14,7 +14,7 @@ from thinker.checkpoint import CorruptCheckpoint
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.tokenizers.tokenizer_factory import is_path
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import DistContext
+from thinker.runtime.ranks import DistContext
 from thinker.runtime.registry import features, import_offer
 from thinker.training.callback import Callback
 from thinker.training.optim.optimizer_state import expected_state, load_state

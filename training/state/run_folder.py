@@ -8,7 +8,7 @@ from thinker.checkpoint import CorruptCheckpoint
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.tokenizers.tokenizer import FILE_NAME
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import DistContext
+from thinker.runtime.ranks import DistContext
 from thinker.training.state.run_state import RunState, read_state
 
 

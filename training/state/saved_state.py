@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from thinker.runtime.backend import device_name
-from thinker.runtime.process_group import DistContext
+from thinker.runtime.ranks import DistContext
 from thinker.training.callback import Callback
 from thinker.training.state.run_state import RunState
 from thinker.training.step import TrainingStep

@@ -24,7 +24,7 @@ from thinker.features.distillation.teacher_logits import TeacherLogits, TopLogit
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import SINGLE_PROCESS
+from thinker.runtime.ranks import SINGLE_PROCESS
 from thinker.training.config.load import load_config
 from thinker.training.kernels import Kernels
 from thinker.training.run import build_trainer

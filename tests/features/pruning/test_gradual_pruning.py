@@ -20,7 +20,7 @@ from thinker.features.pruning.keys import PruneConfig
 from thinker.features.pruning.weight_pruning import block_matrices, zero_share
 from thinker.interop import load
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import SINGLE_PROCESS
+from thinker.runtime.ranks import SINGLE_PROCESS
 from thinker.training.callback import StepInfo, evaluated_weights
 from thinker.training.config.load import load_config
 from thinker.training.run import build_trainer

@@ -1,7 +1,7 @@
 """The ranks of distributed training, as all other code sees them: here one process.
 
 Code asks its context what the ranks share. Several processes have another context
-(training/distributed/ranks.py).
+(training/distributed/process_group.py).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch.distributed
 from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, TCPStore
 
 from thinker.runtime.errors import RunError, UserError
-from thinker.runtime.process_group import DistContext
+from thinker.runtime.ranks import DistContext
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 CONNECT_SECONDS = 60.0  # to connect to the store
