@@ -9,6 +9,22 @@ from thinker.runtime.registry import features
 
 Case = TypeVar("Case")
 NAMES = {feature.name for feature in features()}
+# Those that shared pages link to.
+KNOWN = {
+    "auto_size",
+    "cleaning",
+    "distillation",
+    "early_exit",
+    "mixtures",
+    "monitoring",
+    "ollama",
+    "pruning",
+    "quantization_study",
+    "retrieval",
+    "speculation",
+    "streams",
+    "structured_output",
+}
 # What shared configs, pages and commands need, by a part of their text.
 NEEDED = {
     "configs/small-text.yaml": "auto_size",
@@ -17,6 +33,7 @@ NEEDED = {
     "model.size": "auto_size",
     "data.sources": "mixtures",
     "data.clean": "cleaning",
+    "buffer_tokens": "streams",
     "train.distill": "distillation",
     "train.prune": "pruning",
     "train.log_attention_every": "monitoring",

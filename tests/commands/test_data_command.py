@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT, run_script
+from installed import needs
 
 from thinker.data.batches.windows import PackedDataset
 from thinker.training.config.load import load_config
@@ -28,6 +29,7 @@ def overrides(tmp_path_factory):
             f"data.sources={SOURCES}", "train.batch_size=6", "train.device=cpu"]  # fmt: skip
 
 
+@needs("mixtures")
 @pytest.mark.parametrize("packing", ["contiguous", "documents", "best_fit"])
 def test_the_numbers_are_those_of_the_corpus(overrides, packing):
     config = load_config(CONFIG, [*overrides, f"data.packing={packing}"])
@@ -47,6 +49,7 @@ def test_the_numbers_are_those_of_the_corpus(overrides, packing):
     assert all(len(cells) == 2 for cells in rows.values())
 
 
+@needs("mixtures")
 @pytest.mark.parametrize("packing", ["contiguous", "documents", "best_fit"])
 def test_the_page_has_the_tokens_that_training_reads(overrides, packing):
     config = load_config(CONFIG, [*overrides, f"data.packing={packing}"])
@@ -73,6 +76,7 @@ def test_the_page_has_the_tokens_that_training_reads(overrides, packing):
     assert [sequence.sample_id for sequence in report.sequences] == loader.sample_ids(3)[:4]
 
 
+@needs("cleaning")
 def test_equal_documents_and_what_cleaning_dropped_are_counted(tmp_path):
     texts = [f"text number {i % 30} of several words" for i in range(50)] + ["x"] * 3
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -122,6 +126,7 @@ def test_emoji_and_control_characters_are_shown(tmp_path):
     assert "\x1b" not in text
 
 
+@needs("mixtures")
 def test_the_command_writes_a_table_a_plot_and_a_page(overrides, tmp_path):
     files = ["--html", tmp_path / "data.html", "--png", tmp_path / "lengths.png"]
     done = run_script(

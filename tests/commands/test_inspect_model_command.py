@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_script
+from installed import if_installed, needs
 
 from thinker import checkpoint, interop
 from thinker.data.text import tales
@@ -373,6 +374,7 @@ def test_numbers_that_are_none_end_in_one_line(command, loaded, tmp_path):
             command(name, tmp_path / "nan", "--prompt", "ab")
 
 
+@needs("pruning")
 def test_a_pruned_model_that_cannot_be_written(command, four_heads):
     with pytest.raises(FileNotFoundError, match="/proc"):
         command("prune", four_heads, "--groups", "0.1", "--texts", "4", "--out", "/proc/pruned")
@@ -391,6 +393,7 @@ def test_models_with_other_heads_are_compared_by_what_they_predict(
     )
 
 
+@needs("pruning")
 def test_pruning_for_good(command, four_heads, tmp_path):
     given = (
         "prune",
@@ -560,12 +563,15 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
             "--groups 0-1 is not a list of LAYER.KV_HEAD, such as 0.1,2.3",
         ),
         (["prune", "--groups", "0.0,1.0,00.0"], "--groups 0.0,1.0,00.0 lists a head twice"),
-        (["prune", "--groups", "0.0"], "layer 0 would have no heads left"),
-        (
-            ["prune", "--count", "1"],
-            "cannot remove 1 KV heads, since every layer keeps at least one; no layer has more",
+        *if_installed(
+            "pruning",
+            (["prune", "--groups", "0.0"], "layer 0 would have no heads left"),
+            (
+                ["prune", "--count", "1"],
+                "cannot remove 1 KV heads, since every layer keeps at least one; no layer has more",
+            ),
+            (["prune", "--count", "1", "--texts", "2"], "2 texts are too few"),
         ),
-        (["prune", "--count", "1", "--texts", "2"], "2 texts are too few"),
         (["map", "--prompt", "ab", "--json", "nowhere/x"], "its folder does not exist"),
         (["prune", "--count", "1", "--out", "."], "--out . already exists; give a new folder"),
         (["heads", "--png", "."], "cannot write .: it is a folder"),

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from installed import needs
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interpretability import comparison, flow, head_reports, heads, prompt_reports
@@ -83,6 +84,7 @@ def test_over_a_training_the_highest_score_and_whose_it_is(random_model):
         assert row[found.columns.index("induction")] == f"{known.max():.3f} ({layer}.{head})"
 
 
+@needs("pruning")
 @pytest.mark.parametrize("how", ["zero", "mean", "gradient"])
 def test_what_is_pruned_is_chosen_by_what_was_asked_for(random_model, how):
     model = random_model(n_kv_heads=4)

@@ -1,6 +1,10 @@
 """The checks of the lesson "Make it small" take right answers and name typical mistakes."""
 
 import pytest
+from installed import NAMES
+
+if not {"pruning", "quantization_study"} <= NAMES:
+    pytest.skip("the lesson needs pruning and quantization_study", allow_module_level=True)
 
 from thinker.lessons.checks.make_it_small import check_bytes, check_choice, check_round
 

@@ -15,6 +15,9 @@ from repository_copy import copy_repository
 from thinker.runtime.registry import features
 
 NAMES = [feature.name for feature in features()]
+pytestmark = pytest.mark.skipif(
+    not (NAMES and (ROOT / ".git").exists()), reason="there is nothing to delete, or no repository"
+)
 DOCS = "not python_run and not search"  # tests of the documentation that take seconds
 QUICKSTART = ["train.py", "configs/quickstart.yaml", "train.max_minutes=null"]
 

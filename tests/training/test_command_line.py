@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from conftest import ROOT, run_script
+from installed import needs
 
 from thinker.runtime.errors import UserError
 from thinker.training.config.command_line import ConfigArgumentParser
@@ -69,14 +70,6 @@ def test_all_keys_are_listed_with_their_defaults(parse, capsys):
     ]
     assert [line.split("  ")[0] for line in lines] == expected
     with pytest.raises(SystemExit):
-        parse("--keys", "data.sources")
-    lines = capsys.readouterr().out.splitlines()
-    assert "data.sources.0.weight=1.0" in [line.split("  ")[0] for line in lines]
-    assert all(line.startswith("data.sources.0.") for line in lines)
-    with pytest.raises(SystemExit):
-        parse("--keys", "data.clean")
-    assert "data.clean.duplicates=null" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
         parse("c.yaml", "--keys", "tracking")
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("=")[0] for line in lines] == [
@@ -86,6 +79,19 @@ def test_all_keys_are_listed_with_their_defaults(parse, capsys):
     ]
     with pytest.raises(UserError, match="unknown config section trak; use one of run, model"):
         parse("--keys", "trak")
+
+
+@needs("mixtures")
+@needs("cleaning")
+def test_keys_of_a_list_and_of_a_nested_section_are_listed(parse, capsys):
+    with pytest.raises(SystemExit):
+        parse("--keys", "data.sources")
+    lines = capsys.readouterr().out.splitlines()
+    assert "data.sources.0.weight=1.0" in [line.split("  ")[0] for line in lines]
+    assert all(line.startswith("data.sources.0.") for line in lines)
+    with pytest.raises(SystemExit):
+        parse("--keys", "data.clean")
+    assert "data.clean.duplicates=null" in capsys.readouterr().out
 
 
 def test_the_commands_read_it_so(tmp_path):
