@@ -1022,3 +1022,28 @@ def html_report(results: Results) -> Table:
         "sliding through layers, per frame": "{slide_ms:.1f} ms",
     }
     return rows_table([run], run["pages"], columns)
+
+
+# A commit and an older one
+
+
+@table
+def before_after(results: Results) -> Table:
+    """Times of the same work in an older commit and in this one."""
+    runs = results["before_after"]
+    rows = []
+    for run in runs:
+        for measured in run["rows"]:
+            ratios = measured["ratios"]
+            old, new = 1000 * measured["old_s"], 1000 * measured["new_s"]
+            row = {"old": old, "new": new, "low": min(ratios), "high": max(ratios)}
+            rows.append(measured | row | {"pairs": run["pairs"]})
+    columns = {
+        "measured": "{measure}",
+        "before": "{old:.1f} ms",
+        "after": "{new:.1f} ms",
+        "speed, median of the pairs": "{ratio:.3f}",
+        "lowest and highest": "{low:.3f} to {high:.3f}",
+        "pairs": "{pairs}",
+    }
+    return rows_table(runs, rows, columns)
