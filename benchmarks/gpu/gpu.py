@@ -16,7 +16,7 @@ import torch
 
 from thinker.benchmarks import contenders
 from thinker.benchmarks.contenders import stream
-from thinker.benchmarks.gpu import gpu_commands, gpu_decoding, gpu_training
+from thinker.benchmarks.gpu import gpu_commands, gpu_decoding, gpu_training, whole_path
 from thinker.benchmarks.gpu.gpu_plots import plot_part
 from thinker.benchmarks.gpu.gpu_training import Campaign, Results
 from thinker.runtime.errors import RunError, UserError
@@ -46,6 +46,7 @@ class Stage(NamedTuple):
 
 PARTS = {
     "A": (
+        Stage("whole path", 2.0, whole_path.whole_path),
         Stage("facts", 0.5, gpu_training.facts),
         Stage("training, 124m", 2.6, partial(gpu_training.train_beside, "124m")),
         Stage("profile", 1.0, gpu_training.profile),

@@ -74,12 +74,23 @@ class Command:
     """A command whose output goes to a file; it is killed, with what it has started, at the end of
     the block."""
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        log: Path,
+        cwd: Path = ROOT,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.log = log
         with log.open("a") as file:
             new_group = getattr(os, "setpgrp", None)
             self.process = subprocess.Popen(
-                arguments, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, preexec_fn=new_group
+                arguments,
+                cwd=cwd,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                preexec_fn=new_group,
             )
 
     def __enter__(self) -> Command:
