@@ -1,5 +1,6 @@
 """Load the teacher of a distillation and check that it fits the student."""
 
+import dataclasses
 import hashlib
 import sys
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.ranks import DistContext
 from thinker.training.config.config import Config
+
+# Keys of the architecture that a hash of weights counts only if they are set.
+NEWER_KEYS = ("activation", "attention_temperature", "mlp", "norm")
 
 
 @dataclass
@@ -117,8 +121,10 @@ def _check_heads(name: str, teacher: ThinkerConfig, student: ThinkerConfig) -> N
 def hash_weights(model: Thinker) -> str:
     """The sha256 of all weights and the architecture."""
     config = model.config.to_dict()
-    if config["attention_temperature"] == 1:  # as before the key existed, so that older runs resume
-        del config["attention_temperature"]
+    for field in dataclasses.fields(ThinkerConfig):
+        # As before the key existed, so that older runs resume.
+        if field.name in NEWER_KEYS and config[field.name] == field.default:
+            del config[field.name]
     digest = hashlib.sha256(repr(sorted(config.items())).encode())
     for _, tensor in sorted(model.state_dict().items()):
         digest.update(tensor.detach().cpu().contiguous().numpy().data)

@@ -1,6 +1,7 @@
 """Distillation: the loss and its gradient, stored logits, what is refused, and whole runs with
 every form of it."""
 
+import hashlib
 import shutil
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from thinker.features.distillation.distillation import (
     similarity_error,
 )
 from thinker.features.distillation.keys import DistillConfig
-from thinker.features.distillation.teacher import Teacher
+from thinker.features.distillation.teacher import Teacher, hash_weights
 from thinker.features.distillation.teacher_logits import TeacherLogits, TopLogits
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
@@ -404,6 +405,31 @@ def test_a_run_keeps_its_teacher(runs, tiny_run, tmp_path):
         UserError, match="has other weights than the teacher that this run started with"
     ):
         train(folder, "kept", [*overrides, f"train.distill.teacher={other}"], 4)
+
+
+# The architecture that the hash of the first runs with a teacher counted.
+FIRST_KEYS = """
+attention attention_bias attention_sinks attn_logit_softcap d_ff d_model dropout head_dim
+head_init_std init max_seq_len n_heads n_kv_heads n_kv_heads_per_layer n_layers no_rope_layers
+norm_eps positions qk_norm rope_scaling rope_theta tie_embeddings token_shift vocab_size window
+"""
+
+
+def test_the_hash_of_a_teacher_is_that_of_the_first_runs_and_sees_every_change():
+    model = random_model()
+    config = model.config.to_dict()
+    pairs = [(key, config[key]) for key in FIRST_KEYS.split()]
+    digest = hashlib.sha256(repr(pairs).encode())
+    for name in sorted(model.state_dict()):
+        digest.update(model.state_dict()[name].numpy().tobytes())
+    assert hash_weights(model) == digest.hexdigest()
+    known = {digest.hexdigest()}
+    for changed in ({"activation": "gelu"}, {"norm": "layernorm"}, {"attention_temperature": 2.0}):
+        known.add(hash_weights(random_model(**changed)))
+    with torch.no_grad():
+        model.norm.weight[0] += 1
+    known.add(hash_weights(model))
+    assert len(known) == 5
 
 
 def test_the_command_says_what_the_student_learns_from(runs, tmp_path, tiny_run):
