@@ -93,10 +93,12 @@ def _numbers() -> Tensor:
 
 @contextlib.contextmanager
 def own_random_numbers() -> Iterator[Noise]:
-    """Context that leaves torch's generator as it is, whatever a module draws. Yields numbers for
-    weights."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
+    """Context that leaves torch's generators as they are, whatever a module draws. Yields numbers
+    for weights."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        # Not torch.manual_seed(), which would seed a GPU that is not in use yet, too.
+        torch.default_generator.manual_seed(SEED)
         yield Noise()
 
 

@@ -117,6 +117,17 @@ def test_compiled_decoding_gives_the_same_texts_with_two_programs_and_never_wait
     torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_proof_leaves_the_random_numbers_of_the_gpu_alone():
+    from thinker.model import proof
+
+    torch.manual_seed(1)
+    known = torch.rand(3, device="cuda")
+    torch.manual_seed(1)
+    with proof.own_random_numbers():
+        torch.rand(5, device="cuda")
+    assert torch.equal(torch.rand(3, device="cuda"), known)
+
+
 def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
     from thinker.data.batches.prefetch import Batch
     from thinker.model import ThinkerConfig
