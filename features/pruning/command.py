@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError
+from thinker.runtime.registry import features
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,8 +71,11 @@ def print_next_step(arguments: argparse.Namespace) -> None:
     if arguments.zeros:
         print(f"wrote {out}", file=sys.stderr)
         return
-    print(f"wrote {out}; train it on, with its original as a teacher:", file=sys.stderr)
-    options = f"run.init_from={out} train.distill.teacher={path}"
+    advice, options = "train it on", f"run.init_from={out}"
+    if any(feature.name == "distillation" for feature in features()):
+        advice += ", with its original as a teacher"
+        options += f" train.distill.teacher={path}"
+    print(f"wrote {out}; {advice}:", file=sys.stderr)
     if arguments.weights:  # keeps the zeros
         options += f" train.prune.weights={arguments.weights:g}"
     print(f"  python train.py CONFIG {options} run.dir=...", file=sys.stderr)

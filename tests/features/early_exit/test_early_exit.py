@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from conftest import random_model
+from installed import if_installed
 from pairwise import pairwise
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
@@ -216,7 +217,9 @@ def test_conversations_continue_with_a_complete_cache():
         ({}, {"early_exit": 1}, "use a probability above 0 and below 1"),
         ({}, {"early_exit": math.nan}, "use a probability above 0 and below 1"),
         ({}, {"window": 8}, "early_exit cannot be combined with window"),
-        ({}, {"speculate": 2}, "early_exit cannot be combined with speculate"),
+        *if_installed(
+            "speculation", ({}, {"speculate": 2}, "early_exit cannot be combined with speculate")
+        ),
         ({}, {"compile": True}, "early_exit cannot be combined with compile"),
         ({}, {"use_cache": False}, "early_exit needs the KV cache"),
         ({"n_layers": 1}, {}, "at least 2 layers"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, run_script
 from data_runs import check_killed_runs, check_samples, train_whole, trainer_of, write_config
+from installed import needs
 from training_runs import assert_same_tensors, read_metrics
 
 from thinker.features.mixtures.mixed_evaluator import split_limit
@@ -201,6 +202,7 @@ def test_a_resumed_run_finds_its_cached_tokens(folder, tmp_path):
     assert "has changed since the run in" in changed.stderr
 
 
+@needs("cleaning")
 def test_a_cleaned_mixture_resumes_with_each_packing(folder, tmp_path):
     """Cleaning, packing and mixtures together: 4 steps and 4 more are 8 to the last bit."""
     clean = [

@@ -7,6 +7,7 @@ import fork_server
 import pytest
 import torch
 from conftest import ROOT
+from installed import if_installed
 from training_runs import assert_same_tensors, metrics_without_times, read_metrics, train_losses
 from training_workers import train_each
 
@@ -48,11 +49,14 @@ KINDS = {
     ),
     "compiled": (1, ["train.compile=true", "model.attention=[full,window(8)]"]),
     "linear": (1, ["model.attention=[linear(16),topk(4)]", "train.checkpoint_every_n_blocks=1"]),
-    "gates": (1, ["train.prune.heads=0.5", "train.prune.by=gates", "model.n_kv_heads=2"]),
-    "pruned": (1, ["train.prune.weights=0.5", "train.prune.every=1"]),
     "ddp": (2, ["train.parallel=ddp"]),
     "fsdp": (2, ["train.parallel=fsdp", "model.tie_embeddings=true"]),
 }
+PRUNED = {
+    "gates": (1, ["train.prune.heads=0.5", "train.prune.by=gates", "model.n_kv_heads=2"]),
+    "pruned": (1, ["train.prune.weights=0.5", "train.prune.every=1"]),
+}
+KINDS |= dict(if_installed("pruning", *PRUNED.items()))
 
 
 @pytest.fixture(scope="module")

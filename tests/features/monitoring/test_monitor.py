@@ -8,6 +8,7 @@ import pytest
 import torch
 from batch_cases import KINDS, TOKENIZER
 from conftest import random_model
+from installed import if_installed, needs
 
 from thinker.features.monitoring import monitor as module
 from thinker.features.monitoring.monitor import Monitor, Reference
@@ -19,10 +20,10 @@ from thinker.runtime.errors import UserError
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOW = {
     **{name: (config, options, 160) for name, (config, options) in KINDS.items()},
-    "speculate": ({}, {"speculate": 3}, 160),
+    **dict(if_installed("speculation", ("speculate", ({}, {"speculate": 3}, 160)))),
     "window and sinks": ({}, {"window": 10, "sinks": 2}, 160),
     "slide": ({}, {"slide": True}, 24),
-    "early exit": ({}, {"early_exit": 0.02}, 160),
+    **dict(if_installed("early_exit", ("early exit", ({}, {"early_exit": 0.02}, 160)))),
     "linear in some layers": ({"attention": ["linear(16)", "full"]}, {"compile": False}, 160),
 }
 PROMPTS = ["abcd", "abcd", "a longer prompt"]
@@ -116,6 +117,7 @@ def test_figures_are_those_of_the_whole_text(how):
     assert_measured(monitor, generator, tokens, tolerance)
 
 
+@needs("speculation")
 def test_rejected_drafts_are_not_measured():
     """The cache still has their keys when a position is measured."""
     monitor, prompt = always(), "abcabcabdabcabcabe"
@@ -244,6 +246,10 @@ def test_what_a_monitor_needs():
         Generator(random_model(1, vocab_size=264), TOKENIZER, use_cache=False, monitor=Monitor())
     with pytest.raises(UserError, match="monitor is True; it must be a Monitor or None"):
         Generator(random_model(1, vocab_size=264), TOKENIZER, monitor=True)
+
+
+@needs("retrieval")
+def test_a_monitor_does_not_measure_retrieved_blocks():
     with pytest.raises(UserError, match="monitor cannot be combined with retrieve"):
         Generator(
             random_model(1, vocab_size=264),

@@ -3,6 +3,7 @@ heads set to zero."""
 
 import pytest
 import torch
+from installed import if_installed
 
 from thinker import checkpoint, interop
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
@@ -72,11 +73,12 @@ def test_it_is_saved_loaded_and_sampled_from(random_model, tmp_path):
     assert again.config.n_kv_heads_per_layer == [2, 4]
     assert torch.equal(again(TOKENS), left(TOKENS))
     params = SamplingParams(max_new_tokens=24, temperature=0)
-    modes = [{"use_cache": False}, {}, {"speculate": 4}, {"window": 60}]
+    modes = [{"use_cache": False}, {}, {"window": 60}]
+    modes += if_installed("speculation", {"speculate": 4})
     told = [
         Generator(left, tokenizer, **mode).generate(["abc"], params)[0].token_ids for mode in modes
     ]
-    assert told[1:] == told[:1] * 3
+    assert all(tokens == told[0] for tokens in told)
     Generator(left, tokenizer, bits=8).generate(["abc"], params)
 
 

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from conftest import ROOT, random_model, run_script
+from installed import NAMES
 
 from thinker.features.pruning import weight_pruning, zeros
 from thinker.features.pruning.saliency import METHODS
@@ -146,7 +147,10 @@ def test_the_command_sets_weights_to_zero(tiny_run, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "64 of 128 neurons in each layer, 50.0% of the weights in the blocks" in done.stdout
-    assert f"train.distill.teacher={tiny_run} train.prune.weights=0.5" in done.stderr
+    assert f"run.init_from={out}" in done.stderr
+    assert "train.prune.weights=0.5" in done.stderr
+    has_teacher = f"train.distill.teacher={tiny_run}" in done.stderr
+    assert has_teacher == ("distillation" in NAMES)
 
 
 @pytest.mark.parametrize(

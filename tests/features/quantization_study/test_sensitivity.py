@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from conftest import ROOT, random_model, run_script
+from installed import needs
 
 from thinker.features.quantization_study import sensitivity
 from thinker.features.quantization_study.sensitivity import Cost
@@ -197,6 +198,12 @@ def test_sampling_with_bits_by_matrix(tiny_run, compile):
     mixed = dict.fromkeys(names, 4) | {"blocks.1.mlp.down": 8}
     generator = Generator(model, tokenizer, bits=mixed, compile=compile)
     assert generator.generate(["Line 1"], params)[0].logprobs not in texts.values()
+
+
+@needs("speculation")
+def test_mixed_bits_have_no_draft(tiny_run):
+    model, tokenizer = load(tiny_run)
+    mixed = dict.fromkeys(matrix_names(2), 4)
     with pytest.raises(UserError, match="cannot be combined with a draft"):
         Generator(model, tokenizer, bits=mixed, speculate=2, draft=model)
 

@@ -10,6 +10,7 @@ from conftest import examples
 from conftest import random_model as make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from installed import if_installed
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.features.retrieval.block_store import BlockStore, stored_bytes
@@ -296,9 +297,12 @@ def test_the_form_for_decoding_retrieves_alike(random_model):
             {"window": 8, "sinks": 2, "retrieve": 5, "retrieve_block": 4},
             r"up to 33 positions .*the trained context has 32",
         ),
-        (
-            {"window": 8, "retrieve": 1, "retrieve_block": 4, "speculate": 2},
-            "cannot be combined with speculate",
+        *if_installed(
+            "speculation",
+            (
+                {"window": 8, "retrieve": 1, "retrieve_block": 4, "speculate": 2},
+                "cannot be combined with speculate",
+            ),
         ),
         (
             {"window": 8, "retrieve": 1, "retrieve_block": 4, "use_cache": False},
@@ -308,9 +312,12 @@ def test_the_form_for_decoding_retrieves_alike(random_model):
             {"window": 8, "retrieve": 1, "retrieve_block": 4, "cache_bits": 8},
             "cache_bits cannot be combined with a window",
         ),
-        (
-            {"window": 8, "retrieve": 1, "retrieve_block": 4, "early_exit": 0.5},
-            "early_exit cannot be combined with window",
+        *if_installed(
+            "early_exit",
+            (
+                {"window": 8, "retrieve": 1, "retrieve_block": 4, "early_exit": 0.5},
+                "early_exit cannot be combined with window",
+            ),
         ),
     ],
 )

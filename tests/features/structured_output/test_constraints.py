@@ -15,6 +15,7 @@ import torch
 from conftest import examples, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from installed import needs
 from metaspace_tokenizer import metaspace_tokenizer
 from pairwise import pairwise
 
@@ -492,6 +493,7 @@ def test_a_gpu_that_reads_several_tokens_at_once_reads_one_with_a_constraint(mod
     assert generator.generate(["", ""], params) == expected
 
 
+@needs("speculation")
 def test_speculation_is_refused(model):
     with pytest.raises(UserError, match="cannot be combined with speculate"):
         Generator(model, TOKENIZER, speculate=2).generate("", SamplingParams(regex="a"))
