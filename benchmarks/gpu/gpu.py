@@ -46,7 +46,7 @@ class Stage(NamedTuple):
 
 PARTS = {
     "A": (
-        Stage("whole path", 2.0, whole_path.whole_path),
+        Stage("whole path", 4.0, whole_path.whole_path),
         Stage("facts", 0.5, gpu_training.facts),
         Stage("training, 124m", 2.6, partial(gpu_training.train_beside, "124m")),
         Stage("profile", 1.0, gpu_training.profile),

@@ -57,7 +57,6 @@ class WholePath:
         n_bytes = 200_000 if self.campaign.is_rehearsal else 4_000_000
         write_corpus(self.folder / "corpus.txt", n_bytes)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config()))
-        yield self.train("prepared", "run.dir=prepared", "train.max_steps=1")  # and the cache
         yield from self.train_twice()
         yield self.compare_runs()
         run = str(self.folder / "killed")

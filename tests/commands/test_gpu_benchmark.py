@@ -51,6 +51,10 @@ def test_rehearsal_of_both_parts(tmp_path):
             assert len(names) >= 2, stage.name
             assert names[-1] == "end"
     by_name = {(each["stage"], each["name"]): each for each in results}
+    bits = by_name["whole path", "bits"]
+    assert (bits["differing"], bits["losses"]) == (0, 8)
+    assert by_name["whole path", "killed"]["exit_status"] == -signal.SIGKILL
+    assert by_name["whole path", "tokens"]["equal"]
     assert by_name["cuda tests", "tests"]["outcomes"]  # a GPU where the tests run would pass them
     assert by_name["real training", "interrupted"]["exit_status"] == 143
     lines = by_name["real training", "metrics"]["lines"]
