@@ -77,7 +77,8 @@ class SamplingParams:
             return
         if not _is_number(value, kind, lowest, highest):
             raise UserError(f"{name} is {describe(value)}; use {expected}")
-        self._set(name, int(value) if kind is Integral else float(value))
+        convert = int if kind is Integral else float
+        self._set(name, convert(value))
 
     def _check_constraint(self) -> None:
         from thinker.generation.constraint import constraint_source

@@ -170,14 +170,18 @@ def allowed_tokens(sequences: list[Sequence]) -> Tensor | None:
 
     In a text without a constraint, every token may follow.
     """
-    masks = []
-    for sequence in sequences:
-        masks.append(None if sequence.constraint is None else sequence.constraint.allowed)
-    known = [mask for mask in masks if mask is not None]
+    constraints = [sequence.constraint for sequence in sequences]
+    known = [constraint.allowed for constraint in constraints if constraint is not None]
     if not known:
         return None
     everything = torch.full_like(known[0], -1)
-    return torch.stack([everything if mask is None else mask for mask in masks])
+    masks = []
+    for constraint in constraints:
+        if constraint is None:
+            masks.append(everything)
+        else:
+            masks.append(constraint.allowed)
+    return torch.stack(masks)
 
 
 def kept_when_sliding(context_len: int) -> int:

@@ -92,7 +92,8 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
     longest = max(map(len, panel.columns), default=0)
     are_upright = len(panel.columns) > 8 or longest > 12  # otherwise they would overlap
     ticks, labels = _ticks(panel.columns, values.shape[1])
-    axes.set_xticks(ticks, labels, rotation=90 if are_upright else 0, fontsize=8)
+    rotation = 90 if are_upright else 0
+    axes.set_xticks(ticks, labels, rotation=rotation, fontsize=8)
     ticks, labels = _ticks(panel.rows, values.shape[0])
     axes.set_yticks(ticks, labels, rotation=0, fontsize=8)
     if panel.cells is not None or values.size <= ANNOTATED:

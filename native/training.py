@@ -212,7 +212,9 @@ class _RotateHeads(torch.autograd.Function):
         weights = (q_weight, k_weight)
         heads = []
         for grad in grads:
-            heads.append(grad if grad.stride(-1) == 1 else grad.contiguous())
+            if grad.stride(-1) != 1:
+                grad = grad.contiguous()
+            heads.append(grad)
         results = _Gradients(torch.empty_like(qkv), [])
         for weight in weights:
             like = None
@@ -223,7 +225,9 @@ class _RotateHeads(torch.autograd.Function):
         _rotate("rotate_heads_backward", qkv, *shape, weights, ctx.eps, (cos, sin), heads, results)
         weight_grads = []
         for weight, grad in zip(weights, results.weights):
-            weight_grads.append(None if weight is None else grad.to(weight.dtype))
+            if weight is not None:
+                grad = grad.to(weight.dtype)
+            weight_grads.append(grad)
         return results.qkv, None, None, *weight_grads, None, None
 
 

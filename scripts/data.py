@@ -40,11 +40,10 @@ def main() -> int:
     report = make_data_report(
         load_config(arguments.config, arguments.overrides), arguments.step, arguments.sequences
     )
-    print(
-        json.dumps([source.to_dict() for source in report.sources])
-        if arguments.json
-        else format_sources(report)
-    )
+    if arguments.json:
+        print(json.dumps([source.to_dict() for source in report.sources]))
+    else:
+        print(format_sources(report))
     if arguments.png is not None:
         plot_lengths(report, Path(arguments.png))
     if arguments.html is not None:

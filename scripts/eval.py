@@ -79,7 +79,8 @@ def main() -> int:
         evaluate = evaluate_long if arguments.long else evaluate_text
         with tempfile.TemporaryDirectory() as scratch:
             report = evaluate(arguments, folder, model, tokenizer, Path(scratch))
-    print(finite_json(report.values) if arguments.json else report.text, flush=True)
+    text = finite_json(report.values) if arguments.json else report.text
+    print(text, flush=True)
     if arguments.png:
         report.draw()
     return 0

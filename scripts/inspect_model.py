@@ -71,11 +71,10 @@ def parse_arguments() -> argparse.Namespace:
         name: str, summary: str, parents: list[ArgumentParser], *examples: str
     ) -> ArgumentParser:
         shared = ArgumentParser(add_help=False)
-        shared.add_model(
-            "model",
-            "MODEL",
-            ", or a JSON file with vectors q, k and v" if name == "explain" else "",
-        )
+        alternative = ""
+        if name == "explain":
+            alternative = ", or a JSON file with vectors q, k and v"
+        shared.add_model("model", "MODEL", alternative)
         shared.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
         group = shared.add_argument_group("output")
         group.add_argument(
@@ -220,9 +219,10 @@ def parse_groups(text: str) -> list[tuple[int, int]]:
         raise UserError(
             f"--groups {text} is not a list of LAYER.KV_HEAD, such as 0.1,2.3 (both counted from 0)"
         )
-    groups = [
-        (int(layer), int(group)) for layer, group in (pair.split(".") for pair in text.split(","))
-    ]
+    groups = []
+    for pair in text.split(","):
+        layer, group = pair.split(".")
+        groups.append((int(layer), int(group)))
     if len(set(groups)) < len(groups):
         raise UserError(f"--groups {text} lists a head twice; list each head once")
     return groups
@@ -445,7 +445,10 @@ def main() -> int:
         else f" · {textwrap.shorten(arguments.prompt, 70, placeholder=' …')}"
     )
     title = f"{arguments.model}: {arguments.command}{shown}"
-    print(text if arguments.json == "-" else report.table())
+    if arguments.json == "-":
+        print(text)
+    else:
+        print(report.table())
     if arguments.json not in (None, "-"):
         Path(arguments.json).write_text(text, encoding="utf-8")
     if arguments.png is not None:

@@ -31,7 +31,8 @@ def main() -> int:
     plan = make_plan(
         load_config(arguments.config, arguments.overrides), measure=not arguments.no_steps
     )
-    print(json.dumps(plan) if arguments.json else format_plan(plan))
+    text = json.dumps(plan) if arguments.json else format_plan(plan)
+    print(text)
     return 0
 
 

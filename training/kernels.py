@@ -260,7 +260,9 @@ def _different_kinds(forms: Forms, model: Thinker, noise: proof.Noise) -> set[ty
                 parameters = [p for name, p in module.named_parameters() if _is_projected(name)]
             x = noise((1, len(chosen), _width(module))).to(model.device, dtype)
             tolerance = FP32_TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
-            if not proof.agree(plain, fast, x, parameters if gradients else None, tolerance):
+            if not gradients:
+                parameters = None
+            if not proof.agree(plain, fast, x, parameters, tolerance):
                 wrong.add(kind)
 
     ends = torch.cat((positions[:GRADIENT_POSITIONS], positions[-GRADIENT_POSITIONS:])).unique()

@@ -182,12 +182,13 @@ def _checkpoint_manager(
     run: RunDirectory, settings: Settings, device: torch.device, dist: DistContext
 ) -> CheckpointManager:
     train = settings.train
+    cpu_share = BACKGROUND_CPU_SHARE if device.type == "cpu" else 1.0
     return CheckpointManager(
         run.checkpoints,
         train.keep_last,
         train.keep_every,
         train.async_save,
-        BACKGROUND_CPU_SHARE if device.type == "cpu" else 1.0,
+        cpu_share,
         dist,
         train.save_sharded,
     )

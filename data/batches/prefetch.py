@@ -30,12 +30,17 @@ class Batch(NamedTuple):
         document_ids = self.document_ids
         if document_ids is not None:
             document_ids = document_ids[rows].to(device, non_blocking=True)
+        sources, windows = self.sources, self.windows
+        if sources is not None:
+            sources = sources[rows]
+        if windows is not None:
+            windows = windows[rows]
         return self._replace(
             inputs=self.inputs[rows].to(device, non_blocking=True),
             targets=self.targets[rows].to(device, non_blocking=True),
             document_ids=document_ids,
-            sources=None if self.sources is None else self.sources[rows],
-            windows=None if self.windows is None else self.windows[rows],
+            sources=sources,
+            windows=windows,
         )
 
 

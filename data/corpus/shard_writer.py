@@ -151,7 +151,9 @@ class ShardWriter:
         if has_mask:
             self._loss_mask.append(self._bos_is_target)
         self._document_bytes.append(0)
-        self._log_probs.append(math.nan if log_prob is None else log_prob)
+        if log_prob is None:
+            log_prob = math.nan
+        self._log_probs.append(log_prob)
 
     def _add_mask(self, loss_mask: np.ndarray) -> None:
         self._loss_mask += loss_mask.astype(np.uint8).tobytes()

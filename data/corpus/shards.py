@@ -38,7 +38,9 @@ class DamagedShard(RunError):
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """uint16 if it can represent every id, else uint32."""
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    if vocab_size <= 1 << 16:
+        return np.dtype("<u2")
+    return np.dtype("<u4")
 
 
 @dataclass(frozen=True)

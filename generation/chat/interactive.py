@@ -107,8 +107,10 @@ def _run_command(
     if name == "/help":
         log(f"{conversation.description}\n{HELP}")
     elif name == "/undo":
-        is_removed = conversation.undo()
-        log("removed the last turn" if is_removed else "no turn to remove")
+        if conversation.undo():
+            log("removed the last turn")
+        else:
+            log("no turn to remove")
     elif name == "/reset":
         conversation.reset()
         log("started a new text")

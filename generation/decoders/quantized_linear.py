@@ -34,7 +34,9 @@ class QuantizedLinear(nn.Module):
                 codes = nibbles[..., :16] | (nibbles[..., 16:] << 4)
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
-        self.register_buffer("bias", None if bias is None else bias.detach())
+        if bias is not None:
+            bias = bias.detach()
+        self.register_buffer("bias", bias)
 
     @property
     def kernel_weight(self) -> Packed:

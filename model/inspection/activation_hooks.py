@@ -135,8 +135,10 @@ class _HookedAttend(_HookedMethod):
         has_state = isinstance(cache, LinearState)
         has_cached_keys = cache is not None and not has_state
         for point, x in (("q", q), ("k", k), ("v", v)):
-            if point in self:  # later passes overwrite the cache that k and v view
-                self.apply(point, x.clone() if has_cached_keys else x)
+            if point in self:
+                if has_cached_keys:
+                    x = x.clone()  # later passes overwrite the cache that k and v view
+                self.apply(point, x)
         # Such a cache attends to keys that attend() is not given.
         has_other_keys = cache is not None and mask.kernel == "cache"
         if "weights" in self and (has_state or has_other_keys):

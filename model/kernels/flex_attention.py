@@ -83,12 +83,13 @@ class FlexAttention:
             padding = (0, MIN_HEAD_DIM - head_dim)
             q, k, v = F.pad(q, padding), F.pad(k, padding), F.pad(v, padding)
         changes_scores = attn_logit_softcap is not None or alibi_slopes is not None
+        modify = score_mod if changes_scores else None
         flex = _compiled() if q.is_cuda else flex_attention
         y, aux = flex(
             q,
             k,
             v,
-            score_mod if changes_scores else None,
+            modify,
             self.block_mask,
             scale,
             is_grouped,

@@ -101,13 +101,18 @@ def combine(
             raise UserError(
                 "linear cannot be combined with other patterns; use it for whole layers"
             )
-        distances.append(inf if pattern.max_distance is None else pattern.max_distance)
+        if pattern.max_distance is None:
+            distances.append(inf)
+        else:
+            distances.append(pattern.max_distance)
         tokens += pattern.tokens
-    distance = limit(distances)
+    max_distance = limit(distances)
+    if max_distance == inf:
+        max_distance = None
     return Pattern(
         text,
         mask_mod,
-        max_distance=None if distance == inf else distance,
+        max_distance=max_distance,
         n_global=max(pattern.n_global for pattern in patterns),
         bidirectional_prefix=limit(pattern.bidirectional_prefix for pattern in patterns),
         includes_self=include(pattern.includes_self for pattern in patterns),

@@ -22,7 +22,8 @@ def resolve_parallel(settings: Settings, device: torch.device, dist: DistContext
     if parallel == "auto":
         peak = estimate_memory(settings, 1, device).peak
         fits = peak <= usable_fraction(device) * free_memory(device, dist)
-        parallel = dist.broadcast_object("ddp" if fits else "fsdp")
+        choice = "ddp" if fits else "fsdp"
+        parallel = dist.broadcast_object(choice)
     rows = settings.train.batch_size // dist.world_size
     share = "the whole model" if parallel == "ddp" else "part of the model"
     print(

@@ -18,7 +18,8 @@ def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunStat
     run.lock()
     if dist.is_main:
         checkpoint.recover(run.checkpoints)
-    folder = dist.broadcast_object(run.latest() if dist.is_main else None)
+    latest = run.latest() if dist.is_main else None
+    folder = dist.broadcast_object(latest)
     if folder is None:
         return None, RunState()
     state = read_state(folder)
