@@ -111,11 +111,12 @@ def _work(
     try:
         function(connection, *args)
     except BaseException as error:  # also SystemExit; the parent reports it
-        is_mistake = isinstance(error, UserError)
+        if isinstance(error, UserError):
+            message = (UserError, str(error))
+        else:
+            message = (RunError, traceback.format_exc())
         with contextlib.suppress(BrokenPipeError):
-            connection.send(
-                (UserError, str(error)) if is_mistake else (RunError, traceback.format_exc())
-            )
+            connection.send(message)
     sys.stdout.flush()
     sys.stderr.flush()
 
@@ -178,16 +179,18 @@ def race(
                     except (RunError, TimeoutError) as error:
                         yield {"name": each.name, "error": str(error)}
                         workers.pop(each.name).kill()
-        seconds = {name: {call: [] for call in ready[name]["first_s"]} for name in ready}
+        seconds: dict[str, dict[str, list[float]]] = {}
+        for name, result in ready.items():
+            seconds[name] = {call: [] for call in result["first_s"]}
         for number in range(rounds):
             for name in list(workers):
                 if number and time.monotonic() > deadline:
                     break
                 try:
                     workers[name].connection.send(None)
-                    for call, value in (
-                        workers[name].receive(max(deadline, time.monotonic() + 10)).items()
-                    ):
+                    limit = max(deadline, time.monotonic() + 10)
+                    measured = workers[name].receive(limit)
+                    for call, value in measured.items():
                         seconds[name][call].append(value)
                 except (RunError, TimeoutError, BrokenPipeError) as error:
                     yield {"name": name, "error": str(error)}

@@ -145,14 +145,18 @@ class RealRun:
     def results(self) -> Results:
         """Write corpus and config, then run the commands."""
         toy = self.campaign.is_rehearsal
-        n_bytes = write_corpus(self.folder / "corpus.txt", 200_000 if toy else MAX_CORPUS_BYTES)
+        max_bytes = 200_000 if toy else MAX_CORPUS_BYTES
+        n_bytes = write_corpus(self.folder / "corpus.txt", max_bytes)
         tokenizer = "bpe:32768" if importlib.util.find_spec("rustbpe") and not toy else "byte"
         yield {"name": "corpus", "bytes": n_bytes, "tokenizer": tokenizer}
         self.write_config(tokenizer)
         # Afterwards: a second start with compiling, the last evaluation, and the two commands
         # below.
-        train_s = 1.5 if toy else max(30.0, self.deadline - time.monotonic() - 120)
-        yield self.train_until(train_s, interrupt_after=0.1 if toy else train_s / 3)
+        train_s = max(30.0, self.deadline - time.monotonic() - 120)
+        interrupt_after = train_s / 3
+        if toy:
+            train_s, interrupt_after = 1.5, 0.1
+        yield self.train_until(train_s, interrupt_after)
         lines = self.read_metrics()
         if not toy:
             train_s = (lines[-1]["elapsed_s"] if lines else 0) + max(
@@ -232,8 +236,11 @@ def write_corpus(path: Path, max_bytes: int) -> int:
     folders = dict.fromkeys(
         sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")
     )
+    files: list[Path] = []
+    for folder in folders:
+        files += sorted(Path(folder).rglob("*.py"))
     with path.open("wb") as corpus:
-        for file in (file for folder in folders for file in sorted(Path(folder).rglob("*.py"))):
+        for file in files:
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 data = file.read_bytes()
                 data.decode()

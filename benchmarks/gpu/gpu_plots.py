@@ -43,11 +43,16 @@ def plot_rates(stages: tuple[str, ...], rows: Rows, path: Path) -> None:
         if not panel_rows:
             continue
         panel_rows.sort(key=lambda row: row[key])
-        names, values = ([row[name] for row in panel_rows] for name in ("name", key))
+        names = [row["name"] for row in panel_rows]
+        values = [row[key] for row in panel_rows]
         colors = [GREY if name.startswith(("transformers", "plain")) else BLUE for name in names]
         bars = axes.barh(names, values, color=colors)
-        labels = [f"{value:,.0f}" + (f", MFU {row['mfu']:.2f}" if "mfu" in row else "")
-                  for value, row in zip(values, panel_rows)]  # fmt: skip
+        labels = []
+        for value, row in zip(values, panel_rows):
+            label = f"{value:,.0f}"
+            if "mfu" in row:
+                label += f", MFU {row['mfu']:.2f}"
+            labels.append(label)
         axes.bar_label(bars, labels=labels, padding=4)
         axes.set_xlim(right=room * max(values))
     figure.savefig(path)

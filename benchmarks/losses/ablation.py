@@ -109,7 +109,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for corpus in CORPORA:
         speeds = time_variants(corpus, variants, arguments.rounds)
-        losses = {name: [runs[corpus, name, seed].loss for seed in seeds] for name in variants}
+        losses = {}
+        for name in variants:
+            losses[name] = [runs[corpus, name, seed].loss for seed in seeds]
         print(
             f"{corpus}, {len(seeds)} seeds: nats per token, difference from full, tokens/s, speed relative to full"
         )
@@ -150,7 +152,8 @@ def time_variants(
             "train.micro_batch_size=null",
         ]
         config = load_config(ROOT / "benchmarks" / "configs" / file, overrides)
-        model_config = config.thinker_config(vocab_size=3072 if corpus == "tales" else 2048)
+        vocab_size = 3072 if corpus == "tales" else 2048
+        model_config = config.thinker_config(vocab_size=vocab_size)
         step = TrainingStep(
             build_model(model_config, 1, device), resolve_settings(config, model_config, device)
         )

@@ -2,6 +2,7 @@
 several seeds."""
 
 import argparse
+import itertools
 import math
 import statistics
 from pathlib import Path
@@ -111,10 +112,10 @@ def plot(runs: dict[str, list[TrainingRun]], line: str | None, path: Path) -> No
         12, max(4.0, 0.5 + 0.45 * len(runs)), columns=2, share=False
     )
     base = next(iter(runs.values()))
-    lowest, highest = (
-        choose(each.loss for group in runs.values() for each in group) for choose in (min, max)
-    )
-    tokens = [each.curve[-1]["tokens"] for group in runs.values() for each in group]
+    everything = list(itertools.chain.from_iterable(runs.values()))
+    losses = [each.loss for each in everything]
+    lowest, highest = min(losses), max(losses)
+    tokens = [each.curve[-1]["tokens"] for each in everything]
     is_equal = max(tokens) < 1.02 * min(tokens)  # limited by steps
     unit, factor, label = (
         ("tokens", 1e6, "million tokens") if is_equal else ("elapsed_s", 60, "minutes")
@@ -138,10 +139,10 @@ def plot(runs: dict[str, list[TrainingRun]], line: str | None, path: Path) -> No
     margin = 0.3 * (highest - lowest) + 0.01 * lowest
     curves.set(xlabel=label, ylabel="validation loss (nats per token)", xlim=(0, None))
     curves.set_ylim(lowest - margin, highest + 4 * margin)
-    labels = [
-        f"{name}\n{statistics.fmean(each.loss for each in group):.3f}"
-        for name, group in runs.items()
-    ]
+    labels = []
+    for name, group in runs.items():
+        mean = statistics.fmean(each.loss for each in group)
+        labels.append(f"{name}\n{mean:.3f}")
     ends.set_yticks(range(len(runs)), labels)
     ends.axvline(0, color=GREY, linewidth=1)
     ends.set(

@@ -62,12 +62,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for size, minutes in cases:
         cells = "".join(f"{losses[size, minutes, shape]:10.4f}" for shape in shapes)
         print(f"{size:12,} {minutes:8g}  {cells}")
-    means = {shape: statistics.fmean(losses[(*case, shape)] for case in cases) for shape in shapes}
+    means = {}
+    for shape in shapes:
+        means[shape] = statistics.fmean(losses[(*case, shape)] for case in cases)
     print(f"{'mean':>21}  " + "".join(f"{mean:10.4f}" for mean in means.values()))
-    excess = [
-        losses[(*case, AUTO)] / min(losses[(*case, shape)] for shape in shapes) - 1
-        for case in cases
-    ]
+    excess = []
+    for case in cases:
+        best = min(losses[(*case, shape)] for shape in shapes)
+        excess.append(losses[(*case, AUTO)] / best - 1)
     print(f"bits per byte; {AUTO} is at most {max(excess):.1%} above the best size")
     rows = [
         {"characters": n, "minutes": m, "shape": s, "bits_per_byte": loss}

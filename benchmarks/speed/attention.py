@@ -160,9 +160,9 @@ class AttentionPass:
             self.mask = MaskBuilder(H, dtype, kernel=kernel).build(
                 pattern, tokens, tokens, aligned=True
             )
-            n_keys = mean_visible_keys(
-                CAUSAL if pattern.by_content else pattern, T
-            )  # all scores are computed
+            # By content, all scores are computed.
+            computed = CAUSAL if pattern.by_content else pattern
+            n_keys = mean_visible_keys(computed, T)
         self.facts = {
             "length": T, "memory_bytes": self.measure_memory(device), "forward_flops": 4 * B * H * D * T * n_keys
         }  # fmt: skip
@@ -294,8 +294,9 @@ def plot(rows: list[dict[str, Any]], fits: list[dict[str, Any]], path: Path) -> 
                 continue
             points = [(row["length"], scale * row[QUANTITIES[name]]) for row in case_rows]
             is_auto = fit["kernel"] == "auto"
-            (line,) = axes.plot(*zip(*points), marker="o", markersize=3, color=f"C{patterns.index(fit['pattern'])}",
-                                linestyle="-" if is_auto else "--", alpha=1 if is_auto else 0.5)  # fmt: skip
+            style = {"linestyle": "-" if is_auto else "--", "alpha": 1 if is_auto else 0.5}
+            style["color"] = f"C{patterns.index(fit['pattern'])}"
+            (line,) = axes.plot(*zip(*points), marker="o", markersize=3, **style)
             if is_auto:
                 lines.append(
                     (points[-1][1], line, f"{fit['pattern']}: T^{fit[f'{name}_exponent']:.2f}")
@@ -315,6 +316,7 @@ def plot(rows: list[dict[str, Any]], fits: list[dict[str, Any]], path: Path) -> 
             fontsize=8,
         )
     others = ", ".join(sorted({fit["kernel"] for fit in fits} - {"auto"}))
-    panels[0].set_title(f"training (dashed: {others})" if others else "training", loc="left")
+    title = f"training (dashed: {others})" if others else "training"
+    panels[0].set_title(title, loc="left")
     panels[1].set_title("decoding, one layer", loc="left")
     figure.savefig(path)

@@ -135,9 +135,11 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
     is_transformers, is_llama_cpp = words[0] == "transformers", words[0] == "llama.cpp"
     compile = {"compiled": True, "eager": False}.get(words[-1])
     precision = words[1] if (is_transformers or is_llama_cpp) and len(words) > 1 else words[0]
-    supported = (
-        llama_cpp.TYPES if is_llama_cpp else [*DTYPES] if is_transformers else [*DTYPES, *BITS]
-    )
+    supported = [*DTYPES, *BITS]
+    if is_llama_cpp:
+        supported = llama_cpp.TYPES
+    elif is_transformers:
+        supported = [*DTYPES]
     if precision not in supported or not (batch_text or "1").isdecimal():
         raise UserError(
             f"unknown variant {name} in --variants; use names such as transformers-fp32, llama.cpp-q8_0 or bf16-eager@8"
@@ -165,7 +167,8 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
 def make_prompts(batch: int, n_prompt: int) -> list[list[int]]:
     """Prompts of one length, with different first bytes, because equal prompts would share one
     prefill."""
-    return [[row % 256, *(token % 256 for token in range(1, n_prompt))] for row in range(batch)]
+    rest = [token % 256 for token in range(1, n_prompt)]
+    return [[row % 256, *rest] for row in range(batch)]
 
 
 def thinker_generate(generator: Generator, batch: int, n_prompt: int) -> Callable[[int], None]:

@@ -44,14 +44,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, results in measurements.items():
             with spawn.Pool(1) as pool:
                 results.append(pool.apply(measure, (name, shape, str(device), precision)))
-    seconds = {
-        name: statistics.median(s for s, _ in results) for name, results in measurements.items()
-    }
-    peaks = {
-        name: statistics.median(peak for _, peak in results)
-        for name, results in measurements.items()
-    }
-    for name in measurements:
+    seconds, peaks = {}, {}
+    for name, results in measurements.items():
+        seconds[name] = statistics.median(s for s, _ in results)
+        peaks[name] = statistics.median(peak for _, peak in results)
         print(f"{name:<8} {seconds[name]:8.2f} s {peaks[name] / 2**20:8.0f} MiB")
     ratios = {
         "memory": peaks["chunked"] / peaks["plain"],

@@ -78,10 +78,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             rounds.append(timer.seconds)
         trainer.batches.close()
         trainer.run.unlock()
-    medians = {
-        part: statistics.median(each[part] for each in rounds[WARM_UP:])
-        for part in ("step", *PARTS)
-    }
+    medians = {}
+    for part in ("step", *PARTS):
+        medians[part] = statistics.median(each[part] for each in rounds[WARM_UP:])
     medians["other"] = max(0.0, medians["step"] - sum(medians[part] for part in PARTS))
     for part in (*PARTS, "step"):
         print(f"{part:16} {1e6 * medians[part]:12,.0f} µs  {medians[part] / medians['step']:5.0%}")
@@ -111,7 +110,8 @@ def run_parts(step: TrainingStep, batch: Batch, timer: Timer) -> None:
     with timed_products(timer):
         for optimizer in step.optimizers.optimizers:
             optimizer.found_inf = None
-            timer("Muon" if isinstance(optimizer, muon.Muon) else "AdamW", optimizer.step)
+            name = "Muon" if isinstance(optimizer, muon.Muon) else "AdamW"
+            timer(name, optimizer.step)
     timer.seconds["Muon: other"] = (
         timer.seconds.pop("Muon", 0.0) - timer.seconds["Muon: orthogonalization"]
     )

@@ -112,10 +112,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         f"{title}: {shape.n_layers} layers, width {shape.d_model}, sequence length {shape.seq_len}, "
         f"{shape.batch_size} sequences per step"
     )
-    column = {
-        key: {name: rows[name][key] for name in names}
-        for key in ("step_s", "tokens_per_second", "first_step_s", "peak_memory_bytes")
-    }
+    column = {}
+    for key in ("step_s", "tokens_per_second", "first_step_s", "peak_memory_bytes"):
+        column[key] = {name: rows[name][key] for name in names}
     rates, memory = column["tokens_per_second"], column["peak_memory_bytes"]
     for name, rate in rates.items():
         line = (

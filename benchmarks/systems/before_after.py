@@ -206,16 +206,12 @@ def time_server(side: Side, model: Path, arguments: argparse.Namespace) -> Secon
     rates = []
     with start(command, f"http://127.0.0.1:{port}/health", side.environment, side.folder):
         for turn in range(arguments.repeats + 1):
-            bodies = [
-                {
-                    "model": model.name,
-                    "prompt": [300 + (97 * turn + 31 * client + i) % 200 for i in range(PROMPT)],
-                    "max_tokens": arguments.new,
-                    "seed": client,
-                    **STREAM,
-                }
-                for client in range(n_clients)
-            ]
+            bodies = []
+            for client in range(n_clients):
+                start_token = 97 * turn + 31 * client
+                prompt = [300 + (start_token + i) % 200 for i in range(PROMPT)]
+                body = {"model": model.name, "prompt": prompt, "max_tokens": arguments.new}
+                bodies.append({**body, "seed": client, **STREAM})
             rates.append(asyncio.run(stream_all(port, bodies)))
     return {"server": 1 / statistics.median(rates[1:])}  # the first turn is a warm-up
 

@@ -251,7 +251,8 @@ class Search:
 
     def train(self, trials: list[Trial], jobs: int, on_end: Any) -> None:
         """Train `jobs` trials at a time, on a CPU with one thread each."""
-        train_side_by_side(trials, jobs, 1 if self.device.type == "cpu" else None, on_end)
+        n_threads = 1 if self.device.type == "cpu" else None
+        train_side_by_side(trials, jobs, n_threads, on_end)
 
     def run(self, candidates: list[Candidate], jobs: int) -> None:
         """Train all rungs and print their results. Raises UserError if no trial has a finite
@@ -274,10 +275,8 @@ class Search:
                     (row["multiplier"], row["batch_size"]): row for row in self.rung_rows(number)
                 }
                 self.bar.write(format_rows(list(rows.values())))
-                candidates = [
-                    candidates[index]
-                    for index in better_half([loss_of(rows[key]) for key in trials])
-                ]
+                losses = [loss_of(rows[key]) for key in trials]
+                candidates = [candidates[index] for index in better_half(losses)]
                 if len(candidates) <= 1:
                     break
         if best_result(self.rows) is None:

@@ -85,9 +85,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Validation loss by multiplier: a panel for each rung, a line for each batch size. Crosses:
     not finite."""
     n_rungs = max(row["rung"] for row in rows)
-    multipliers, batch_sizes = (
-        sorted({row[key] for row in rows}) for key in ("multiplier", "batch_size")
-    )
+    multipliers = sorted({row["multiplier"] for row in rows})
+    batch_sizes = sorted({row["batch_size"] for row in rows})
     best = best_result(rows)
     figure, panels = new_figure(max(5.0, 3.0 * n_rungs), 4, columns=n_rungs, share=False)
     for rung, axes in enumerate(panels, start=1):
