@@ -27,7 +27,7 @@ KNOWN = {
 }
 # What shared configs, pages and commands need, by a part of their text.
 NEEDED = {
-    "configs/small-text.yaml": "auto_size",
+    "any-text.yaml": "auto_size",
     "configs/mixture.yaml": "mixtures",
     "configs/heal.yaml": "distillation",
     "model.size": "auto_size",

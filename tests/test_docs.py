@@ -131,7 +131,7 @@ def quickstart(tmp_path_factory):
     """A small run of the quickstart, and what the commands read: a text, conversations, the
     configs."""
     folder = tmp_path_factory.mktemp("docs")
-    for name in ("configs", "scripts"):
+    for name in ("configs", "features", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     done = run_script(
         ROOT / "train.py", "configs/quickstart.yaml", *TALES, *SMALLER["train.py"], cwd=folder

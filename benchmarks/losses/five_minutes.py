@@ -11,10 +11,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import thinker.features.auto_size
 from thinker.benchmarks.training_runs import TrainingRun, train_all
 from thinker.runtime.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
+AUTO_SIZE = Path(thinker.features.auto_size.__file__).parent
 RESULTS, LEADERBOARD = ROOT / "results" / "five_minutes.jsonl", ROOT / "leaderboard.md"
 QUIET = [
     "train.save_every=null",
@@ -22,11 +24,11 @@ QUIET = [
     "train.max_steps=null",
     "data.val_fraction=0.05",
 ]
-# By text: config and overrides. Validation splits are equal on all machines with the same version
+# By text: config and overrides. The model of pysource suits the machine. Validation splits are equal on all machines with the same version
 # of Python.
 RUNS = {
-    "pysource": ("small-text.yaml", ["data.source=pysource", *QUIET]),
-    "tales": ("quickstart.yaml", QUIET),
+    "pysource": (AUTO_SIZE / "any-text.yaml", ["data.source=pysource", *QUIET]),
+    "tales": (ROOT.parent / "configs" / "quickstart.yaml", QUIET),
 }
 
 
@@ -57,9 +59,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         runs = {}
         for name, (config, overrides) in RUNS.items():
             where = [f"data.cache_dir={folder}/cache", f"train.max_minutes={arguments.minutes}"]
-            path = ROOT.parent / "configs" / config
             runs[name] = TrainingRun(
-                name, path, [*overrides, *where, *arguments.overrides], Path(folder) / name
+                name, config, [*overrides, *where, *arguments.overrides], Path(folder) / name
             )
         train_all(list(runs.values()))
         for name, training in runs.items():

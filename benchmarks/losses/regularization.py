@@ -24,10 +24,11 @@ from thinker.training.run import train
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "small-text.yaml"
 VAL_FRACTION, SEQ_LEN, BATCH_SIZE, BYTES_PER_TOKEN = 0.33, 128, 8, 1.95
-SHAPE = ["model.size=null", "model.d_model=64", "model.n_layers=2", "model.n_heads=2", "data.tokenizer=bpe:512",
+SHAPE = ["model.d_model=64", "model.n_layers=2", "model.n_heads=2", "model.dropout=0", "data.tokenizer=bpe:512",
          f"data.seq_len={SEQ_LEN}", f"data.val_fraction={VAL_FRACTION}", f"train.batch_size={BATCH_SIZE}",
          "train.max_minutes=null", "train.eval_every=null", "train.save_every=null", "train.sample_every=null",
-         "data.shift_windows=false", "data.num_workers=0", "train.precision=fp32", "train.compile=false"]  # fmt: skip
+         "data.shift_windows=false", "optimizer.weight_decay=0", "data.num_workers=0",
+         "train.precision=fp32", "train.compile=false"]  # fmt: skip
 EMA, SHIFT, DECAY = (
     ["train.ema_decay=0.98"],
     ["data.shift_windows=true"],

@@ -6,11 +6,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import thinker.features.auto_size
 from thinker.benchmarks.training_runs import TrainingRun, parse_shapes, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
 
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "small-text.yaml"
+CONFIG = Path(thinker.features.auto_size.__file__).with_name("any-text.yaml")
 QUIET = ["train.eval_every=null", "train.save_every=null", "train.sample_every=null"]
 AUTO = "auto"
 

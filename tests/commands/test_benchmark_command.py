@@ -11,6 +11,7 @@ import yaml
 from conftest import ROOT, run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from installed import needs
 
 from thinker.benchmarks.losses.ablation import COMMON_OVERRIDES, CORPORA, VARIANTS
 from thinker.benchmarks.losses.scaling import PowerLaw
@@ -369,6 +370,7 @@ def test_scaling(benchmark, train_args, tmp_path):
     assert "at ten times the compute of the largest model" in shown
 
 
+@needs("auto_size")
 @pytest.mark.usefixtures("fork_processes")
 def test_size_rule(benchmark, tmp_path):
     text = tmp_path / "my.txt"

@@ -14,6 +14,7 @@ import yaml
 from conftest import ROOT, run_script, start_script
 from hypothesis import given
 from hypothesis import strategies as st
+from installed import needs
 from training_runs import read_metrics, wait_for
 
 from thinker.benchmarks.tuning.halving import Cost, better_half, plan_rungs
@@ -295,17 +296,19 @@ def test_what_is_said_of_a_result(config, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@needs("auto_size")
 @pytest.mark.usefixtures("fork_processes")
 def test_a_config_that_chooses_its_size_keeps_one_choice_for_all_trials(tune, text_file, tmp_path):
-    command = [TUNE, ROOT / "configs" / "small-text.yaml", f"data.path={text_file}", "model.n_layers=1",
+    config = ROOT / "features" / "auto_size" / "any-text.yaml"
+    command = [TUNE, config, f"data.path={text_file}", "model.n_layers=1",
                "data.seq_len=16", "train.max_steps=20", "train.warmup_steps=2", "train.device=cpu",
                f"data.cache_dir={tmp_path / 'cache'}", "--multipliers", "0.5,1", "--batch-sizes", "4"]  # fmt: skip
     shown = tune(*command)
-    plan, *rows = rows_of(tmp_path / "runs" / "small-text-tuning")
+    plan, *rows = rows_of(tmp_path / "runs" / "any-text-tuning")
     assert "model.size=null" in plan["size"]
     for row in rows:
         trained = yaml.safe_load(
-            (tmp_path / "runs" / "small-text-tuning" / row["run"] / "config.yaml").read_text()
+            (tmp_path / "runs" / "any-text-tuning" / row["run"] / "config.yaml").read_text()
         )
         chosen = dict(override.split("=") for override in plan["size"])
         for key in ("model.d_model", "data.tokenizer", "model.dropout"):

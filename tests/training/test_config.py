@@ -33,7 +33,23 @@ def installed_configs(folder):
     return [path for path in paths if not missing_feature(str(path))]
 
 
-CONFIGS = installed_configs("configs")
+OF_FEATURES = sorted(ROOT.glob("features/*/*.yaml"))
+CONFIGS = [*installed_configs("configs"), *OF_FEATURES]
+NEEDS_A_FEATURE = {"mixture.yaml"}  # in configs/
+LOAD_WITHOUT_FEATURES = """
+import sys
+
+import thinker.features
+
+thinker.features.FEATURES = []
+from thinker.runtime.registry import features
+from thinker.training.config.load import load_config
+
+assert features() == ()
+for path in sys.argv[1:]:
+    print(path)
+    load_config(path, [])
+"""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -45,6 +61,15 @@ def test_every_config_is_valid_and_names_hardware_and_loss(path):
     assert head.startswith("#")
     assert "hardware" in head.lower()
     assert "loss" in head.lower()
+
+
+def test_a_config_outside_of_features_needs_no_feature():
+    """Whoever starts with one reads numbers in it, which no feature chooses."""
+    paths = [path for path in (ROOT / "configs").glob("*.yaml") if path.name not in NEEDS_A_FEATURE]
+    assert {"quickstart.yaml", "small-text.yaml", "gpu-124m.yaml"} <= {path.name for path in paths}
+    program = [sys.executable, "-c", LOAD_WITHOUT_FEATURES, *map(str, paths)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_key_is_read_somewhere():
@@ -322,8 +347,8 @@ def test_the_documentation_names_keys_configs_and_pages_that_exist(path):
         if is_file or missing_feature(name):
             continue
         assert key in config_sections()[section].model_fields, name
-    for config in re.findall(r"(?<![\w/])configs/\w[\w-]*\.yaml", text):
-        assert (ROOT / config).is_file(), config
+    for config in re.findall(r"(?<![\w/])(?:configs|features/\w+)/\w[\w-]*\.yaml", text):
+        assert missing_feature(config) or (ROOT / config).is_file(), config
     for link in re.findall(r"\]\(([\w./-]+\.\w+)", text):
         feature = re.search(r"features/(\w+)/guide\.md$", link)
         if feature and feature[1] in KNOWN - NAMES:

@@ -23,7 +23,7 @@ from thinker.features.auto_size.auto_size import (
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config, validate_config
 
-CONFIG = ROOT / "configs" / "small-text.yaml"
+CONFIG = ROOT / "features" / "auto_size" / "any-text.yaml"
 BYTES, MINUTES = st.integers(200, 10**9), st.floats(0.1, 600)
 RATES = st.floats(1e10, 1e15)
 
@@ -88,7 +88,7 @@ def test_what_it_cannot_do_is_refused(overrides, message):
 
 @pytest.fixture(scope="module")
 def small(text_file, tmp_path_factory):
-    """A run of small-text.yaml in 12 steps, and the same one in two parts; their messages."""
+    """A run of any-text.yaml in 12 steps, and the same one in two parts; their messages."""
     folder, messages = tmp_path_factory.mktemp("small"), []
     for name, parts in (("whole", [12]), ("parts", [5, 12])):
         for n_steps in parts:
