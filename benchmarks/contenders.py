@@ -45,7 +45,8 @@ class Worker:
     """function(connection, *args) in a process of its own, which can be killed with all that it has
     started.
 
-    `log`: a file that gets its output; `eager`: torch.compile returns what it is given.
+    `log`: a file that gets its output; `eager`: torch.compile returns what it is given; `is_fresh`:
+    the process has imported nothing before, not even what others preload.
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class Worker:
         *args: Any,
         log: Path | None = None,
         eager: bool = False,
+        is_fresh: bool = False,
     ) -> None:
-        context = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
+        method = "spawn" if is_fresh else start_method
+        context = multiprocessing.get_context(method)
+        if method == "forkserver":
             context.set_forkserver_preload(PRELOADED)  # none of them may touch the GPU
         self.connection, other = context.Pipe()
         self.process = context.Process(target=_work, args=(other, log, eager, function, args))

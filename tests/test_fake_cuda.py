@@ -1,6 +1,7 @@
 """What can be proved about a GPU without one: tests/fake_cuda, in processes where torch believes in
 one."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -43,3 +44,11 @@ def test_on_fake_cuda(paths):
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs torch's CUDA build, but no GPU")
 def test_everything_compiles_for_sm90():
     run(FOLDER.parent / "sm90" / "run.py")
+
+
+@needs_compiler
+@pytest.mark.stress
+@pytest.mark.skipif(torch.version.cuda is not None, reason="one of those above")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, but no GPU")
+def test_decode_kernels_compile_for_sm90():
+    run(FOLDER.parent / "sm90" / "run.py", FOLDER.parent / "sm90" / "test_decode_kernels.py")

@@ -16,7 +16,13 @@ import torch
 
 from thinker.benchmarks import contenders
 from thinker.benchmarks.contenders import stream
-from thinker.benchmarks.gpu import gpu_commands, gpu_decoding, gpu_training, whole_path
+from thinker.benchmarks.gpu import (
+    fused_decoding,
+    gpu_commands,
+    gpu_decoding,
+    gpu_training,
+    whole_path,
+)
 from thinker.benchmarks.gpu.gpu_plots import plot_part
 from thinker.benchmarks.gpu.gpu_training import Campaign, Results
 from thinker.runtime.errors import RunError, UserError
@@ -56,6 +62,7 @@ PARTS = {
     "B": (
         Stage("decoding, 124m", 1.6, partial(gpu_decoding.decode, "124m")),
         Stage("decoding, 1.1b", 2.0, partial(gpu_decoding.decode, "1.1b")),
+        Stage("fused decoding", 1.0, fused_decoding.fused_decoding),
         Stage("attention", 1.0, gpu_decoding.attention),
         Stage("precisions", 0.9, gpu_training.precisions),
         Stage("real training", 4.5, gpu_commands.real_training),

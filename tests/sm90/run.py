@@ -1,5 +1,7 @@
-"""Run the tests of this folder, with torch's CUDA build: python tests/sm90/run.py [options of
-pytest]."""
+"""Run the tests of this folder: python tests/sm90/run.py [paths and options of pytest].
+
+All but test_decode_kernels.py need torch's CUDA build.
+"""
 
 import sys
 from pathlib import Path
@@ -11,6 +13,6 @@ import lowering  # noqa: E402, F401 - before torch
 import pytest  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(
-        pytest.main(["-p", "no:cacheprovider", "--show-capture=no", *sys.argv[1:], str(FOLDER)])
-    )
+    has_path = any(Path(argument.split("::")[0]).exists() for argument in sys.argv[1:])
+    paths = [] if has_path else [str(FOLDER)]
+    sys.exit(pytest.main(["-p", "no:cacheprovider", "--show-capture=no", *sys.argv[1:], *paths]))
