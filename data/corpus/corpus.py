@@ -1,4 +1,4 @@
-"""Prepare a corpus: read a source, split it, tokenize it into shards, and cache them."""
+"""A tokenized corpus: find it in the cache, or have it built (corpus_builder.py)."""
 
 from __future__ import annotations
 

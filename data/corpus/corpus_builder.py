@@ -1,4 +1,4 @@
-"""Write the shards of a corpus: filter, train the tokenizer, tokenize, continue after an
+"""Build a corpus: read a source, split it, train the tokenizer, write the shards; continue after an
 interruption."""
 
 import hashlib

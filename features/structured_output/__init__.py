@@ -4,6 +4,6 @@ from thinker.runtime.registry import Feature
 
 FEATURE = Feature(
     name="structured_output",
-    constraint="thinker.features.structured_output.source:SOURCE",
+    constraint="thinker.features.structured_output.structured_output:SOURCE",
     arguments={"generate": "thinker.features.structured_output.flags:StructuredOutputFlags"},
 )
