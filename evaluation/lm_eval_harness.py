@@ -1,12 +1,13 @@
 """Adapter for EleutherAI's lm-evaluation-harness and its standard tasks."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -15,15 +16,38 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.long_context import hidden_states
 from thinker.generation import Generator, SamplingParams
 from thinker.model import Thinker
-from thinker.runtime.errors import UserError, did_you_mean
+from thinker.runtime.checks import check_computed
+from thinker.runtime.errors import RunError, UserError, did_you_mean
 
 MAX_NEW_TOKENS = 256  # unless the task sets it
+
+
+class Row(NamedTuple):
+    """Tokens, of which those from `start` on are scored."""
+
+    tokens: list[int]
+    start: int
+
+
+class Window(NamedTuple):
+    """The part of a row that predicts its last tokens in one pass."""
+
+    row: int  # index of the row
+    inputs: list[int]
+    targets: list[int]  # the last one follows the last input
 
 
 class ThinkerLM(TemplateLM):
     """A Thinker as an LM of the harness.
 
-    Tokenizes, truncates and scores like the harness's adapter for transformers.
+    ln P(continuation | context) = ln P(context + continuation) - ln P(context), by the tokens of
+    each text. Usually those of the context come first in both and cancel. If a token spans context
+    and continuation, the difference still orders continuations by the likelihood of the whole text.
+    Whitespace at the end of a context belongs to the continuation, as in the harness's own adapter.
+
+    In ln P(text) each token follows all earlier ones while they fit into the model's context of L
+    tokens. Later tokens follow the last 7/8 L to L ones, as windows advance by L/8. What a token
+    follows depends only on its place, so more tokens never make a continuation likelier.
     """
 
     def __init__(self, model: Thinker, tokenizer: Tokenizer, batch_size: int = 16) -> None:
@@ -59,71 +83,145 @@ class ThinkerLM(TemplateLM):
             return ids
         return [*self.tokenizer.bos_prefix, *ids]
 
-    @torch.no_grad()
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Per (context, continuation), ln P of the continuation.
+
+        Also returns whether greedy decoding produces the tokens of the whole text that follow those
+        it shares with the context. Raises UserError for a continuation without tokens.
+        """
+        pairs = [request.args for request in requests]
+        rows = []
+        for context, continuation in pairs:
+            before, whole = self._encode_whole(context, continuation)
+            n_shared = _n_equal(before, whole)
+            if continuation and n_shared == len(whole):
+                text = repr(continuation[:40])
+                raise UserError(f"the tokenizer gives no token to the continuation {text}")
+            rows.append(Row(whole, n_shared))
+            rows.append(Row(before, n_shared))
+        scores = self._score(rows, disable_tqdm)
+        results = []
+        for i, pair in enumerate(pairs):
+            whole_nats, is_greedy = scores[2 * i]
+            nats_before, _ = scores[2 * i + 1]
+            result = (whole_nats - nats_before, is_greedy)
+            self.cache_hook.add_partial("loglikelihood", pair, result)
+            results.append(result)
+        return results
+
+    def _encode_whole(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens of the context, and of the whole text. Both begin with the same token."""
+        whole_text = context + continuation
+        if continuation:
+            context = context.rstrip()
+        has_context = context != ""
+        before = self.tok_encode(context, add_special_tokens=has_context)
+        whole = self.tok_encode(whole_text, add_special_tokens=has_context)
+        # The first token of a text needs one before it.
+        begins_with_prefix = whole[:1] == [self.prefix_token_id] and len(whole) > 1
+        if not has_context and begins_with_prefix:
+            before = whole[:1]
+        elif _n_equal(before, whole) == 0:
+            before = [self.prefix_token_id, *before]
+            whole = [self.prefix_token_id, *whole]
+        return before, whole
+
     def _loglikelihood_tokens(
         self,
         requests: list[tuple[Any, list[int], list[int]]],
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Per (text, context, continuation), ln P of the continuation.
+        """Per (text, context, continuation), what loglikelihood() returns for these tokens."""
+        rows = [Row(context + continuation, len(context)) for _, context, continuation in requests]
+        return self._score(rows, disable_tqdm)
 
-        Also returns whether greedy decoding produces it.
-        """
-        results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        rows = [context + continuation for _, context, continuation in requests]
-        # Rows of similar length share a batch, with little padding.
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-        with tqdm(total=len(order), desc="scoring", disable=disable_tqdm) as bar:
-            for start in range(0, len(order), self.batch_size):
-                batch = order[start : start + self.batch_size]
-                truncated = []
-                inputs = []
-                for i in batch:
-                    # The last token is a target alone, so it does not count against the context.
-                    row = rows[i][-(self.max_length + 1) :]
-                    truncated.append(row)
-                    inputs.append(torch.tensor(row[:-1]))
+    @torch.no_grad()
+    def _score(self, rows: list[Row], disable_tqdm: bool) -> list[tuple[float, bool]]:
+        """Per row, ln P of its tokens from `start` on, and whether each is the likeliest."""
+        windows: list[Window] = []
+        for i, row in enumerate(rows):
+            windows += self._windows(i, row)
+        # Windows of similar length share a batch, with little padding.
+        windows.sort(key=lambda window: -len(window.inputs))
+        nats = [0.0] * len(rows)
+        is_greedy = [True] * len(rows)
+        with tqdm(total=len(windows), desc="scoring", disable=disable_tqdm) as bar:
+            for start in range(0, len(windows), self.batch_size):
+                batch = windows[start : start + self.batch_size]
+                inputs = [torch.tensor(window.inputs) for window in batch]
                 padded = pad_sequence(inputs, batch_first=True).to(self.model.device)
                 hidden = hidden_states(self.model, padded)  # (B, T, C)
-                for i, row, states in zip(batch, truncated, hidden):
-                    n_inputs = len(row) - 1
-                    targets = requests[i][2][-n_inputs:]  # without truncated tokens
-                    results[i] = self._score(states[:n_inputs], targets)
+                for window, states in zip(batch, hidden):
+                    window_nats, window_is_greedy = self._score_window(window, states)
+                    nats[window.row] += window_nats
+                    is_greedy[window.row] &= window_is_greedy
                 bar.update(len(batch))
-        for (text, _, _), result in zip(requests, results):
-            if text is not None:
-                self.cache_hook.add_partial("loglikelihood", text, result)
-        return results
+        check_computed(nats)
+        return list(zip(nats, is_greedy))
 
-    def _score(self, states: Tensor, continuation: list[int]) -> tuple[float, bool]:
-        """ln P of the tokens at the end of a row, and whether each is the likeliest.
+    def _windows(self, index: int, row: Row) -> Iterator[Window]:
+        """The windows of a row. Raises UserError if a bidirectional prefix contains a target."""
+        assert row.start > 0, "the first token has no context"
+        stride = max(1, self.max_length // 8)
+        first = 0  # input of the window
+        begin = row.start  # first target
+        while begin < len(row.tokens):
+            end = min(first + self.max_length + 1, len(row.tokens))
+            if begin < end:
+                self._check_prefix(begin - first)
+                yield Window(index, row.tokens[first : end - 1], row.tokens[begin:end])
+                begin = end
+            first += stride
 
-        states: final hidden states of the row, (T, C).
+    def _check_prefix(self, n_before: int) -> None:
+        """Raise UserError if a token after n_before tokens is seen by the tokens before it."""
+        prefix = self.model.config.prefix
+        if n_before < prefix:
+            raise UserError(
+                f"a task scores tokens in the model's bidirectional prefix of {prefix} tokens, "
+                "which see each other; use tasks with longer contexts"
+            )
+
+    def _score_window(self, window: Window, states: Tensor) -> tuple[float, bool]:
+        """ln P of the targets, and whether each is the likeliest.
+
+        states: final hidden states, (T, C); those after the last input are padding.
         """
-        targets = torch.tensor(continuation)
-        logits = self.model.lm_head(states[len(states) - len(targets) :]).float().cpu()  # (n, V)
+        n_inputs = len(window.inputs)
+        n_targets = len(window.targets)
+        targets = torch.tensor(window.targets)
+        logits = self.model.lm_head(states[n_inputs - n_targets : n_inputs])
+        # Ids above the tokenizer's are padding.
+        logits = logits[:, : self.tokenizer.vocab_size].float().cpu()  # (n, V)
         nats = logits.log_softmax(dim=-1).gather(1, targets[:, None]).double().sum().item()
         is_greedy = bool((logits.argmax(dim=-1) == targets).all())
         return nats, is_greedy
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """ln P of whole texts, in windows of the model's context; each token is counted once."""
-        windows = []
-        owners = []  # of each window: the index of its request
+        """ln P of whole texts after the prefix token; each token is counted once.
+
+        A text longer than the model's context is read in windows as in the harness's own adapter:
+        each starts with the last token of the one before it, and the last window is filled up
+        with earlier tokens.
+        """
+        rows = []
+        owners = []  # of each row: the index of its request
         for index, request in enumerate(requests):
-            ids = self.tok_encode(*request.args)
-            # Each window starts with the last token before it.
-            overlapping = get_rolling_token_windows(
+            (text,) = request.args
+            ids = self.tok_encode(text, add_special_tokens=False)
+            if ids[:1] == [self.prefix_token_id]:
+                ids = ids[1:]
+            windows = get_rolling_token_windows(
                 ids, self.prefix_token_id, self.max_length, context_len=1
             )
-            for window in overlapping:
-                context, continuation = make_disjoint_window(window)
-                windows.append((None, context, continuation))
+            for inputs, targets in windows:
+                rows.append(Row([*inputs, targets[-1]], len(inputs) + 1 - len(targets)))
                 owners.append(index)
-        scores = self._loglikelihood_tokens(windows, disable_tqdm)
         totals = [0.0] * len(requests)
-        for owner, (nats, _) in zip(owners, scores):
+        for owner, (nats, _) in zip(owners, self._score(rows, disable_tqdm)):
             totals[owner] += nats
         return totals
 
@@ -145,6 +243,16 @@ class ThinkerLM(TemplateLM):
             completions = self.generator.generate([context], params, [tokens])
             texts.append(completions[0].text)
         return texts
+
+
+def _n_equal(tokens: list[int], others: list[int]) -> int:
+    """The number of equal tokens at the start of both lists."""
+    n = 0
+    for token, other in zip(tokens, others):
+        if token != other:
+            break
+        n += 1
+    return n
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
@@ -206,7 +314,7 @@ def run_tasks(
             bootstrap_iters=1000,
             log_samples=False,
         )
-    except UserError:
+    except (UserError, RunError):
         raise
     except Exception as error:  # tasks can raise any error, such as for missing data
         raise UserError(

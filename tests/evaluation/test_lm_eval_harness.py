@@ -1,5 +1,5 @@
-"""EleutherAI's harness gives a Thinker what it gives the same model through hf_results own adapter
-for transformers."""
+"""EleutherAI's harness gives a Thinker what it gives the same model through its own adapter for
+transformers, and what transformers computes token by token."""
 
 import json
 import math
@@ -11,6 +11,7 @@ from conftest import random_model
 from thinker.data.tokenizers import tokenizer_conversion
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.generation import Generator
 from thinker.interop.huggingface import save_pretrained
 from thinker.runtime.errors import UserError
 
@@ -62,28 +63,191 @@ def test_tokens_equal_the_hf_adapters(models):
 def test_loglikelihood(models):
     ours, hf = models
     pairs = [("Once upon a", " time"), ("Once upon a ", "time there was"), ("", "cat"),
-             ("The dog", " sat on the mat, and"),
-             ("x" * 70, " and the cat"), ("The", SAMPLE[:150]), ("a", "b")]  # fmt: skip
+             ("The dog", " sat on the mat, and"), ("The", " cat sat" * 9), ("a", "b")]  # fmt: skip
     our_results = ours.loglikelihood(requests("loglikelihood", pairs))
     hf_results = hf.loglikelihood(requests("loglikelihood", pairs))
     for (nats, greedy), (known, known_greedy) in zip(our_results, hf_results, strict=True):
         assert nats == pytest.approx(known, abs=1e-4)
         assert greedy == known_greedy
-    likeliest = ours.generate_until(
-        requests("generate_until", [("The dog", {"until": [], "max_gen_toks": 3})])
-    )
-    assert ours.loglikelihood(requests("loglikelihood", [("The dog", likeliest[0])]))[0][1] in (
-        True,
-        False,
-    )
+
+
+@torch.no_grad()
+def nats_and_greedy(hf, ids, start, max_length=48):
+    """ln P of ids[start:], one token at a time, and whether each is the likeliest.
+
+    The context of a token is all before it, or else at least the last 7/8 of max_length tokens.
+    """
+    stride = max_length // 8
+    nats = 0.0
+    is_greedy = True
+    for i in range(start, len(ids)):
+        first = stride * math.ceil(max(0, i - max_length) / stride)
+        assert max_length - stride < i - first <= max_length or first == 0
+        logits = hf.model(torch.tensor([ids[first:i]])).logits[0, -1].float()
+        nats += logits.log_softmax(-1)[ids[i]].item()
+        is_greedy &= int(logits.argmax()) == ids[i]
+    return nats, is_greedy
+
+
+SPANS = [("sat on th", "e mat"), ("Onc", "e"), ("The do", "g sat"), ("Once up", "on a time")]
+
+
+def test_a_token_that_spans_context_and_continuation(models):
+    """ln P(whole) - ln P(context)."""
+    ours, hf = models
+    results = ours.loglikelihood(requests("loglikelihood", SPANS))
+    n_spans = 0
+    for (context, continuation), (nats, is_greedy) in zip(SPANS, results, strict=True):
+        before, whole = hf.tok_encode(context), hf.tok_encode(context + continuation)
+        n_spans += whole[: len(before)] != before
+        expected = nats_and_greedy(hf, whole, 1)[0] - nats_and_greedy(hf, before, 1)[0]
+        assert nats == pytest.approx(expected, abs=1e-4)
+        n_shared = next(i for i, id in enumerate(whole) if before[i : i + 1] != [id])
+        assert is_greedy == nats_and_greedy(hf, whole, n_shared)[1]
+    assert n_spans >= 3
+
+
+def test_choices_that_span_rank_as_whole_texts(models):
+    ours, hf = models
+    context = "The cat sat on th"
+    choices = ["e mat", "e", "at", "ere was", "x", "e dog sat"]
+    results = ours.loglikelihood(requests("loglikelihood", [(context, c) for c in choices]))
+    wholes = [nats_and_greedy(hf, hf.tok_encode(context + c), 1)[0] for c in choices]
+    order = sorted(range(len(choices)), key=lambda i: wholes[i])
+    assert sorted(range(len(choices)), key=lambda i: results[i][0]) == order
+
+
+@torch.no_grad()
+def test_is_greedy_of_a_token_that_spans(models):
+    """The likeliest token after a text, cut in its middle."""
+    ours, hf = models
+    n_found = 0
+    for n in range(1, 120):
+        text = SAMPLE[:n]
+        ids = hf.tok_encode(text)[-40:]
+        logits = hf.model(torch.tensor([hf.tok_encode(text)])).logits[0, -1]
+        likeliest = hf.tokenizer.decode(int(logits.argmax()))
+        whole = text + likeliest
+        is_one_token = hf.tok_encode(whole)[-41:-1] == ids
+        if n > 40 or len(likeliest) < 2 or not is_one_token:
+            continue
+        for i in range(1, len(likeliest)):
+            pair = (text + likeliest[:i], likeliest[i:])
+            if pair[0] != pair[0].rstrip():
+                continue
+            n_found += hf.tok_encode(pair[0])[:-1] != hf.tok_encode(whole)[:-1]
+            assert ours.loglikelihood(requests("loglikelihood", [pair]))[0][1] is True
+            other = (pair[0], pair[1] + "zq")
+            assert ours.loglikelihood(requests("loglikelihood", [other]))[0][1] is False
+    assert n_found
+
+
+def test_a_long_continuation_is_scored_whole(models):
+    """Each prefix of it is likelier, by what its own tokens cost."""
+    ours, hf = models
+    words = SAMPLE.split(" ")[:150]
+    pairs = [("The", "".join(" " + word for word in words[:n])) for n in range(10, 150, 10)]
+    pairs.append(("x" * 70, " and the cat"))
+    pairs.append((SAMPLE[:600].rsplit(" ", 1)[0], " and the cat" * 20))
+    lengths = [len(hf.tok_encode("".join(pair))) for pair in pairs]
+    assert lengths[0] < 48 < lengths[6]
+    assert lengths[13] > 140
+    results = ours.loglikelihood(requests("loglikelihood", pairs))
+    for (context, continuation), (nats, _) in zip(pairs, results, strict=True):
+        start = len(hf.tok_encode(context))
+        expected, _ = nats_and_greedy(hf, hf.tok_encode(context + continuation), start)
+        assert nats == pytest.approx(expected, abs=1e-3)
+    nats = [result[0] for result in results[:-2]]
+    assert nats == sorted(nats, reverse=True)
+
+
+def test_texts_without_context_score_as_score_text(models):
+    """Also with ids that only pad the model's vocabulary."""
+    tokenizer = models[0].tokenizer
+    model = random_model(vocab_size=tokenizer.vocab_size + 30, max_seq_len=48)
+    ours = ThinkerLM(model, tokenizer)
+    for text in ["cat", " The dog sat on the mat", SAMPLE[:60]]:
+        expected = -Generator(model, tokenizer).score(text).nats
+        scored = ours.loglikelihood(requests("loglikelihood", [("", text)]))[0][0]
+        rolled = ours.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,)]))[0]
+        assert scored == pytest.approx(expected, abs=1e-4)
+        assert rolled == pytest.approx(expected, abs=1e-4)
+
+
+def test_contexts_and_continuations_without_tokens(models):
+    ours, hf = models
+    empty = [("The cat", ""), ("The cat ", ""), ("", "")]
+    assert ours.loglikelihood(requests("loglikelihood", empty)) == [(0.0, True)] * 3
+    doubled = ours.loglikelihood(requests("loglikelihood", [("", "<|bos|>")]))[0][0]
+    bos = hf.prefix_token_id
+    assert doubled == pytest.approx(nats_and_greedy(hf, [bos, bos], 1)[0], abs=1e-4)
+    scored = ours.loglikelihood(requests("loglikelihood", [("  ", "cat"), ("", "  cat")]))
+    assert scored[0] == scored[1]
+    expected = nats_and_greedy(hf, hf.tok_encode("  cat"), 1)
+    assert scored[0][0] == pytest.approx(expected[0], abs=1e-4)
+
+
+def test_without_a_bos_token_a_text_that_begins_in_the_continuation_follows_the_prefix_token():
+    base = make_tokenizer("bpe:300", [SAMPLE])
+    tokens = [base.token_bytes(i) or None for i in range(base.vocab_size)]
+    named = {"<|bos|>": base.bos_id}
+    tokenizer = Tokenizer("hf", tokens, named, pattern=base.pattern, add_bos=False)
+    model = random_model(vocab_size=tokenizer.vocab_size, max_seq_len=48)
+    ours = ThinkerLM(model, tokenizer)
+    whole, context = tokenizer.encode(" the"), tokenizer.encode(" t")
+    assert len(whole) == len(context) == 1
+    assert whole != context
+    pairs = [(" t", "he"), ("  ", "the")]
+    spanning, blank = ours.loglikelihood(requests("loglikelihood", pairs))
+    logprobs = model(torch.tensor([[tokenizer.bos_id]]))[0, -1].log_softmax(-1)
+    expected = (logprobs[whole[0]] - logprobs[context[0]]).item()
+    assert spanning[0] == pytest.approx(expected, abs=1e-4)
+    text = ours.loglikelihood(requests("loglikelihood", [("", "  the")]))[0]
+    assert blank == pytest.approx(text, abs=1e-4)
+
+
+def test_a_continuation_that_the_tokenizer_drops_is_an_error(tmp_path):
+    folder = tmp_path
+    tokenizer_conversion.write(make_tokenizer("byte", []), folder, 48)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": "~"}, "content": ""}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = tokenizer_conversion.read(folder)
+    ours = ThinkerLM(random_model(vocab_size=tokenizer.vocab_size), tokenizer)
+    with pytest.raises(UserError, match="no token to the continuation '~'"):
+        ours.loglikelihood(requests("loglikelihood", [("a", "~")]))
+
+
+def test_tokens_of_a_bidirectional_prefix_cannot_be_scored(models):
+    tokenizer = models[0].tokenizer
+    model = random_model(vocab_size=tokenizer.vocab_size, attention="prefix(4)")
+    ours = ThinkerLM(model, tokenizer)
+    message = "bidirectional prefix of 4 tokens"
+    with pytest.raises(UserError, match=message):
+        ours.loglikelihood(requests("loglikelihood", [("", "The dog sat on the mat")]))
+    with pytest.raises(UserError, match=message):
+        ours.loglikelihood_rolling(requests("loglikelihood_rolling", [("The dog sat",)]))
+    pair = ("The dog sat on", " the mat")
+    ids = ours.tok_encode("".join(pair))
+    start = len(ours.tok_encode(pair[0]))
+    logprobs = model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
+    expected = sum(logprobs[i - 1, ids[i]].item() for i in range(start, len(ids)))
+    scored = ours.loglikelihood(requests("loglikelihood", [pair]))[0][0]
+    assert scored == pytest.approx(expected, abs=1e-4)
 
 
 def test_loglikelihood_rolling(models):
+    """The harness's own adapter without a BOS token of its own: with one, it counts ln P of a BOS
+    token after a BOS token."""
     ours, hf = models
     texts = [(SAMPLE[:400],), ("cat",), (SAMPLE[:60],)]
     our_results = ours.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
+    hf.add_bos_token = False
     hf_results = hf.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
+    hf.add_bos_token = True
     assert our_results == pytest.approx(hf_results, abs=1e-3)
+    known, _ = nats_and_greedy(hf, hf.tok_encode("cat"), 1)
+    assert our_results[1] == pytest.approx(known, abs=1e-4)
 
 
 def test_generate_until(models):
