@@ -195,6 +195,18 @@ def log_probs(model: Thinker, context: list[int], values: list[list[int]]) -> Te
     return sum_log_probs(values, dict(zip(prefixes, logprobs)))
 
 
+def continue_with(tokenizer: Tokenizer, needle: Needle, word: str) -> list[int]:
+    """The tokens of a word after the needle's text, by the tokens of the whole text.
+
+    Raises UserError if a token spans both.
+    """
+    whole = [tokenizer.bos_id, *tokenizer.encode(f"{needle.text} {word}")]
+    length = len(needle.tokens)
+    if whole[:length] != needle.tokens:
+        raise UserError(f"a token of this tokenizer spans {word!r} and the text before it")
+    return whole[length:]
+
+
 def needle_test(
     model: Thinker,
     tokenizer: Tokenizer,
@@ -221,7 +233,7 @@ def needle_test(
         for needle in needles:
             words = VALUES[needle.name]
             answer = words.index(needle.value)
-            values = [tokenizer.encode(f" {word}") for word in words]
+            values = [continue_with(tokenizer, needle, word) for word in words]
             nats = scorer(model, needle.tokens, values)  # (A,)
             rows.append([nats.argmax() == answer, nats.softmax(dim=0)[answer], 1 / len(nats)])
     except UserError as error:

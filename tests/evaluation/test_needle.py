@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
+from metaspace_tokenizer import metaspace_tokenizer
 from story_parser import parse
+from tokenizers import normalizers
 
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.text import tales
@@ -145,6 +147,23 @@ def test_log_probs_equal_full_forward_passes(request, random_model, spec, form, 
     assert found["n_examples"] == n_examples
     assert found["accuracy"] == sum(right) / n_examples
     assert found["probability"] == pytest.approx(sum(given) / n_examples, rel=1e-3)
+
+
+def test_words_have_the_tokens_of_the_whole_text(random_model, tmp_path):
+    """A tokenizer that adds a space before a text does not add one before the word."""
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer = metaspace_tokenizer(tmp_path, {"\n": -3.0}, True, normalizers.Sequence(spaces))
+    model = random_model(vocab_size=tokenizer.vocab_size)
+    (one,) = needle.make_needles(tokenizer, 160, 1, seed=0)
+    scored = []
+
+    def scorer(model, context, values):
+        scored.extend(context + value for value in values)
+        return torch.zeros(len(values))
+
+    needle.needle_test(model, tokenizer, 160, n_examples=1, seed=0, scorer=scorer)
+    wholes = [f"{one.text} {value}" for value in needle.VALUES[one.name]]
+    assert scored == [[tokenizer.bos_id, *tokenizer.encode(whole)] for whole in wholes]
 
 
 def test_accuracy_and_binomial_error(random_model, bpe):
