@@ -5,11 +5,12 @@ from __future__ import annotations
 import codecs
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation.sequence import SampledToken, Sequence
+from thinker.generation.streaming import TextStreamer
 from thinker.serving.protocol import TOKEN_PREFIX, ChatRequest, CompletionRequest
 
 
@@ -23,31 +24,58 @@ class Choice:
         self.tokenizer = sequence.tokenizer
         self.is_chat = isinstance(body, ChatRequest)
         self._prompt = list(sequence.tokens)
+        self._streamer = TextStreamer(self.tokenizer, sequence.params.stop)
         self._has_begun = False
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0  # characters before the next token
 
-    def piece(
-        self, text: str, sampled: list[SampledToken], finish_reason: str | None
-    ) -> dict[str, Any] | None:
-        """A choice of a chunk, or None if it would say nothing."""
-        is_first = not self._has_begun
+    def opening(self) -> dict[str, Any] | None:
+        """The choice of the first chunk of a chat, which says who speaks. Texts have none."""
+        if not self.is_chat:
+            return None
+        choice = self._choice({"delta": {"role": "assistant", "content": ""}}, [], None)
         self._has_begun = True
+        self._add_prompt(choice)
+        return choice
+
+    def pieces(
+        self, text: str, sampled: list[SampledToken], finish_reason: str | None
+    ) -> Iterator[dict[str, Any]]:
+        """The choices of chunks: one per token, without those that would say nothing."""
+        parts = self._split(text, sampled)
+        for number, (part, token) in enumerate(parts, 1):
+            if self.is_chat:
+                if self._says_something(part, token):
+                    yield self._choice({"delta": {"content": part}}, token, None)
+                continue
+            reason = finish_reason if number == len(parts) else None
+            if self._says_something(part, token) or reason or not self._has_begun:
+                choice = self._choice({"text": part}, token, reason)
+                if not self._has_begun:
+                    self._has_begun = True
+                    self._add_prompt(choice)
+                yield choice
+        if self.is_chat and finish_reason:
+            yield self._choice({"delta": {}}, [], finish_reason)
+
+    def _split(
+        self, text: str, sampled: list[SampledToken]
+    ) -> list[tuple[str, list[SampledToken]]]:
+        """Divide the text of several tokens into that of each."""
+        parts = []
+        for token in sampled[:-1]:
+            part = self._streamer.feed(token[0])
+            parts.append((part, [token]))
+            text = text[len(part) :]
+        for token in sampled[-1:]:
+            self._streamer.feed(token[0])
+        parts.append((text, sampled[-1:]))  # with what was held back until the end
+        return parts
+
+    def _says_something(self, text: str, sampled: list[SampledToken]) -> bool:
         # A token without text, such as half a character, still has a log-probability and an id.
         has_token_fields = self.body.has_logprobs or self.body.return_token_ids
-        wants_tokens = sampled and has_token_fields
-        if not (is_first or text or wants_tokens or finish_reason):
-            return None
-
-        content: dict[str, Any] = {"text": text}
-        if self.is_chat:
-            content = {"delta": {"content": text}}
-            if is_first:
-                content = {"delta": {"role": "assistant", "content": text}}
-        choice = self._choice(content, sampled, finish_reason)
-        if is_first:
-            self._add_prompt(choice)
-        return choice
+        return bool(text or (sampled and has_token_fields))
 
     def whole(self, sampled: list[SampledToken]) -> dict[str, Any]:
         """The choice of a response without a stream."""

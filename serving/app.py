@@ -31,6 +31,7 @@ from thinker.serving.protocol import ChatRequest, CompletionRequest, InspectRequ
 from thinker.serving.server_metrics import Metrics
 
 BODY_SECONDS = 30  # to send a request
+EVENTS_PER_MESSAGE = 16  # of a stream, so that a slow client takes little memory
 OPEN_PATHS = ("/", "/health")  # without a key
 Result = TypeVar("Result")
 
@@ -355,25 +356,29 @@ class Answer(Response):
         return json_response(self._wrap(choices, tokens_used))
 
     async def _send_events(self, send: Send) -> None:
-        async for content in self._events():
-            body = event(content)
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        async for contents in self._events():
+            # One message for what a step added: a message per token would cost more time.
+            for start in range(0, len(contents), EVENTS_PER_MESSAGE):
+                body = b"".join(map(event, contents[start : start + EVENTS_PER_MESSAGE]))
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self) -> AsyncIterator[object]:
+    async def _events(self) -> AsyncIterator[list[object]]:
         """The contents of the stream; an error is the last one, as the status was sent long ago."""
+        openings = [choice.opening() for choice in self._choices]
+        yield [self._wrap([opening]) for opening in openings if opening is not None]
         async for progress in self._submission:
             if progress.error is not None:
-                yield ApiError(500, str(progress.error)).content
+                yield [ApiError(500, str(progress.error)).content]
                 return
             sequence = progress.sequence
             reason = sequence.completion.finish_reason if progress.has_ended else None
-            piece = self._choices[sequence.index].piece(progress.text, progress.sampled, reason)
-            if piece is not None:
-                yield self._wrap([piece])
+            choice = self._choices[sequence.index]
+            pieces = choice.pieces(progress.text, progress.sampled, reason)
+            yield [self._wrap([piece]) for piece in pieces]
         if self._body.wants_usage:
-            yield self._wrap([], usage(self._sequences, self._body.n))
-        yield "[DONE]"
+            yield [self._wrap([], usage(self._sequences, self._body.n))]
+        yield ["[DONE]"]
 
 
 async def _while_connected(

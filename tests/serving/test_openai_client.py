@@ -349,10 +349,43 @@ def test_a_streamed_answer_is_the_same(answer, n):
     for known in whole.choices:
         pieces = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == known.index]
         assert pieces[0].delta.role == "assistant"
-        assert "".join(piece.delta.content for piece in pieces) == known.message.content
+        assert "".join(piece.delta.content or "" for piece in pieces) == known.message.content
         entries = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content]
         assert entries == known.logprobs.content
         assert pieces[-1].finish_reason == known.finish_reason
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_of_an_answer_has_the_shape_of_openais(answer, n):
+    """Role first, then a token per chunk, then the reason, then the numbers of tokens."""
+    flags = {"return_token_ids": True}
+    options = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": flags}
+    *chunks, last = answer(seed=3, n=n, max_tokens=30, **options)
+    assert (last.choices, last.usage.total_tokens > 0) == ([], True)
+    assert [chunk.choices[0].index for chunk in chunks[:n]] == list(range(n))
+    n_tokens = 0
+    for index in range(n):
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        deltas = [choice.delta.model_dump(exclude_unset=True) for choice in choices]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert {tuple(delta) for delta in deltas[1:-1]} == {("content",)}
+        assert deltas[-1] == {}
+        reasons = [choice.finish_reason for choice in choices]
+        assert reasons[:-1] == [None] * (len(choices) - 1)
+        assert reasons[-1] in ("stop", "length")
+        sizes = [len(choice.token_ids) for choice in choices]
+        assert sizes == [0] + [1] * (len(choices) - 2) + [0]
+        n_tokens += sum(sizes)
+    assert n_tokens == last.usage.completion_tokens
+
+
+def test_a_stream_of_a_text_has_a_token_per_chunk(complete):
+    options = {"seed": 3, "max_tokens": 40, "extra_body": {"return_token_ids": True}}
+    chunks = list(complete(prompt="Line", stream=True, **options))
+    sizes = [len(chunk.choices[0].token_ids) for chunk in chunks]
+    known = complete(prompt="Line", **options).choices[0]
+    assert sizes == [1] * len(known.token_ids)
+    assert chunks[-1].choices[0].finish_reason == known.finish_reason
 
 
 def test_the_asynchronous_client(server, complete, answer):
@@ -375,7 +408,7 @@ def test_the_asynchronous_client(server, complete, answer):
                 texts,
                 answers,
                 text,
-                "".join([chunk.choices[0].delta.content async for chunk in stream]),
+                "".join([chunk.choices[0].delta.content or "" async for chunk in stream]),
             )
 
     texts, answers, text, said = asyncio.run(ask())
