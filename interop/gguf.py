@@ -37,6 +37,10 @@ SPLITS = {
     QWEN2: "qwen2",
 }
 
+# Keys of the ids at which llama.cpp ends a text. It reads one id from each.
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+ALL_ENDS = "tokenizer.ggml.eos_token_ids"  # which Ollama's own engine reads
+
 # Types of tokens.
 NORMAL = 1
 CONTROL = 3
@@ -47,7 +51,9 @@ UNUSED = 5
 def write_gguf(
     model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f16", name: str = "thinker"
 ) -> None:
-    """Write a GGUF file, then read it back and compare tensors and tokens.
+    """Write a GGUF file, then read it back and compare tensors, tokens and the ends of texts.
+
+    Stores every EOS token, so that llama.cpp stops where our Generator does.
 
     dtype: of the matrices (vectors are f32): f32, f16, q8_0, q5_1, q5_0, q4_1 or q4_0. A quantized
     file keeps matrices in f16 whose row length is not a multiple of 32. Raises UserError if
@@ -65,6 +71,9 @@ def write_gguf(
     for key, value in header.items():
         add = getattr(writer, f"add_{key}")
         add(value)
+    ends = _end_ids(tokenizer)
+    if len(ends) > 1:
+        writer.add_array(ALL_ENDS, ends)
     arrays = {}
     kinds = {}
     for key, (our_name, tensor) in _tensors(model, architecture).items():
@@ -75,7 +84,8 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    if not _contains(path, arrays, kinds, header["token_list"]):
+    is_same = _contains(path, arrays, kinds, header["token_list"])
+    if not is_same or _read_ends(path) != set(ends):
         raise RunError(f"{path} differs from what was written; export it again")
 
 
@@ -94,6 +104,19 @@ def _contains(
         if not same_type or not np.array_equal(found[name].data.reshape(array.shape), array):
             return False
     return list(reader.get_field("tokenizer.ggml.tokens").contents()) == tokens
+
+
+def _read_ends(path: Path) -> set[int]:
+    """The ids at which llama.cpp ends a text by the file's keys."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    ends = set()
+    for key in END_KEYS:
+        field = reader.get_field(f"tokenizer.ggml.{key}")
+        if field is not None:
+            ends.add(int(field.contents()))
+    return ends
 
 
 def _check_supported(config: ThinkerConfig) -> None:
@@ -158,12 +181,24 @@ def _tokenizer_header(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         "token_types": [kind for _, kind in tokens],
         "token_merges": [" ".join(pair) for pair in merges],
         "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id,
         "add_bos_token": bool(tokenizer.bos_prefix),
     }
+    header |= dict(zip(END_KEYS, _end_ids(tokenizer)))
     if tokenizer.chat_template is not None:
         header["chat_template"] = tokenizer.chat_template
     return header
+
+
+def _end_ids(tokenizer: Tokenizer) -> list[int]:
+    """The different EOS ids. Raises UserError if there are more than llama.cpp can read."""
+    ids = list(dict.fromkeys(tokenizer.eos_ids))
+    if len(ids) > len(END_KEYS):
+        raise UserError(
+            f"the tokenizer has {len(ids)} EOS tokens {ids}, but llama.cpp reads at most "
+            f"{len(END_KEYS)} from a GGUF file; remove some from eos_token_id in "
+            "generation_config.json"
+        )
+    return ids
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:

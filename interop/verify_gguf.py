@@ -29,17 +29,17 @@ def verify_gguf(
 ) -> str:
     """Compare a GGUF file, opened with llama.cpp, with the original model and tokenizer.
 
-    Compares logits with those of the model with the file's weights (matrices in `dtype`),
-    tokenization and, for f32, greedy tokens. Returns a summary of the checks. Raises RunError if
+    Compares logits with those of the model with the file's weights (matrices in `dtype`), the
+    tokens that end a text, tokenization and, for f32, greedy tokens. Returns a summary of the checks. Raises RunError if
     results differ.
     """
     try:
-        from llama_cpp import Llama
+        import llama_cpp
     except ImportError:
         return "not compared with llama.cpp, which is not installed (pip install llama-cpp-python)"
     prompt = torch.tensor([[tokenizer.bos_id, 0, 1, 2]])
     steps = min(MAX_GREEDY_TOKENS, model.config.max_seq_len - 4)
-    llama = Llama(
+    llama = llama_cpp.Llama(
         str(path),
         n_ctx=steps + 4,
         logits_all=True,
@@ -60,6 +60,10 @@ def verify_gguf(
             llama.reset()
             check_greedy(model, prompt, steps, new_logits, "llama.cpp")
             compared += f", {steps} equal greedy tokens"
+        vocab = llama_cpp.llama_model_get_vocab(llama.model)
+        compared += ", " + check_ends(
+            tokenizer, lambda number: llama_cpp.llama_vocab_is_eog(vocab, number)
+        )
         for text in islice(adversarial_texts(list(tokenizer.special_tokens)), n_texts):
             if "\0" in text:  # which ends a string in C
                 continue
@@ -69,6 +73,26 @@ def verify_gguf(
     finally:
         llama.close()
     return f"compared with llama.cpp: {compared}, {n_texts:,} texts tokenized identically"
+
+
+def check_ends(tokenizer: Tokenizer, ends_text: Callable[[int], bool]) -> str:
+    """Compare the ids at which llama.cpp ends a text with our EOS ids.
+
+    It also ends at some names, such as <|endoftext|>, whatever the file says. Returns a summary
+    that names these. Raises RunError if an EOS id does not end a text there.
+    """
+    for number in tokenizer.eos_ids:
+        if not ends_text(number):
+            raise RunError(
+                f"llama.cpp does not end a text at EOS token {number}; nothing was written"
+            )
+    others = []
+    for name, number in tokenizer.special_tokens.items():
+        if number not in tokenizer.eos_ids and ends_text(number):
+            others.append(name)
+    if others:
+        return f"it ends texts at the same tokens and at {', '.join(others)}"
+    return "it ends texts at the same tokens"
 
 
 def round_inputs(model: Thinker, dtype: str) -> Thinker:

@@ -17,7 +17,7 @@ from thinker.data.tokenizers.tokenizer_conversion import GPT2, merges_of
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interop.gguf import LLAMA3, TIKTOKEN_GPT2, write_gguf
 from thinker.interop.gguf_quantization import DTYPES, quantize, rounded_model
-from thinker.interop.verify_gguf import verify_gguf
+from thinker.interop.verify_gguf import check_ends, verify_gguf
 from thinker.runtime.errors import RunError, UserError
 
 gguf = pytest.importorskip("gguf")
@@ -124,6 +124,77 @@ def test_what_is_written_is_read(tmp_path, form, dtype):
     assert len(fields["tokenizer.ggml.tokens"]) == BPE.vocab_size + 2
     assert fields["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges_of(BPE)]
     assert fields["tokenizer.ggml.add_bos_token"] is True
+
+
+def with_ends(ends):
+    """Bytes and five special tokens, of which `ends` are EOS tokens."""
+    names = ["<|bos|>", "<|answer_end|>", "<|message_end|>", "<|endoftext|>", "<|last|>"]
+    special = {name: 256 + i for i, name in enumerate(names)}
+    tokens = [bytes([b]) for b in range(256)] + [None] * len(names)
+    return Tokenizer("byte", tokens, special, eos_ids=ends)
+
+
+def end_fields(path):
+    fields = gguf.GGUFReader(path).fields.items()
+    return {key.split(".")[-1]: field.contents() for key, field in fields
+            if "token_id" in key and "bos" not in key}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ends", "fields"),
+    [
+        ([256], {"eos_token_id": 256}),
+        ([256, 257], {"eos_token_id": 256, "eot_token_id": 257, "eos_token_ids": [256, 257]}),
+        ([257, 256, 257], {"eos_token_id": 257, "eot_token_id": 256, "eos_token_ids": [257, 256]}),
+        (
+            [258, 256, 10],
+            {
+                "eos_token_id": 258,
+                "eot_token_id": 256,
+                "eom_token_id": 10,
+                "eos_token_ids": [258, 256, 10],
+            },
+        ),
+    ],
+)
+def test_every_eos_token_is_stored(tmp_path, ends, fields):
+    """In the keys that llama.cpp reads in llama-vocab.cpp, and in the one of Ollama's engine."""
+    tokenizer = with_ends(ends)
+    write_gguf(random_model(vocab_size=261), tokenizer, tmp_path / "x.gguf", "f32")
+    assert end_fields(tmp_path / "x.gguf") == fields
+
+
+def test_more_eos_tokens_than_llama_cpp_reads_are_refused(tmp_path):
+    with pytest.raises(UserError, match="has 4 EOS tokens .*llama.cpp reads at most 3"):
+        write_gguf(random_model(vocab_size=261), with_ends([256, 257, 258, 259]), tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_stored_eos_tokens_are_read_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf.GGUFWriter, "add_eot_token_id", lambda *given: None)
+    with pytest.raises(RunError, match="differs from what was written"):
+        write_gguf(random_model(vocab_size=261), with_ends([256, 257]), tmp_path / "x.gguf", "f32")
+
+
+def test_the_ends_of_texts_are_compared():
+    tokenizer = with_ends([256, 257])
+    assert check_ends(tokenizer, {256, 257}.__contains__) == "it ends texts at the same tokens"
+    more = check_ends(tokenizer, {256, 257, 259}.__contains__)
+    assert more == "it ends texts at the same tokens and at <|endoftext|>"
+    with pytest.raises(RunError, match="does not end a text at EOS token 257"):
+        check_ends(tokenizer, {256}.__contains__)
+
+
+def test_llama_cpp_ends_texts_at_every_eos_token(tmp_path):
+    pytest.importorskip("llama_cpp")
+    tokenizer, path = with_ends([257, 256, 258]), tmp_path / "model.gguf"
+    model = random_model(vocab_size=261, d_model=64)
+    write_gguf(model, tokenizer, path, "f32")
+    summary = verify_gguf(model, tokenizer, path, "f32", n_texts=10)
+    assert "it ends texts at the same tokens and at <|endoftext|>" in summary
+    write_gguf(model, with_ends([257]), path, "f32")
+    with pytest.raises(RunError, match="does not end a text at EOS token 256"):
+        verify_gguf(model, tokenizer, path, "f32", n_texts=10)
 
 
 @pytest.mark.parametrize("form", FORMS)
