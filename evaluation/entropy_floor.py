@@ -25,8 +25,8 @@ def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | N
     nats = 0.0
     targets = 0
     # Of the windows of each shard; best-fit windows are all counted, and so end with the shard.
-    all_starts = dataset.starts or [shard.offsets[-1:] for shard in shards]
-    for shard, starts in zip(shards, all_starts):
+    for number, shard in enumerate(shards):
+        starts = dataset.starts.get(number, shard.offsets[-1:])
         end = starts[min(count, len(starts) - 1)]
         offsets = shard.offsets[:]
         n_documents = int(np.searchsorted(offsets, end))

@@ -189,20 +189,25 @@ def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path
     with tqdm(total=max_tokens, desc="tokenizing", unit=" tokens") as bar:
         for document in source.documents():
             is_chat = document.messages is not None
-            ids, loss_mask = encode_document(tokenizer, document, assistant_only_loss=is_chat)
+            rows = encode_document(tokenizer, document, assistant_only_loss=is_chat)
             n_texts += 1
-            if not is_chat and loses_text(tokenizer, document.text, ids):
-                n_lost += 1
-            n_counted = len(ids)
-            if source.whole_text:
-                n_counted = min(n_left, n_counted)
-            n_bytes = count_bytes(tokenizer, document.text, ids, 0, n_counted)
-            ids = ids[:n_counted]
-            # A single text is one document, although it comes in pieces.
-            continues = source.whole_text and writer.started
-            writer.add(ids, n_bytes, document.log_prob, continues, loss_mask)
-            n_left -= len(ids)
-            bar.update(len(ids))
+            if is_chat:
+                n_counted = sum(len(ids) for ids, _ in rows)
+                n_bytes = len(document.text.encode())
+                writer.add_rows(rows, n_bytes)
+            else:
+                ((ids, _),) = rows
+                if loses_text(tokenizer, document.text, ids):
+                    n_lost += 1
+                n_counted = len(ids)
+                if source.whole_text:
+                    n_counted = min(n_left, n_counted)
+                n_bytes = count_bytes(tokenizer, document.text, ids, 0, n_counted)
+                # A single text is one document, although it comes in pieces.
+                continues = source.whole_text and writer.started
+                writer.add(ids[:n_counted], n_bytes, document.log_prob, continues)
+            n_left -= n_counted
+            bar.update(n_counted)
             if n_left <= 0:
                 break
         bar.total = bar.n  # the text may have fewer or more tokens

@@ -1,11 +1,12 @@
 """Fine-tuning: start a run from the weights and tokenizer of another model."""
 
 import json
+import sys
 from pathlib import Path
 
 from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.data.tokenizers.tokenizer_factory import check_spec
+from thinker.data.tokenizers.tokenizer_factory import check_spec, is_path
 from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
@@ -13,6 +14,8 @@ from thinker.runtime.reading import read_text
 from thinker.training.config.config import ARCHITECTURE, Config
 from thinker.training.config.load import validate_config
 from thinker.training.settings.settings import Settings
+
+WITH_CONVERSATIONS = ("jsonl", "parquet", "hub")  # sources whose rows may be conversations
 
 # Keys that may differ from the initial model's; `init` and `head_init_std` have no effect in
 # fine-tuning.
@@ -27,7 +30,10 @@ MAY_CHANGE = (
 
 
 def load_initial_model(
-    config: Config, previous: Settings | None = None, own_tokenizer: Tokenizer | None = None
+    config: Config,
+    previous: Settings | None = None,
+    own_tokenizer: Tokenizer | None = None,
+    is_main: bool = True,
 ) -> tuple[Config, Thinker | None, Tokenizer | None]:
     """Load the model in run.init_from. A resumed run (with `previous`) has its own weights and
     `own_tokenizer`.
@@ -36,7 +42,7 @@ def load_initial_model(
     for random weights and resumed runs; the tokenizer, or None if it has yet to be made from the
     config.
 
-    Raises UserError if the config contradicts the model.
+    is_main: print messages. Raises UserError if the config contradicts the model.
     """
     source = config.run.init_from
     model = None
@@ -44,10 +50,12 @@ def load_initial_model(
         tokenizer = own_tokenizer
     elif source is None:
         tokenizer = _with_chat_template(config, None)
+        tokenizer = _with_answer_end(config, tokenizer, is_main)
     else:
         model, tokenizer = load(source)
         _check_tokenizer(config, tokenizer)
         tokenizer = _with_chat_template(config, tokenizer)
+        tokenizer = _with_answer_end(config, tokenizer, is_main)
     if source is None:
         return config, None, tokenizer
 
@@ -124,17 +132,39 @@ def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
 def _with_chat_template(config: Config, tokenizer: Tokenizer | None) -> Tokenizer | None:
     """The tokenizer, with the chat template in data.chat_template if that is set."""
     path = config.data.chat_template
-    if path is None:
-        return tokenizer
     if tokenizer is None:
-        if check_spec(config.data.tokenizer) != "path":
+        is_file = is_path(config.data.tokenizer)
+        if path is None and not is_file:
+            return None
+        if not is_file:
             raise UserError(
                 "data.chat_template needs an existing tokenizer; set run.init_from or "
                 "data.tokenizer=PATH"
             )
         tokenizer = load_tokenizer(config.data.tokenizer)
+    if path is None:
+        return tokenizer
     if not Path(path).is_file():
         raise UserError(
             f"data.chat_template={path} is not a file; use the path of a Jinja template"
         )
     return tokenizer.with_chat_template(read_text(Path(path)))
+
+
+def _with_answer_end(
+    config: Config, tokenizer: Tokenizer | None, is_main: bool
+) -> Tokenizer | None:
+    """The tokenizer, in which the token that ends answers ends texts, if conversations may be
+    trained."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        return tokenizer
+    if not any(source.source in WITH_CONVERSATIONS for source in config.data.text_sources()):
+        return tokenizer
+    from thinker.data.text import chat  # texts do not need it
+
+    changed = chat.with_answer_end(tokenizer)
+    if changed is not tokenizer and is_main:
+        names = {number: name for name, number in changed.special_tokens.items()}
+        name = names[changed.eos_ids[-1]]
+        print(f"{name} ends the answers of the chat template: texts now end there", file=sys.stderr)
+    return changed

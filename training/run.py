@@ -9,6 +9,7 @@ import torch
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.batches.dataset import AnyDataset
+from thinker.data.tokenizers.tokenizer_factory import is_path
 from thinker.model import Thinker
 from thinker.runtime.backend import configure_backend, enable_determinism
 from thinker.runtime.device import choose_device
@@ -99,10 +100,13 @@ def build_trainer(
     if previous is not None:
         tokenizer = resumed_data.own_tokenizer(run, previous, config)
     initial_model = None
-    if config.run.init_from is not None or config.data.chat_template is not None:
+    has_template = config.data.chat_template is not None or is_path(config.data.tokenizer)
+    if config.run.init_from is not None or has_template:
         from thinker.training.initial_model import load_initial_model
 
-        config, initial_model, tokenizer = load_initial_model(config, previous, tokenizer)
+        config, initial_model, tokenizer = load_initial_model(
+            config, previous, tokenizer, dist.is_main
+        )
     if previous is not None:
         sections = config.model_dump(mode="json", exclude={"model", "tracking", "extensions"})
         resume.check_unchanged(run, previous, sections)

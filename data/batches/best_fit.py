@@ -8,17 +8,22 @@ depends on the number of lengths.
 import numpy as np
 
 
-def pack_best_fit(offsets: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+def pack_best_fit(
+    offsets: np.ndarray, seq_len: int, truncate: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Pack the documents between `offsets`, (n + 1,), into windows of seq_len tokens.
 
     A document longer than a window is cut every seq_len tokens. Its last piece comes first in its
-    window, because it does not begin with a BOS token.
+    window, because it does not begin with a BOS token. truncate: leave out what does not fit into
+    one window.
 
     Returns (n_segments, 2) int64, the start and end of each segment of the windows, window by
     window; and (n_windows + 1,) int64, the index of the first segment of each window.
     """
     starts = offsets[:-1].astype(np.int64)
     lengths = np.diff(offsets).astype(np.int64)
+    if truncate:
+        lengths = np.minimum(lengths, seq_len)
 
     # A long document fills windows of its own. What is packed is the rest: a whole document, or a
     # last piece.

@@ -15,14 +15,18 @@ HASH_BYTES = 32
 Table = FileArray | np.ndarray
 
 
-def document_starts(shard: Shard, seq_len: int) -> Table:
+def document_starts(shard: Shard, seq_len: int, truncate: bool) -> Table:
     """(n_windows + 1,) int64: the start of each window of "documents" packing, and the end of the
-    last."""
-    path = shard.path.with_suffix(f".windows-{seq_len}")
-    return _kept(path, lambda: _document_starts(shard.offsets[:], seq_len))
+    last.
+
+    truncate: leave out what does not fit into the window in which its document starts.
+    """
+    name = "whole-windows" if truncate else "windows"
+    path = shard.path.with_suffix(f".{name}-{seq_len}")
+    return _kept(path, lambda: _document_starts(shard.offsets[:], seq_len, truncate))
 
 
-def best_fit_segments(shard: Shard, seq_len: int) -> tuple[Table, Table]:
+def best_fit_segments(shard: Shard, seq_len: int, truncate: bool) -> tuple[Table, Table]:
     """The segments of the windows of "best_fit" packing: (2 * n_segments,) int64, starts and ends
     in turns.
 
@@ -34,11 +38,12 @@ def best_fit_segments(shard: Shard, seq_len: int) -> tuple[Table, Table]:
 
     def table(index: int) -> np.ndarray:
         if not tables:  # packing is slow, and both files may be there
-            tables.extend(pack_best_fit(shard.offsets[:], seq_len))
+            tables.extend(pack_best_fit(shard.offsets[:], seq_len, truncate))
         return tables[index].reshape(-1)
 
-    segments = _kept(shard.path.with_suffix(f".segments-{seq_len}"), lambda: table(0))
-    firsts = _kept(shard.path.with_suffix(f".best-fit-{seq_len}"), lambda: table(1))
+    prefix = "whole-" if truncate else ""
+    segments = _kept(shard.path.with_suffix(f".{prefix}segments-{seq_len}"), lambda: table(0))
+    firsts = _kept(shard.path.with_suffix(f".{prefix}best-fit-{seq_len}"), lambda: table(1))
     return segments, firsts
 
 
@@ -62,7 +67,7 @@ def _kept(path: Path, make: Callable[[], np.ndarray]) -> Table:
     return FileArray(OpenFile(path, DamagedShard), table.dtype, len(table))
 
 
-def _document_starts(offsets: np.ndarray, seq_len: int) -> np.ndarray:
+def _document_starts(offsets: np.ndarray, seq_len: int, truncate: bool) -> np.ndarray:
     # After a window that starts at document i, the next starts at next_document[i]: after all that
     # fit, at least one.
     fitting = np.searchsorted(offsets, offsets[:-1] + seq_len, side="right") - 1
@@ -76,6 +81,8 @@ def _document_starts(offsets: np.ndarray, seq_len: int) -> np.ndarray:
 
     # A document that is longer than a window is cut into several.
     begin = offsets[firsts]
+    if truncate:
+        return np.append(begin, offsets[-1])
     end = offsets[next_document[firsts]]
     n_pieces = -(-(end - begin) // seq_len)
     n_pieces_before = np.cumsum(n_pieces) - n_pieces

@@ -19,8 +19,8 @@ class PackedDataset:
     """Token shards split into windows of seq_len inputs and targets; targets are the tokens one
     position later.
 
-    Every token except the first BOS token of each shard is a target exactly once. Padding has BOS
-    as input and IGNORE_INDEX as target.
+    Every token of a text except the first BOS token of each shard is a target exactly once. Padding
+    has BOS as input and IGNORE_INDEX as target.
 
     "contiguous": consecutive windows of the stream; the last window of a shard is padded.
     "documents": a window starts at a document's BOS token and contains as many complete documents
@@ -28,6 +28,10 @@ class PackedDataset:
     windows. "best_fit": windows contain complete documents in any order, chosen so that there is
     little padding. Of a document longer than seq_len, the last piece shares its window with other
     documents.
+
+    A conversation is never continued in another window, where its answers would be trained without
+    their questions: "contiguous" means "documents", and what does not fit into a window is left out
+    (lost_targets). With a stride below seq_len, which is for evaluation, it is continued.
 
     Args:
         stride: contiguous windows start this many tokens apart (default: seq_len). If they overlap,
@@ -60,8 +64,9 @@ class PackedDataset:
         self._check_stride()
         if document_masking:
             _check_documents_begin_with_bos(tokens)
-        self.starts: list[Table] = []  # of the windows of each shard; "documents" only
-        self.segments: list[tuple[Table, Table]] = []  # "best_fit" only
+        # Of the windows of a shard, by its number.
+        self.starts: dict[int, Table] = {}  # "documents" only
+        self.segments: dict[int, tuple[Table, Table]] = {}  # "best_fit" only
         counts = self._pack()
         # (n_shards + 1,): the first window of each shard, and the end
         self._first_window = np.cumsum([0, *counts])
@@ -78,18 +83,25 @@ class PackedDataset:
 
     def _pack(self) -> list[int]:
         """Lay out the windows. Returns how many each shard has."""
-        shards = self.tokens.shards
-        if self.packing == "documents":
-            self.starts = [document_starts(shard, self.seq_len) for shard in shards]
-            return [len(starts) - 1 for starts in self.starts]
-        if self.packing == "best_fit":
-            self.segments = [best_fit_segments(shard, self.seq_len) for shard in shards]
-            return [len(firsts) - 1 for _, firsts in self.segments]
-        counts = []
-        for shard in shards:
-            n_after_first = max(0, shard.n_tokens - 1 - self.seq_len)  # targets
-            counts.append(1 + -(-n_after_first // self.stride))
-        return counts
+        return [self._pack_shard(number, shard) for number, shard in enumerate(self.tokens.shards)]
+
+    def _pack_shard(self, number: int, shard: Shard) -> int:
+        packing = self._packing_of(shard)
+        if packing == "documents":
+            self.starts[number] = document_starts(shard, self.seq_len, _is_chat(shard))
+            return len(self.starts[number]) - 1
+        if packing == "best_fit":
+            self.segments[number] = best_fit_segments(shard, self.seq_len, _is_chat(shard))
+            return len(self.segments[number][1]) - 1
+        n_after_first = max(0, shard.n_tokens - 1 - self.seq_len)  # targets
+        return 1 + -(-n_after_first // self.stride)
+
+    def _packing_of(self, shard: Shard) -> Packing:
+        """How the windows of a shard are laid out."""
+        overlaps = self.stride < self.seq_len
+        if self.packing == "contiguous" and _is_chat(shard) and not overlaps:
+            return "documents"
+        return self.packing
 
     def __len__(self) -> int:
         return int(self._first_window[-1])
@@ -106,10 +118,10 @@ class PackedDataset:
         number = int(np.searchsorted(self._first_window, index, side="right")) - 1
         shard = self.tokens.shards[number]
         local = index - int(self._first_window[number])  # the window's index in its shard
-        if self.packing == "documents":
-            start, end = self.starts[number][local : local + 2]
-            return shard, [(int(start), int(end))]
-        if self.packing == "best_fit":
+        if number in self.starts:
+            start, next_start = self.starts[number][local : local + 2].tolist()
+            return shard, [(start, min(next_start, start + self.seq_len))]
+        if number in self.segments:
             segments, firsts = self.segments[number]
             first, after = firsts[local : local + 2].tolist()
             pairs = segments[2 * first : 2 * after].reshape(-1, 2).tolist()
@@ -146,6 +158,23 @@ class PackedDataset:
             targets[: self.seq_len - self.stride] = IGNORE_INDEX
         return inputs, targets
 
+    def lost_targets(self) -> tuple[int, int]:
+        """The targets of conversations that are in no window, and all of them."""
+        n_lost = 0
+        n_targets = 0
+        for shard in self.tokens.shards:
+            if not _is_chat(shard):
+                continue
+            mask = shard.loss_mask[:]
+            n_targets += int(mask[1:].sum())
+            if self.stride < self.seq_len:
+                continue
+            offsets = shard.offsets[:]
+            for number in np.flatnonzero(np.diff(offsets) > self.seq_len).tolist():
+                first = offsets[number] + self.seq_len + 1
+                n_lost += int(mask[first : offsets[number + 1] + 1].sum())
+        return n_lost, n_targets
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
         """(inputs, targets) of these windows, each (B, T) int64."""
         windows = [self.window(int(index)) for index in indices]
@@ -159,6 +188,10 @@ class PackedDataset:
         if not self.document_masking:
             return None
         return number_documents(inputs, self.tokens.shards[0].bos_id)
+
+
+def _is_chat(shard: Shard) -> bool:
+    return shard.loss_mask is not None
 
 
 def number_documents(inputs: Tensor, bos_id: int) -> Tensor:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from thinker.data.corpus.document_filter import DocumentFilter
 
 INDEX_FORMAT = 5  # changes with corpus.json, and with the text that a tokenizer is trained on
+CONVERSATION_FORMAT = 2  # changes with the tokens of conversations
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ def prepare_corpus(
     parts = [INDEX_FORMAT, FORMAT, opened.key, tokenizer_key, val_fraction, shard_tokens]
     if assistant_only_loss:
         parts.append("assistant_only_loss")
+    if isinstance(spec, Tokenizer) and spec.chat_template is not None:
+        parts.append(f"conversations {CONVERSATION_FORMAT}")
     if val_tokens is not None:
         parts.append(stamps([val_tokens]))
     if document_filter is not None:

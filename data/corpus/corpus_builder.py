@@ -14,6 +14,7 @@ from thinker.data.corpus.document_filter import DocumentFilter
 from thinker.data.corpus.encoding import encode_documents
 from thinker.data.corpus.shard_writer import HASH_SUFFIX, ShardWriter
 from thinker.data.corpus.tokenizing_progress import TokenizingProgress
+from thinker.data.text.chat_report import ChatReport
 from thinker.data.text.sources import Source
 from thinker.data.text.split import SplitDocument, empty_split_error, split_documents
 from thinker.data.text.text_sample import sample_texts
@@ -75,21 +76,24 @@ def build_corpus(
         print(f"continuing after {n_before:,} documents that are tokenized", file=sys.stderr)
     left = _skip(documents, n_written)
     n_texts = n_lost = 0
+    report = ChatReport(tokenizer, assistant_only_loss)
     with TokenizingProgress(source, n_before, progress) as bar:
-        for (split, document), (ids, loss_mask) in encode_documents(
-            tokenizer, left, assistant_only_loss
-        ):
+        for (split, document), encoded in encode_documents(tokenizer, left, assistant_only_loss):
             writer = writers[split]
             n_bytes = len(document.text.encode())
             continues = source.whole_text and writer.started
-            writer.add(ids, n_bytes, document.log_prob, continues, loss_mask)
+            writer.add_rows(encoded, n_bytes, document.log_prob, continues)
             n_texts += 1
-            if document.messages is None and loses_text(tokenizer, document.text, ids):
+            if document.messages is not None:
+                report.add(encoded)
+            elif loses_text(tokenizer, document.text, encoded[0][0]):
                 n_lost += 1
-            bar.update(document, n_bytes, len(ids))
+            bar.update(document, n_bytes, sum(len(ids) for ids, _ in encoded))
     for n_skipped, n in text.skipped:
         print(f"skipping {n_skipped} of {n} documents without text", file=sys.stderr)
     warn_of_lost_text(n_lost, n_texts)
+    for line in report.lines():
+        print(line, file=sys.stderr)
 
     # The index, which makes the corpus complete.
     for split, writer in writers.items():

@@ -16,8 +16,9 @@ BATCH_CHARS = 4 << 20  # characters that are read together
 CHUNK_CHARS = 1 << 16  # that a thread encodes at once: many short documents, or one long one
 BATCHES_AHEAD = 2  # so that no thread waits for the last chunk of a batch
 
-Encoded = tuple[np.ndarray, np.ndarray | None]  # ids, and which of them are targets; None: all
-Chunk = tuple[list[SplitDocument], Future[list[Encoded]]]
+# Ids, and which of them are targets; None: all.
+Encoded = tuple[np.ndarray, np.ndarray | None]
+Chunk = tuple[list[SplitDocument], Future[list[list[Encoded]]]]
 
 
 def encode_documents(
@@ -25,8 +26,8 @@ def encode_documents(
     documents: Iterable[SplitDocument],
     assistant_only_loss: bool,
     batch_chars: int = BATCH_CHARS,
-) -> Iterator[tuple[SplitDocument, Encoded]]:
-    """Yield documents in order with their encoding. Threads encode while the caller reads and
+) -> Iterator[tuple[SplitDocument, list[Encoded]]]:
+    """Yield documents in order with their encodings; see encode_document(). Threads encode while the caller reads and
     writes.
 
     batch_chars: about how many characters are read together; BATCHES_AHEAD times as many are read
@@ -37,7 +38,7 @@ def encode_documents(
     """
     pending: deque[list[Chunk]] = deque()  # batches
 
-    def finish() -> Iterator[tuple[SplitDocument, Encoded]]:
+    def finish() -> Iterator[tuple[SplitDocument, list[Encoded]]]:
         for chunk, future in pending.popleft():
             yield from zip(chunk, future.result())
 
@@ -72,33 +73,53 @@ def check_kinds(documents: list[Document], assistant_only_loss: bool) -> None:
         )
 
 
-def encode_document(tokenizer: Tokenizer, document: Document, assistant_only_loss: bool) -> Encoded:
-    """Encode a text or a conversation."""
+def encode_document(
+    tokenizer: Tokenizer, document: Document, assistant_only_loss: bool
+) -> list[Encoded]:
+    """Encode a text, or a conversation, which may become several rows (see chat.py).
+
+    assistant_only_loss: the targets of a conversation are its answers; otherwise they are all
+    tokens, those that several rows begin with only once.
+    """
     if document.messages is None:
-        return tokenizer.encode_array(document.text), None
-    template = tokenizer.chat_template
-    if template is not None and "tool_calls" not in template:
-        _check_no_lone_calls(document)
-    from thinker.data.text import chat  # texts do not need it
+        ids = tokenizer.encode_array(document.text, continues=document.continues)
+        return [(ids, None)]
+    # Texts do not need these.
+    from thinker.data.text import chat
+    from thinker.data.text.template_variables import check_variables
 
-    ids, answers = chat.encode(tokenizer, document.messages)
+    check_variables(tokenizer.chat_template, document)
+    conversation = chat.Conversation(document.messages, document.tools, document.template_kwargs)
+    rows = chat.encode(tokenizer, conversation)
     if assistant_only_loss:
-        return ids, answers
-    return ids, np.ones_like(answers)
+        return [(row.ids, row.is_target) for row in rows]
+    if not all(chat.is_trained(message) for message in document.messages):
+        raise UserError(
+            f"{document.where}: the answer with weight 0 would be trained; set "
+            "data.assistant_only_loss=true"
+        )
+    encoded: list[Encoded] = []
+    before = np.zeros(0, np.uint32)
+    for row in rows:
+        is_target = np.ones(len(row.ids), bool)
+        is_target[: _n_equal(before, row.ids)] = False
+        encoded.append((row.ids, is_target))
+        before = row.ids
+    return encoded
 
 
-def _check_no_lone_calls(document: Document) -> None:
-    """Raise UserError if a message of a conversation has nothing but calls of tools."""
-    for message in document.messages:
-        if "tool_calls" in message and not message.get("content"):
-            raise UserError(
-                f"{document.where}: a message has only tool_calls, which the chat template ignores"
-            )
+def _n_equal(a: np.ndarray, b: np.ndarray) -> int:
+    """Number of equal tokens at the start of two texts."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    if len(differs) == 0:
+        return n
+    return int(differs[0])
 
 
 def _encode_chunk(
     tokenizer: Tokenizer, chunk: list[SplitDocument], assistant_only_loss: bool
-) -> list[Encoded]:
+) -> list[list[Encoded]]:
     return [encode_document(tokenizer, document, assistant_only_loss) for _, document in chunk]
 
 

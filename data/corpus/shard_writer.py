@@ -139,6 +139,21 @@ class ShardWriter:
             self._add_mask(loss_mask)
         self._document_bytes[-1] += n_bytes
 
+    def add_rows(
+        self,
+        rows: list[tuple[np.ndarray, np.ndarray | None]],
+        n_bytes: int,
+        log_prob: float | None = None,
+        continues: bool = False,
+    ) -> None:
+        """Append a text, or the rows of a conversation as documents of their own; see add().
+
+        rows: ids and loss mask of each. The bytes count in the first one.
+        """
+        for ids, loss_mask in rows:
+            self.add(ids, n_bytes, log_prob, continues, loss_mask)
+            n_bytes = 0
+
     def _begin_document(self, log_prob: float | None, has_mask: bool) -> None:
         self._finish_document()
         if self._file is not None and self.n_tokens >= self.shard_tokens:

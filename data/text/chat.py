@@ -1,48 +1,260 @@
-"""Render conversations with the tokenizer's chat template and mark the tokens of answers."""
+"""Conversations as tokens: what a chat asks a model, and what a model is trained on.
 
+One rule holds for both: each answer is trained in exactly the context of tokens that a chat gives
+when it asks for that answer. A conversation is one row of tokens if the context of each answer is
+the beginning of that row. Otherwise each answer becomes a row of its own, with its own context:
+when the template renders earlier turns differently once others follow, or when the tokenizer merges
+the end of a context with the answer behind it.
+"""
+
+import json
 import re
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from thinker.data.text import chat_template
+from thinker.data.text.chat_template import Cut
 from thinker.data.text.document import Message
-from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.data.text.literal_names import HiddenNames, clean, has_names, special_names
+from thinker.data.tokenizers.tokenizer import Span, Tokenizer
 from thinker.runtime.errors import UserError
+
+TRAINING_KEYS = ("weight", "train")  # of a message: whether the answer is trained
+
+
+class Row(NamedTuple):
+    """The tokens of a conversation, or of the part of one that ends with an answer."""
+
+    ids: np.ndarray  # (n,) uint32, without a BOS token at the start
+    is_target: np.ndarray  # (n,) bool, the tokens of answers that are trained
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and the variables that their template gets.
+
+    tools: their JSON schemas. template_kwargs: more variables, by name. allow_special: names of
+    special tokens in the messages are these tokens; otherwise they are plain text.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    allow_special: bool = False
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A rendered beginning of a conversation."""
+
+    text: str
+    answers: list[Span]  # that the template marks
+    literal: list[Span]  # names of special tokens that a message contains
+
+    def encode(
+        self, tokenizer: Tokenizer, start: int = 0, end: int | None = None, continues: bool = False
+    ) -> list[int]:
+        """The tokens of a part of the text."""
+        if end is None:
+            end = len(self.text)
+        literal = [(first - start, last - start) for first, last in self.literal]
+        text = self.text[start:end]
+        ids = tokenizer.encode_array(text, True, literal=literal, continues=continues)
+        return ids.tolist()
 
 
 def render(
-    tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool = False
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    add_generation_prompt: bool = False,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> str:
     """Render a conversation; with add_generation_prompt it ends where the next answer starts.
 
     Raises UserError.
     """
-    text, _ = _render(tokenizer, messages, add_generation_prompt, mark_answers=False)
-    return text
+    conversation = Conversation(messages, tools, template_kwargs or {}, allow_special=True)
+    (rendered,) = _render(tokenizer, conversation, [(len(messages), add_generation_prompt)])
+    return rendered.text
 
 
-def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, bool]]:
-    """Split a conversation into (text, is an answer) pieces.
+def encode_prompt(
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    allow_special: bool = False,
+) -> list[int]:
+    """Encode a conversation up to where the model answers, with the usual BOS prefix.
 
-    Answers include the EOS token after them. Uses the answers that the template marks with {%
-    generation %}. Otherwise an answer is the difference between the conversation up to and
-    including it, and the conversation before it with the generation prompt. Raises UserError if the
-    template renders earlier turns differently when later turns follow, because then answers cannot
-    be located.
+    See Conversation. Raises UserError.
     """
-    if _marks_answers(tokenizer.chat_template or ""):
-        text, spans = _render(tokenizer, messages, add_generation_prompt=False, mark_answers=True)
-    else:
-        text = render(tokenizer, messages)
-        spans = _find_answers(tokenizer, messages, text)
-    parts = []
-    position = 0
+    conversation = Conversation(messages, tools, template_kwargs or {}, allow_special)
+    (rendered,) = _render(tokenizer, conversation, [(len(messages), True)])
+    ids = rendered.encode(tokenizer)
+    if ids[:1] == [tokenizer.bos_id]:  # rendered by the template
+        return ids
+    return [*tokenizer.bos_prefix, *ids]
+
+
+def encode(tokenizer: Tokenizer, conversation: Conversation) -> list[Row]:
+    """Encode a conversation for training: one row, or one for each answer (see above).
+
+    An answer includes the token that ends it. Answers are what the template marks with
+    {% generation %}, or else what a message adds to the conversation before it with the generation
+    prompt. Answers with `"weight": 0` or `"train": false` are no targets. Raises UserError if
+    answers cannot be located.
+    """
+    messages = conversation.messages
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    cuts: list[Cut] = [(len(messages), False)]
+    for number in answers:
+        cuts.append((number, True))
+        cuts.append((number + 1, False))
+    is_marked = _marks_answers(tokenizer.chat_template or "")
+    whole, *parts = _render(tokenizer, conversation, cuts, is_marked)
+    turns = []
+    for number, prompt, answered in zip(answers, parts[::2], parts[1::2]):
+        turns.append(_Turn(prompt, answered, is_marked, is_trained(messages[number])))
+
+    row = _whole_row(tokenizer, whole, turns)
+    if row is not None:
+        return [row]
+    return [_answer_row(tokenizer, turn) for turn in turns if turn.is_trained]
+
+
+def find_answer_end(tokenizer: Tokenizer) -> int | None:
+    """The special token that ends the answers of a chat template; None if there is none."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    row = encode(tokenizer, Conversation(messages))[-1]
+    targets = row.ids[row.is_target].tolist()
+    if not targets or not _is_special(tokenizer, targets[-1]):
+        return None
+    return targets[-1]
+
+
+def with_answer_end(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, with the special token that ends answers among those that end texts.
+
+    Otherwise a chat would go on after an answer. Raises UserError if the template rejects a plain
+    conversation.
+    """
+    end = find_answer_end(tokenizer)
+    if end is None or end in tokenizer.eos_ids:
+        return tokenizer
+    return tokenizer.with_eos(end)
+
+
+def is_trained(message: Message) -> bool:
+    """Whether the answer in a message is a target."""
+    return message.get("weight", 1) != 0 and message.get("train", True) is True
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """An answer, with what is rendered before it."""
+
+    prompt: _Rendered  # ends where the answer starts
+    answered: _Rendered  # ends with the answer
+    is_marked: bool  # whether the template marks answers
+    is_trained: bool
+
+    @property
+    def begins_with_prompt(self) -> bool:
+        """Whether the answer is rendered behind its prompt, as in a chat."""
+        return self.answered.text.startswith(self.prompt.text)
+
+    def spans(self, tokenizer: Tokenizer) -> list[Span]:
+        """The parts of answered.text that are the answer. Raises UserError if it cannot be
+        located."""
+        start = len(self.prompt.text)
+        if self.is_marked and not self.begins_with_prompt:
+            return self.answered.answers[-1:]
+        if self.is_marked:
+            return [(first, last) for first, last in self.answered.answers if last > start]
+        if not self.begins_with_prompt:
+            raise UserError(
+                "the chat template renders an answer differently than it begins one, so answers "
+                "cannot be located; mark them with {% generation %} and {% endgeneration %} in "
+                "your own data.chat_template"
+            )
+        answer = self.answered.text[start:]
+        return [(start, start + _answer_length(tokenizer, answer))]
+
+
+def _whole_row(tokenizer: Tokenizer, whole: _Rendered, turns: list[_Turn]) -> Row | None:
+    """A conversation as one row; None if it gives an answer another context than a chat."""
+    ids = whole.encode(tokenizer)
+
+    def n_tokens(text: str) -> int | None:
+        """The number of tokens of a beginning of the text; None if it has other tokens."""
+        if not whole.text.startswith(text):
+            return None
+        beginning = whole.encode(tokenizer, end=len(text))
+        if ids[: len(beginning)] != beginning:
+            return None
+        return len(beginning)
+
+    is_target = np.zeros(len(ids), bool)
+    for turn in turns:
+        if not turn.is_trained:
+            continue
+        if n_tokens(turn.prompt.text) is None or not whole.text.startswith(turn.answered.text):
+            return None
+        for start, end in turn.spans(tokenizer):
+            first = n_tokens(whole.text[:start])
+            last = n_tokens(whole.text[:end])
+            if first is None or last is None:
+                return None
+            is_target[first:last] = True
+            if last > first and not _is_special(tokenizer, ids[last - 1]):
+                return None  # each answer is to learn where it ends
+    return _row(tokenizer, ids, is_target)
+
+
+def _answer_row(tokenizer: Tokenizer, turn: _Turn) -> Row:
+    """An answer in the context that a chat gives it."""
+    ids = turn.prompt.encode(tokenizer)
+    is_target = [False] * len(ids)
+    position = len(turn.prompt.text)
+    spans = turn.spans(tokenizer)
+    if not turn.begins_with_prompt and spans:
+        position = spans[0][0]
     for start, end in spans:
-        parts.append((text[position:start], False))
-        parts.append((text[start:end], True))
+        start = max(start, position)
+        for first, last, is_answer in ((position, start, False), (start, end, True)):
+            part = _continuation(tokenizer, turn, ids, first, last)
+            ids += part
+            is_target += [is_answer] * len(part)
         position = end
-    parts.append((text[position:], False))
-    return [(part, is_answer) for part, is_answer in parts if part]
+    return _row(tokenizer, ids, np.array(is_target, bool))
+
+
+def _continuation(
+    tokenizer: Tokenizer, turn: _Turn, ids: list[int], start: int, end: int
+) -> list[int]:
+    """The tokens of a part of an answer, behind `ids`."""
+    if turn.begins_with_prompt:
+        together = turn.answered.encode(tokenizer, end=end)
+        if together[: len(ids)] == ids:
+            return together[len(ids) :]
+    return turn.answered.encode(tokenizer, start, end, continues=bool(ids))
+
+
+def _row(tokenizer: Tokenizer, ids: list[int], is_target: np.ndarray) -> Row:
+    first = 0
+    if ids[:1] == [tokenizer.bos_id]:  # rendered by the template; each row of a corpus begins so
+        first = 1
+    return Row(np.array(ids[first:], np.uint32), is_target[first:])
+
+
+def _is_special(tokenizer: Tokenizer, token_id: int) -> bool:
+    return token_id in tokenizer.eos_ids or token_id in tokenizer.special_tokens.values()
 
 
 def _marks_answers(template: str) -> bool:
@@ -51,74 +263,78 @@ def _marks_answers(template: str) -> bool:
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", code) is not None
 
 
-def _find_answers(
-    tokenizer: Tokenizer, messages: list[Message], text: str
-) -> list[tuple[int, int]]:
-    """Find the answers in a rendered conversation by rendering its beginnings."""
-    spans = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        # Without marks: what the answer adds to the conversation before it.
-        before = render(tokenizer, messages[:number], add_generation_prompt=True)
-        after = render(tokenizer, messages[: number + 1])
-        if not after.startswith(before) or not text.startswith(after):
-            raise UserError(
-                "the chat template renders a turn differently if more turns follow, so answers "
-                "cannot be located; mark them with {% generation %} and {% endgeneration %} "
-                "in your own data.chat_template"
-            )
-        answer = after[len(before) :]
-        spans.append((len(before), len(before) + _answer_length(tokenizer, answer)))
-    return spans
-
-
 def _answer_length(tokenizer: Tokenizer, answer: str) -> int:
-    """Length of an answer including its EOS token, without a newline that the template adds."""
-    ends = []
-    for name, number in tokenizer.special_tokens.items():
-        if number in tokenizer.eos_ids:
-            ends.append(name)
-    if "eos_token" in tokenizer.special_tokens_map:
-        ends.append(tokenizer.special_tokens_map["eos_token"])
+    """Length of an answer including the special token that ends it, without what follows."""
     stripped = answer.rstrip()
+    ends = [*special_names(tokenizer), *tokenizer.special_tokens_map.values()]
     if stripped.endswith(tuple(ends)):
         return len(stripped)
     return len(answer)
 
 
-def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:
-    """Encode a conversation: ids, (n,) uint32, and a mask of answers, (n,) bool.
-
-    Without a BOS token at the start. Answers are tokenized separately from the text before them, as
-    in generation.
-    """
-    ids: list[int] = []
-    answers: list[bool] = []
-    for text, is_answer in pieces(tokenizer, messages):
-        part = tokenizer.encode(text, allow_special=True)
-        ids += part
-        answers += [is_answer] * len(part)
-    if ids[:1] == [tokenizer.bos_id]:  # rendered by the template
-        del ids[0], answers[0]
-    return np.array(ids, np.uint32), np.array(answers, bool)
-
-
-def encode_prompt(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
-    """Encode a conversation up to where the model answers, with the usual BOS prefix."""
-    text = render(tokenizer, messages, add_generation_prompt=True)
-    ids = tokenizer.encode(text, allow_special=True)
-    if ids[:1] == [tokenizer.bos_id]:  # rendered by the template
-        return ids
-    return [*tokenizer.bos_prefix, *ids]
-
-
 def _render(
-    tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool, mark_answers: bool
-) -> tuple[str, list[tuple[int, int]]]:
+    tokenizer: Tokenizer, conversation: Conversation, cuts: list[Cut], mark_answers: bool = False
+) -> list[_Rendered]:
+    """Render beginnings of a conversation. Raises UserError."""
     if tokenizer.chat_template is None:
         raise UserError(
             "conversations need a chat template, but the tokenizer has none; to train a chat "
             "model, set run.init_from and data.chat_template=configs/chat.jinja"
         )
-    return chat_template.render(tokenizer, messages, add_generation_prompt, mark_answers)
+    messages = [_prepared(message) for message in conversation.messages]
+    values = [messages, clean(conversation.tools), clean(conversation.template_kwargs)]
+
+    def rendered(messages: list, tools: list | None, variables: dict) -> list:
+        return chat_template.render(
+            tokenizer,
+            messages,
+            cuts,
+            tools=tools,
+            template_kwargs=variables,
+            mark_answers=mark_answers,
+        )
+
+    plain = rendered(*values)
+    names = special_names(tokenizer)
+    if conversation.allow_special or not has_names(names, values):
+        return [_Rendered(text, spans, []) for text, spans in plain]
+
+    hidden = HiddenNames(names, [*values, tokenizer.chat_template])
+    revealed = []
+    for (text, spans), (expected, _) in zip(rendered(*map(hidden.hide, values)), plain):
+        text, spans, literal = hidden.reveal(text, spans)
+        if text != expected:
+            raise UserError(
+                "the chat template changes a message with the name of a special token, which "
+                "therefore cannot be told from the token; change the message or the template"
+            )
+        revealed.append(_Rendered(text, spans, literal))
+    return revealed
+
+
+def _prepared(message: Message) -> Message:
+    """A message as templates expect it: without our keys, arguments of calls as an object."""
+    prepared = {key: value for key, value in message.items() if key not in TRAINING_KEYS}
+    calls = []
+    for call in prepared.get("tool_calls") or []:
+        calls.append(_with_parsed_arguments(call))
+    if calls:
+        prepared["tool_calls"] = calls
+    return clean(prepared)
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """A call of a tool whose arguments are an object; OpenAI's API writes them as JSON text."""
+    if not isinstance(call, dict):
+        return call
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    function = function | {"arguments": arguments}
+    return call | {"function": function} if "function" in call else function

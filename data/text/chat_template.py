@@ -21,6 +21,21 @@ CPU_SECONDS = 10  # per conversation; real templates take less than a millisecon
 MEMORY_BYTES = 2 << 30  # for the whole process; the libraries use less than a tenth
 MAX_TEXT_CHARS = 1 << 26
 
+# Variables of a template that the caller of render() sets by other means.
+RESERVED = (
+    "messages",
+    "conversations",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+)
+
+Cut = tuple[int, bool]
+Rendered = tuple[str, list[tuple[int, int]]]
+
 # The program of the process, which uses the same sys.path.
 START = (
     "import sys; sys.path[:] = {path!r}; "
@@ -50,7 +65,7 @@ class Renderer:
         )
         atexit.register(self.close)
 
-    def render(self, **request: Any) -> tuple[str, list[tuple[int, int]]]:
+    def render(self, **request: Any) -> list[Rendered]:
         """See render()."""
         reply = ""
         with contextlib.suppress(BrokenPipeError):  # the process has reached a limit
@@ -63,10 +78,10 @@ class Renderer:
             raise UserError(
                 f"the chat template needs more than {limits} for one conversation; fix the template"
             )
-        text, spans, error = json.loads(reply)
+        rendered, error = json.loads(reply)
         if error is not None:
             raise UserError(error)
-        return text, [(start, end) for start, end in spans]
+        return [(text, [(start, end) for start, end in spans]) for text, spans in rendered]
 
     def close(self) -> None:
         """End the process."""
@@ -87,21 +102,33 @@ def _renderer() -> Renderer:
 def render(
     tokenizer: Tokenizer,
     messages: list[dict[str, Any]],
-    add_generation_prompt: bool,
-    mark_answers: bool,
-) -> tuple[str, list[tuple[int, int]]]:
-    """Render a conversation.
+    cuts: list[Cut],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    mark_answers: bool = False,
+) -> list[Rendered]:
+    """Render beginnings of a conversation.
 
-    With mark_answers, also returns the spans of answers that the template marks. Raises UserError
-    if the template rejects the conversation, is invalid or exceeds the limits, or if transformers
-    is not installed.
+    cuts: of each beginning, the number of its messages, and whether the start of an answer follows
+    them. tools, template_kwargs: variables of the template.
+
+    Returns the text of each, and with mark_answers the spans of answers that the template marks.
+    Raises UserError if the template rejects the conversation, is invalid or exceeds the limits, or
+    if transformers is not installed.
     """
+    variables = dict(tokenizer.special_tokens_map)
+    for name, value in (template_kwargs or {}).items():
+        if name in RESERVED:
+            raise UserError(f"chat_template_kwargs cannot set {name}; remove it")
+        variables[name] = value
     with _lock:  # a thread must not read the reply to another
         return _renderer().render(
             template=tokenizer.chat_template,
-            names=tokenizer.special_tokens_map,
+            variables=variables,
+            tools=tools,
             messages=messages,
-            add_generation_prompt=add_generation_prompt,
+            cuts=cuts,
             mark_answers=mark_answers,
         )
 
@@ -135,33 +162,35 @@ def _limit(cpu_seconds: int) -> None:
 
 def _reply(
     template: str,
+    variables: dict[str, Any],
+    tools: list | None,
     messages: list,
-    add_generation_prompt: bool,
+    cuts: list[Cut],
     mark_answers: bool,
-    names: dict[str, str],
-) -> tuple[str, list, str | None]:
-    """Return the text, the spans of answers, and an error message or None."""
+) -> tuple[list[Rendered], str | None]:
+    """Return what render() returns, and an error message or None."""
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, spans = render_jinja_template(
-            [messages],
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            return_assistant_tokens_mask=mark_answers,
-            **names,
-        )
+        rendered = []
+        for n_messages, add_generation_prompt in cuts:
+            texts, spans = render_jinja_template(
+                [messages[:n_messages]],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                return_assistant_tokens_mask=mark_answers,
+                **variables,
+            )
+            rendered.append((texts[0], spans[0] if mark_answers else []))
     except ImportError:
         remedy = "run pip install transformers jinja2"
-        return "", [], f"conversations need the transformers package; {remedy}"
+        return [], f"conversations need the transformers package; {remedy}"
     except MemoryError:
         raise
     except Exception as error:  # a template can raise any error
-        return "", [], f"the chat template rejects a conversation: {error or type(error).__name__}"
-    text = texts[0]
-    if len(text) > MAX_TEXT_CHARS:
+        return [], f"the chat template rejects a conversation: {error or type(error).__name__}"
+    if sum(len(text) for text, _ in rendered) > MAX_TEXT_CHARS:
         limit = f"{MAX_TEXT_CHARS:,} characters for one conversation"
-        return "", [], f"the chat template renders more than {limit}"
-    if not mark_answers:
-        return text, [], None
-    return text, spans[0], None
+        return [], f"the chat template renders more than {limit}"
+    return rendered, None

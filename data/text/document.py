@@ -1,6 +1,6 @@
 """A document of a corpus, and the error for text that is missing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from thinker.runtime.errors import UserError
@@ -19,11 +19,17 @@ BEGIN: Start = (0, None)
 
 @dataclass(slots=True)
 class Document:
-    """A text, or a conversation in `messages`, whose JSON is `text`."""
+    """A text, or a conversation in `messages`, whose JSON is `text`.
+
+    tools, template_kwargs: variables of the chat template, which some conversations have.
+    """
 
     text: str
     log_prob: float | None = None  # ln P(text) in nats, for generated sources
     messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    continues: bool = False  # the text of the document before, in one whole text
     where: str = ""  # the table row, for messages about a conversation
     share_read: float | None = None  # of the source, up to and with this document, if known
     number: int = 0  # in the source

@@ -1,5 +1,9 @@
-"""Conversations in table rows: three ways to write them, and the validation of their messages."""
+"""Conversations in table rows: three ways to write them, what may stand beside them, and the
+validation of their messages."""
 
+import json
+import sys
+from functools import lru_cache
 from typing import Any
 
 from thinker.data.text.document import Message
@@ -8,6 +12,22 @@ from thinker.runtime.errors import UserError, did_you_mean
 JSON = (str, int, float, bool, list, dict, type(None))
 
 PAIR = "prompt and completion"  # two columns that together are a conversation
+BESIDE = ("system", "tools", "chat_template_kwargs")  # columns that belong to a conversation
+# Columns that would change a conversation, and that are not supported.
+REFUSED = {
+    "chosen",
+    "documents",
+    "functions",
+    "images",
+    "audios",
+    "rejected",
+    "system_message",
+    "system_prompt",
+    "tool_choice",
+    "train",
+    "videos",
+    "weight",
+}
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 
 
@@ -39,6 +59,70 @@ def join_pair(row: dict[str, Any], where: str) -> list[Any]:
     return messages
 
 
+def read_beside(
+    row: dict[str, Any], column: str, messages: list[Message], where: str
+) -> tuple[list[Message], list[Any] | None, dict[str, Any]]:
+    """What stands in a row beside a conversation.
+
+    Returns the messages with the system text in the column `system`, the tools, and the variables
+    in chat_template_kwargs. Prints the names of columns that are not read. Raises UserError for
+    columns that would change the conversation, and that are not supported.
+    """
+    used = {"prompt", "completion"} if column == PAIR else {column}
+    others = {key for key in row.keys() - used - {*BESIDE} if row[key] is not None}
+    refused = sorted(others & REFUSED)
+    if refused:
+        hint = ""
+        if set(refused) & {"weight", "train"}:
+            hint = "; write them in the messages"
+        raise UserError(f"{where}: the column {refused[0]} is not supported{hint}")
+    if others:
+        _say_unread(where.rpartition(" of ")[2], tuple(sorted(others)))
+
+    system = row.get("system")
+    if system is not None and not isinstance(system, str):
+        raise UserError(f"{where}: system is {type(system).__name__}; it must be text")
+    if system:
+        if messages[0]["role"] == "system":
+            raise UserError(f"{where} has a system message and the column system; remove one")
+        messages = [{"role": "system", "content": system}, *messages]
+
+    tools = _parsed(row, "tools", list, where)
+    variables = _parsed(row, "chat_template_kwargs", dict, where) or {}
+    variables = {name: value for name, value in variables.items() if value is not None}
+    return messages, tools or None, variables
+
+
+def _parsed(row: dict[str, Any], column: str, kind: type, where: str) -> Any:
+    """The value of a column, which may be written as JSON text. Raises UserError."""
+    value = row.get(column)
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise UserError(f"{where}: {column} is not valid JSON: {error}") from error
+    if value in (None, ""):
+        return None
+    if not isinstance(value, kind):
+        name = "a list" if kind is list else "an object"
+        raise UserError(f"{where}: {column} is {type(value).__name__}; it must be {name}")
+    return without_nulls(value)
+
+
+def without_nulls(value: Any) -> Any:
+    """A JSON value without nulls in objects, which tables have for keys of other rows."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: without_nulls(item) for key, item in value.items() if item is not None}
+
+
+@lru_cache(100)  # once for each file
+def _say_unread(where: str, columns: tuple[str, ...]) -> None:
+    print(f"{where}: not read: {', '.join(columns)}", file=sys.stderr)
+
+
 def check_messages(value: list, where: str) -> list[Message]:
     """Return the messages of a table row without null values.
 
@@ -54,6 +138,7 @@ def check_messages(value: list, where: str) -> list[Message]:
     messages = [_without_nulls(message, where) for message in value]
     for message in messages:
         _check_content(message, where)
+        _check_weight(message, where)
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(f"{where} has no answer; add a message with the role assistant")
     return messages
@@ -64,8 +149,10 @@ def _is_of_sharegpt(message: Any) -> bool:
 
 
 def _from_sharegpt(message: dict[str, Any]) -> Message:
-    role = message["from"]
-    return {"role": SHAREGPT_ROLES.get(str(role), role), "content": message["value"]}
+    others = dict(message)
+    role = others.pop("from")
+    content = others.pop("value")
+    return {"role": SHAREGPT_ROLES.get(str(role), role), "content": content, **others}
 
 
 def _has_role(message: Any) -> bool:
@@ -93,3 +180,19 @@ def _check_content(message: Message, where: str) -> None:
     if not isinstance(content, str):
         kind = type(content).__name__
         raise UserError(f"{where}: the content of a message is a {kind}; it must be text")
+
+
+def _check_weight(message: Message, where: str) -> None:
+    """Raise UserError if a message asks for another weight in the loss than 0 or 1, or if one that
+    is not an answer asks to be trained."""
+    weight = message.get("weight", 1)
+    train = message.get("train", True)
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise UserError(f"{where}: the weight of a message is {weight!r}; use 0 or 1")
+    if not isinstance(train, bool):
+        raise UserError(f"{where}: train of a message is {train!r}; use true or false")
+    asks = message.get("weight") == 1 or message.get("train") is True
+    if asks and message["role"] != "assistant":
+        raise UserError(
+            f"{where}: a message of the role {message['role']} asks to be trained; only answers are"
+        )

@@ -30,6 +30,7 @@ def split_documents(
         yield "val", document
     cut = _cut(source.n_bytes or 0, val_fraction)
     position = 0  # in a single text, in bytes
+    begun = set()  # splits of a single text that have a piece
     n_documents = 0
     n_empty = 0
     for document in source.documents():
@@ -42,10 +43,10 @@ def split_documents(
             head = data[: max(cut - position, 0)].decode(errors="ignore")
             tail = document.text[len(head) :]
             position += len(data)
-            if head:
-                yield "train", Document(head)
-            if tail:
-                yield "val", Document(tail)
+            for split, piece in (("train", head), ("val", tail)):
+                if piece:
+                    yield split, Document(piece, continues=split in begun)
+                    begun.add(split)
         elif held_out:
             if _digest(data) not in held_out:
                 yield "train", document

@@ -148,8 +148,11 @@ def _read_pieces(file: str) -> Iterator[Document]:
     """
     try:
         with open(file, encoding="utf-8-sig", newline="") as opened:
+            is_first = True
             while text := opened.read(PIECE_BYTES):
-                yield Document(text + opened.readline(PIECE_BYTES))
+                text += opened.readline(PIECE_BYTES)
+                yield Document(text, continues=not is_first)
+                is_first = False
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise UserError(

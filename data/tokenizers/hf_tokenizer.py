@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from thinker.data.tokenizers.text_growth import check_growth
-from thinker.data.tokenizers.tokenizer import MAX_VOCAB, Tokenizer, replace_surrogates
+from thinker.data.tokenizers.tokenizer import MAX_VOCAB, Span, Tokenizer, replace_surrogates
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
 
@@ -164,10 +164,14 @@ class HFTokenizer(Tokenizer):
         Raises ValueError if its vocabulary is wrong.
         """
         self._with_special = _library(self.content)
-        special = dict(self.special_tokens)
-        for name in self.non_special_added_tokens:
-            special.pop(name, None)
-        self._plain = _library(_without_names(self.content, special))
+        # No text contains a secret name.
+        secret = secrets.token_hex(16)
+        self._secret_names: dict[str, str] = {}
+        self._continuing: tuple[Any, Any] | None = None  # made when a text continues another
+        for name, number in self.special_tokens.items():
+            if name not in self.non_special_added_tokens:
+                self._secret_names[name] = f"{secret} {number}"
+        self._plain = _library(_with_names(self.content, self._secret_names))
 
         vocab = self._with_special.get_vocab()
         self.vocab_size = 1 + max(vocab.values())
@@ -200,17 +204,66 @@ class HFTokenizer(Tokenizer):
         if stated not in (None, adds_space):
             raise ValueError(f"add_prefix_space is {stated}, but tokenizer.json does the opposite")
 
-    def encode_array(self, text: str, allow_special: bool = False) -> np.ndarray:
-        """Encode a text to a 1-D array of uint32; see encode()."""
-        # Both recognize added tokens that are not special.
-        library = self._with_special if allow_special else self._plain
+    def encode_array(
+        self,
+        text: str,
+        allow_special: bool = False,
+        *,
+        literal: list[Span] | None = None,
+        continues: bool = False,
+    ) -> np.ndarray:
+        """See Tokenizer.encode_array()."""
+        text = replace_surrogates(text)
+        library = self._plain  # both recognize added tokens that are not special
+        finds_names = literal is None or (not literal and not self._normalizes_names)
+        if allow_special and finds_names:
+            library = self._with_special
+        elif allow_special:
+            text = self._with_secret_names(text, literal)
+        if continues:
+            library = self._without_prefix(library)
         try:
-            encoding = library.encode(replace_surrogates(text), add_special_tokens=False)
+            encoding = library.encode(text, add_special_tokens=False)
             return np.array(encoding.ids, dtype=np.uint32)
         except BaseException as error:
             if not _is_of_library(error):
                 raise
             raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {error}") from error
+
+    @property
+    def _normalizes_names(self) -> bool:
+        """Whether a text that is not the name of a special token may be normalized to one."""
+        if self.content.get("normalizer") is None:
+            return False
+        return any(self.flags[name]["normalized"] for name in self._secret_names)
+
+    def _with_secret_names(self, text: str, literal: list[Span]) -> str:
+        """A text in which the names of special tokens, except in the spans `literal`, are those
+        that the library self._plain knows."""
+        parts = []
+        position = 0
+        for start, end in self._find_names(text, True, literal):
+            name = text[start:end]
+            if self.flags[name]["single_word"]:
+                raise UserError(
+                    f"the name of a special token is in a message, and the tokenizer finds "
+                    f"{name!r} only as a word of its own, so they cannot be told apart"
+                )
+            parts += [text[position:start], self._secret_names.get(name, name)]
+            position = end
+        return "".join([*parts, text[position:]])
+
+    def _without_prefix(self, library: Any) -> Any:
+        """The same library, but one that begins no text with a space."""
+        if self._continuing is None:
+            content = _without_prefix(self.content)
+            if content == self.content:
+                self._continuing = self._with_special, self._plain
+            else:
+                plain = _with_names(content, self._secret_names)
+                self._continuing = _library(content), _library(plain)
+        with_special, plain = self._continuing
+        return plain if library is self._plain else with_special
 
     def decode(self, ids: Iterable[int]) -> str:
         """Like Tokenizer.decode(), without the space that encoding adds before a text."""
@@ -266,11 +319,32 @@ def write_files(folder: Path, content: dict, config: dict, chat_template: str | 
         atomic_write(folder / TEMPLATE_NAME, chat_template)
 
 
-def _without_names(content: dict, special: dict[str, int]) -> dict:
-    """Rename these tokens in tokenizer.json so that no text can match them; ids do not change."""
-    # No text contains a random name.
-    secret = secrets.token_hex(16)
-    new = {name: f"{secret} {number}" for name, number in special.items()}
+def _without_prefix(content: dict) -> dict:
+    """tokenizer.json without the steps that begin a text with a space."""
+
+    def changed(step: dict | None, key: str) -> dict | None:
+        if step is None:
+            return None
+        kind = step.get("type")
+        if kind == "Prepend":
+            return None
+        if kind == "Sequence":
+            steps = [changed(inner, key) for inner in step[key]]
+            return step | {key: [inner for inner in steps if inner is not None]}
+        if kind == "Metaspace" and "prepend_scheme" in step:
+            return step | {"prepend_scheme": "never"}
+        if "add_prefix_space" in step:
+            return step | {"add_prefix_space": False}
+        return step
+
+    return content | {
+        "normalizer": changed(content.get("normalizer"), "normalizers"),
+        "pre_tokenizer": changed(content.get("pre_tokenizer"), "pretokenizers"),
+    }
+
+
+def _with_names(content: dict, new: dict[str, str]) -> dict:
+    """Rename tokens in tokenizer.json; ids do not change."""
     model = dict(content["model"])
     unknown = model.get("unk_token")
     model["unk_token"] = new.get(unknown, unknown)

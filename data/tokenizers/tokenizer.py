@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import functools
 import hashlib
 import json
 import re
@@ -25,7 +26,10 @@ PIECE_CHARS = 1 << 16  # on a million spaces, regular expressions in Rust overfl
 PROBE = "A cat's 2 Émigrés,\n\n\tΩ 中文 🙂  \u200d x"  # every pattern must split it without loss
 BOS_TOKEN = "<|bos|>"
 ONE_CHARACTER = r"(?s)."
+NOTHING = r"(?!)"  # a regular expression that matches no text
 SINGLE_BYTES = [bytes([b]) for b in range(256)]
+
+Span = tuple[int, int]  # the first character, and the one after the last
 
 
 class Tokenizer:
@@ -138,31 +142,60 @@ class Tokenizer:
         vars(other).pop("content_hash", None)
         return other
 
-    def encode(self, text: str, allow_special: bool = False) -> list[int]:
+    def with_eos(self, token_id: int) -> Tokenizer:
+        """Return a copy in which one more token ends texts."""
+        other = copy.copy(self)
+        other.eos_ids = [*self.eos_ids, token_id]
+        vars(other).pop("content_hash", None)
+        return other
+
+    def encode(
+        self, text: str, allow_special: bool = False, *, continues: bool = False
+    ) -> list[int]:
         """Encode a text without a BOS token.
 
-        Names of special tokens are plain text unless allow_special is set.
+        Names of special tokens are plain text unless allow_special is set. continues: the text
+        follows other text, so a tokenizer that begins each text with a space adds none.
         """
-        return self.encode_array(text, allow_special).tolist()
+        return self.encode_array(text, allow_special, continues=continues).tolist()
 
-    def encode_array(self, text: str, allow_special: bool = False) -> np.ndarray:
-        """Encode a text to a 1-D array of uint32; see encode()."""
+    def encode_array(
+        self,
+        text: str,
+        allow_special: bool = False,
+        *,
+        literal: list[Span] | None = None,
+        continues: bool = False,
+    ) -> np.ndarray:
+        """Encode a text to a 1-D array of uint32; see encode().
+
+        literal: with allow_special, spans of the text in which names of special tokens are plain
+        text. Between special tokens, the text is encoded as a whole.
+        """
+        ids = []
+        position = 0
+        for start, end in self._find_names(text, allow_special, literal):
+            ids.append(self._encode(text[position:start]))
+            ids.append(np.array([self.special_tokens[text[start:end]]], np.uint32))
+            position = end
+        ids.append(self._encode(text[position:]))
+        return np.concatenate(ids)
+
+    def _find_names(self, text: str, allow_special: bool, literal: list[Span] | None) -> list[Span]:
+        """The spans of the names of tokens in a text."""
         names = self.non_special_added_tokens
         if allow_special:
             names = list(self.special_tokens)
-        if not names:
-            return self._encode(text)
-        # Where one name begins with another, the longer one is meant, as in tiktoken.
-        longest_first = sorted(names, key=len, reverse=True)
-        alternatives = "|".join(map(re.escape, longest_first))
-        ids = []
-        for i, part in enumerate(re.split(f"({alternatives})", text)):
-            is_name = i % 2 == 1  # re.split() returns names between the other parts
-            if is_name:
-                ids.append(np.array([self.special_tokens[part]], np.uint32))
+        pattern = any_name(names)
+        found = []
+        position = 0
+        while match := pattern.search(text, position):
+            if not _overlaps(match.span(), literal) or match[0] in self.non_special_added_tokens:
+                found.append(match.span())
+                position = match.end()
             else:
-                ids.append(self._encode(part))
-        return np.concatenate(ids)
+                position = match.start() + 1
+        return found
 
     def _encode(self, text: str) -> np.ndarray:
         """Encode a text without names of tokens."""
@@ -278,6 +311,23 @@ class Tokenizer:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is not a valid {FILE_NAME}: {error}") from error
         return tokenizer
+
+
+@functools.lru_cache(16)
+def _name_pattern(names: tuple[str, ...]) -> re.Pattern[str]:
+    # Where one name begins with another, the longer one is meant, as in tiktoken.
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or NOTHING)
+
+
+def any_name(names: Iterable[str]) -> re.Pattern[str]:
+    """A regular expression that finds names of tokens in a text."""
+    return _name_pattern(tuple(names))
+
+
+def _overlaps(span: Span, others: list[Span] | None) -> bool:
+    start, end = span
+    return any(start < other_end and other_start < end for other_start, other_end in others or ())
 
 
 def _check_tokens(tokens: list[bytes | None], ranks: dict[bytes, int]) -> None:

@@ -39,7 +39,7 @@ class StreamText:
 
     def encoded(
         self, previous: Block | None, n_tokens: int
-    ) -> Iterator[tuple[SplitDocument, Encoded]]:
+    ) -> Iterator[tuple[SplitDocument, list[Encoded]]]:
         """The documents after those of a block (None: all) with their encodings, without end;
         n_tokens: in a block."""
         documents = self._documents() if previous is None else self._documents_after(previous)
@@ -195,7 +195,7 @@ class StreamWriter:
     def _write_block(
         self,
         number: int,
-        encoded: Iterator[tuple[SplitDocument, Encoded]],
+        encoded: Iterator[tuple[SplitDocument, list[Encoded]]],
         epoch: int,
         last_number: int,
     ) -> tuple[int, int]:
@@ -204,11 +204,11 @@ class StreamWriter:
         n_documents = 0
         try:
             with self._bar(number) as bar:
-                for (_, document), (ids, loss_mask) in encoded:
+                for (_, document), rows in encoded:
                     if self._is_closed:
                         raise StreamClosed
                     n_bytes = len(document.text.encode())
-                    shard.add(ids, n_bytes, document.log_prob, loss_mask=loss_mask)
+                    shard.add_rows(rows, n_bytes, document.log_prob)
                     n_documents += 1
                     if document.number <= last_number:  # the source was begun again
                         epoch += 1

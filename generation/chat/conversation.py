@@ -49,7 +49,9 @@ class Conversation:
         Raises UserError, with nothing changed, if it does not fit.
         """
         tokenizer = self.generator.tokenizer
-        tokens = self.tokens + tokenizer.encode(check_text(text, "the text"))
+        continues = self.tokens != tokenizer.bos_prefix
+        new = tokenizer.encode(check_text(text, "the text"), continues=continues)
+        tokens = self.tokens + new
         if not tokens:
             tokens = [tokenizer.bos_id]
         sequence = self._continue(tokens, params)

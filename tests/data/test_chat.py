@@ -72,6 +72,18 @@ def tokenizer(folder):
     return load_tokenizer(folder)
 
 
+def encode(tokenizer, messages):
+    """The ids and targets of a conversation that is one row."""
+    (row,) = chat.encode(tokenizer, chat.Conversation(messages))
+    return row.ids, row.is_target
+
+
+def answers_of(tokenizer, messages):
+    """The text of the targets, row by row."""
+    rows = chat.encode(tokenizer, chat.Conversation(messages))
+    return [text_of(tokenizer, row.ids[row.is_target].tolist()) for row in rows]
+
+
 def text_of(tokenizer, ids):
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     return b"".join(
@@ -89,10 +101,10 @@ def test_the_tokens_and_the_mask_of_transformers(folder, tokenizer):
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
-    ids, answers = chat.encode(marked, TALK)
+    ids, answers = encode(marked, TALK)
     assert ids.tolist() == known["input_ids"]
     assert answers.tolist() == [bool(x) for x in known["assistant_masks"]]
-    plain_ids, plain_answers = chat.encode(tokenizer, TALK)  # the same where nothing is marked
+    plain_ids, plain_answers = encode(tokenizer, TALK)  # the same where nothing is marked
     assert (
         plain_ids.tolist()
         == theirs.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
@@ -133,8 +145,9 @@ def test_templates_get_the_names_of_the_tokenizers_own_file(folder, tmp_path, eo
     known = theirs.apply_chat_template(TALK, chat_template=template, tokenize=False)
     assert chat.render(ours.with_chat_template(template), TALK) == known
     assert known.split(" ")[1:3] == ["<|im_end|>", "<|im_start|>"]
-    answers = [text for text, answer in chat.pieces(ours, TALK) if answer]
-    assert answers == ["Under the dog 🐕.<|im_end|>", "On the mat, don't you see?<|im_end|>"]
+    assert answers_of(ours, TALK) == [
+        "Under the dog 🐕.<|im_end|>On the mat, don't you see?<|im_end|>"
+    ]
     (tmp_path / "again").mkdir()
     ours.save(tmp_path / "again")
     again = load_tokenizer(tmp_path / "again")
@@ -153,22 +166,26 @@ def test_marks_of_answers_are_found_however_they_are_written(tokenizer):
     plus = MARKED.replace("{% generation %}", "{%+ generation %}")
     comment = CHATML + "{# {% generation %} #}"
     for template in (plus, comment):
-        answers = [
-            text
-            for text, answer in chat.pieces(tokenizer.with_chat_template(template), TALK)
-            if answer
-        ]
-        assert answers == ["Under the dog 🐕.<|im_end|>", "On the mat, don't you see?<|im_end|>"]
+        answers = answers_of(tokenizer.with_chat_template(template), TALK)
+        assert answers == ["Under the dog 🐕.<|im_end|>On the mat, don't you see?<|im_end|>"]
 
 
-def test_a_template_that_renders_turns_differently_later_is_refused_unless_it_marks_answers(
-    tokenizer,
-):
+def test_a_template_that_renders_turns_differently_later_gives_a_row_per_answer(tokenizer):
     forgetful = tokenizer.with_chat_template(FORGETFUL)
+    rows = chat.encode(forgetful, chat.Conversation(TALK))
+    assert [text_of(tokenizer, row.ids[row.is_target].tolist()) for row in rows] == [
+        "Under the dog 🐕.<|im_end|>",
+        "On the mat, don't you see?<|im_end|>",
+    ]
+    for row, n_before in zip(rows, (2, 4), strict=True):
+        context = row.ids[: row.is_target.argmax()].tolist()
+        asked = chat.encode_prompt(forgetful, TALK[:n_before])
+        assert context == asked[len(tokenizer.bos_prefix) :]
+    assert len(chat.encode(forgetful, chat.Conversation(TALK[:3]))) == 1
+    # What is rendered where a chat asks for the answer is no beginning of what is trained.
+    other = tokenizer.with_chat_template(CHATML.replace("assistant\\n", "model\\n"))
     with pytest.raises(UserError, match=r"mark them with \{% generation %\}"):
-        chat.encode(forgetful, TALK)
-    ids, answers = chat.encode(forgetful, TALK[:3])  # one turn can be told
-    assert text_of(tokenizer, ids[answers].tolist()) == "Under the dog 🐕.<|im_end|>"
+        chat.encode(other, chat.Conversation(TALK))
 
 
 def test_what_a_template_refuses_and_what_is_missing(tokenizer):

@@ -51,6 +51,10 @@ def _is_gone(key: str, path: str, path_before: str | None) -> bool:
 
 
 def _check_equal(own: Tokenizer, named: Tokenizer, key: str, run: RunDirectory) -> None:
+    if own.eos_ids[:-1] == named.eos_ids:
+        from thinker.data.text import chat
+
+        named = chat.with_answer_end(named)  # as at the start of the run
     if named.content_hash != own.content_hash:
         raise UserError(f"{key} has changed since the run in {run.path} started; {REMEDY}")
 
@@ -75,6 +79,11 @@ def read_corpus(
             raise UserError(f"{error}; {cache}") from error
         print(f"{text} does not exist; using the cached tokens of the run", file=sys.stderr)
     is_same_tokenizer = corpus.tokenizer.content_hash == state.tokenizer
+    if is_same_tokenizer and corpus.train.has_conversations and corpus.sha256 != state.corpus:
+        reason = "or this version of Thinker tokenizes conversations otherwise"
+        raise UserError(
+            f"{text} has changed since the run in {run.path} started, {reason}; {REMEDY}"
+        )
     if not is_same_tokenizer or corpus.sha256 != state.corpus:
         raise UserError(f"{text} has changed since the run in {run.path} started; {REMEDY}")
     return corpus

@@ -16,6 +16,7 @@ from thinker.data.corpus.corpus import Corpus
 from thinker.data.corpus.shards import TokenShards
 from thinker.data.tokenizers.text_bytes import scaled_byte_lengths
 from thinker.evaluation.loss import Evaluator
+from thinker.runtime.errors import UserError
 from thinker.runtime.ranks import DistContext
 from thinker.runtime.registry import offers
 from thinker.training.config.config import Config
@@ -105,6 +106,9 @@ def open_source_dataset(
             return dataset
     settings = options.settings
     windows = options.pack(options.corpus.train)
+    if settings.data.shift_windows and options.corpus.train.has_conversations:
+        reason = "conversations are packed as whole documents"
+        raise UserError(f"data.shift_windows=true: {reason}; set it to false")
     return ShuffledDataset(windows, settings.run.seed, settings.data.shift_windows, number)
 
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from thinker.data.batches.batch_loader import BatchLoader
+from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.corpus import Corpus
 from thinker.data.corpus.shards import TokenShards
 from thinker.training.reports.epochs import format_epochs, most_epochs, too_many_epochs
@@ -80,6 +81,8 @@ def _describe_characters(vocab_size: int) -> str:
 def _too_many_cut(settings: Settings, tokens: TokenShards) -> str:
     """Advice if many documents are longer than a sequence, or ""."""
     seq_len = settings.data.seq_len
+    if tokens.has_conversations:
+        return _lost_targets(settings, tokens)
     if settings.data.packing == "contiguous":
         return ""
     n_cut = 0
@@ -90,6 +93,19 @@ def _too_many_cut(settings: Settings, tokens: TokenShards) -> str:
     return (
         f"{n_cut:,} of {tokens.n_documents:,} {_kind(tokens)}s are longer than "
         f"data.seq_len={seq_len} and get cut; raise data.seq_len (and model.max_seq_len if it is "
+        f"lower)"
+    )
+
+
+def _lost_targets(settings: Settings, tokens: TokenShards) -> str:
+    """Advice if targets of conversations do not fit into a sequence, or ""."""
+    seq_len = settings.data.seq_len
+    n_lost, n_targets = PackedDataset(tokens, seq_len, settings.data.packing).lost_targets()
+    if n_lost == 0:
+        return ""
+    return (
+        f"conversations are cut at data.seq_len={seq_len}: {n_lost:,} of {n_targets:,} targets "
+        f"({n_lost / n_targets:.1%}) are lost; raise data.seq_len (and model.max_seq_len if it is "
         f"lower)"
     )
 

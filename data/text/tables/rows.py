@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from thinker.data.text.document import BEGIN, Document, MissingData, Start
-from thinker.data.text.messages import PAIR, check_messages, find_column, join_pair
+from thinker.data.text.messages import PAIR, check_messages, find_column, join_pair, read_beside
 from thinker.data.text.sources import Source, SourceOptions, bounded_source, stamps
 from thinker.data.text.tables import jsonl, parquet
 from thinker.data.text.text_files import find_files
@@ -261,5 +261,10 @@ def _read_row(row: dict[str, Any], column: str, number: int, where: str) -> Docu
     name = f"data.column={column}: {name}"
     if isinstance(value, list):
         messages = check_messages(value, name)
-        return Document(json.dumps(messages, ensure_ascii=False), messages=messages, where=name)
+        messages, tools, variables = read_beside(row, column, messages, name)
+        content: Any = messages
+        if tools or variables:
+            content = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
+        text = json.dumps(content, ensure_ascii=False)
+        return Document(text, None, messages, tools, variables, where=name)
     raise UserError(f"{name} is {type(value).__name__}, not text")

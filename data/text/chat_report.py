@@ -1,0 +1,74 @@
+"""What is worth saying about the conversations of a corpus, once it is tokenized."""
+
+from collections import Counter
+
+import numpy as np
+
+from thinker.data.tokenizers.tokenizer import Tokenizer
+
+
+class ChatReport:
+    """Counts conversations that are split into answers, and how answers end."""
+
+    def __init__(self, tokenizer: Tokenizer, knows_answers: bool) -> None:
+        """knows_answers: the targets of rows are their answers; otherwise they are all tokens."""
+        self.tokenizer = tokenizer
+        self.knows_answers = knows_answers
+        self.names = {number: name for name, number in tokenizer.special_tokens.items()}
+        self.n_conversations = 0
+        self.n_split = 0
+        self.n_rows = 0
+        self.n_answers = 0
+        self.n_open = 0  # answers that no special token ends
+        self.other_ends: Counter[str] = Counter()  # special tokens that do not end texts
+
+    def add(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Count a conversation: the ids of its rows, and which of them are targets."""
+        self.n_conversations += 1
+        self.n_rows += len(rows)
+        if len(rows) > 1:
+            self.n_split += 1
+        if not self.knows_answers:
+            return
+        for ids, is_target in rows:
+            for token_id in answer_ends(ids, is_target):
+                self._count_end(int(token_id))
+
+    def _count_end(self, token_id: int) -> None:
+        self.n_answers += 1
+        if token_id in self.tokenizer.eos_ids:
+            return
+        name = self.names.get(token_id)
+        if name is None:
+            self.n_open += 1
+        else:
+            self.other_ends[name] += 1
+
+    def lines(self) -> list[str]:
+        """What a user should know; nothing for ordinary conversations."""
+        lines = []
+        if self.n_split:
+            lines.append(
+                f"{self.n_split:,} of {self.n_conversations:,} conversations are trained as one row "
+                f"per answer ({self.n_rows:,} rows): the chat template or the tokenizer gives their "
+                "answers other contexts in a longer conversation than in a chat"
+            )
+        if self.n_open:
+            eos = self.names.get(self.tokenizer.eos_id, str(self.tokenizer.eos_id))
+            lines.append(
+                f"the chat template ends {self.n_open:,} of {self.n_answers:,} answers with no "
+                f"special token; {eos} is added, which ends texts of this model"
+            )
+        for name, count in self.other_ends.most_common():
+            lines.append(
+                f"{count:,} of {self.n_answers:,} answers end with {name}, which does not end texts "
+                "of this model, so it goes on after them; end them with an EOS token in your own "
+                "data.chat_template"
+            )
+        return lines
+
+
+def answer_ends(ids: np.ndarray, is_target: np.ndarray) -> np.ndarray:
+    """The last token of each answer that is a target."""
+    is_last = is_target & ~np.append(is_target[1:], False)
+    return ids[is_last]
