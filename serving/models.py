@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinker.data.text import chat
+from thinker.data.chat import chat
 from thinker.generation.engine import Generator
 from thinker.generation.sequence import Completion, Sequence
 from thinker.runtime.errors import UserError

@@ -160,7 +160,7 @@ def _with_answer_end(
         return tokenizer
     if not any(source.source in WITH_CONVERSATIONS for source in config.data.text_sources()):
         return tokenizer
-    from thinker.data.text import chat  # texts do not need it
+    from thinker.data.chat import chat  # texts do not need it
 
     changed = chat.with_answer_end(tokenizer)
     if changed is not tokenizer and is_main:

@@ -9,12 +9,12 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from thinker.data.chat.chat_report import ChatReport
 from thinker.data.corpus.corpus_index import INDEX, write_index
 from thinker.data.corpus.document_filter import DocumentFilter
 from thinker.data.corpus.encoding import encode_documents
 from thinker.data.corpus.shard_writer import HASH_SUFFIX, ShardWriter
 from thinker.data.corpus.tokenizing_progress import TokenizingProgress
-from thinker.data.text.chat_report import ChatReport
 from thinker.data.text.sources import Source
 from thinker.data.text.split import SplitDocument, empty_split_error, split_documents
 from thinker.data.text.text_sample import sample_texts

@@ -27,8 +27,9 @@ def encode_documents(
     assistant_only_loss: bool,
     batch_chars: int = BATCH_CHARS,
 ) -> Iterator[tuple[SplitDocument, list[Encoded]]]:
-    """Yield documents in order with their encodings; see encode_document(). Threads encode while the caller reads and
-    writes.
+    """Yield documents in order with their encodings; see encode_document().
+
+    Threads encode while the caller reads and writes.
 
     batch_chars: about how many characters are read together; BATCHES_AHEAD times as many are read
     ahead.
@@ -85,8 +86,8 @@ def encode_document(
         ids = tokenizer.encode_array(document.text, continues=document.continues)
         return [(ids, None)]
     # Texts do not need these.
-    from thinker.data.text import chat
-    from thinker.data.text.template_variables import check_variables
+    from thinker.data.chat import chat
+    from thinker.data.chat.template_variables import check_variables
 
     check_variables(tokenizer.chat_template, document)
     conversation = chat.Conversation(document.messages, document.tools, document.template_kwargs)

@@ -7,7 +7,7 @@ Jinja template puts around messages, and write a Go template that puts the same 
 import itertools
 from dataclasses import dataclass
 
-from thinker.data.text import chat
+from thinker.data.chat import chat
 from thinker.data.text.document import Message
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError

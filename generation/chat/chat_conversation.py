@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from thinker.data.text import chat
+from thinker.data.chat import chat
 from thinker.data.text.document import Message
 from thinker.generation.chat.conversation import Conversation
 from thinker.generation.engine import Generator

@@ -13,9 +13,9 @@ import pytest
 from tokenizers import AddedToken
 
 from thinker.data.batches.windows import PackedDataset
+from thinker.data.chat import chat, chat_template
+from thinker.data.chat.messages import check_messages
 from thinker.data.corpus.corpus import prepare_corpus
-from thinker.data.text import chat, chat_template
-from thinker.data.text.messages import check_messages
 from thinker.data.tokenizers import tokenizer_conversion
 from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer

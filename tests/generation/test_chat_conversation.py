@@ -4,7 +4,7 @@ new is read."""
 import pytest
 from installed import if_installed
 
-from thinker.data.text import chat
+from thinker.data.chat import chat
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.chat.chat_conversation import ChatConversation

@@ -6,7 +6,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
-from thinker.data.text import chat
+from thinker.data.chat import chat
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
 

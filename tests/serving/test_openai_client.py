@@ -10,7 +10,7 @@ import pytest
 from installed import needs
 from pydantic import BaseModel, Field
 
-from thinker.data.text import chat
+from thinker.data.chat import chat
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
 

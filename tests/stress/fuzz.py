@@ -20,9 +20,9 @@ with atheris.instrument_imports(
 ):
     from test_malicious_files import distort
 
+    from thinker.data.chat import chat, chat_template
     from thinker.data.corpus.corpus_index import read_index
     from thinker.data.corpus.shards import Shard
-    from thinker.data.text import chat, chat_template
     from thinker.data.text.tables.jsonl import read_rows
     from thinker.data.tokenizers import tokenizer_conversion
     from thinker.data.tokenizers.saved_tokenizer import load_tokenizer

@@ -45,6 +45,7 @@ def base(tmp_path_factory):
     config = transformers.LlamaConfig(
         vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id,
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
@@ -415,9 +416,12 @@ def test_lora_step_in_bf16_with_activation_checkpointing(make_trainer):
 
 @pytest.fixture
 def rare_answers(tmp_path):
-    """Conversations whose questions fill several windows, so that most of these hold no answer."""
+    """Conversations whose questions mostly fill their windows, so that these hold no answer."""
     path = tmp_path / "rare.jsonl"
-    talks = [[("user", f"what is {i}? " * 40), ("assistant", f"it is {i}.")] for i in range(60)]
+    talks = []
+    for i in range(60):
+        n_times = 1 if i % 4 == 0 else 40
+        talks.append([("user", f"what is {i}? " * n_times), ("assistant", f"it is {i}.")])
     rows = [
         {"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks
     ]

@@ -52,7 +52,7 @@ def _is_gone(key: str, path: str, path_before: str | None) -> bool:
 
 def _check_equal(own: Tokenizer, named: Tokenizer, key: str, run: RunDirectory) -> None:
     if own.eos_ids[:-1] == named.eos_ids:
-        from thinker.data.text import chat
+        from thinker.data.chat import chat
 
         named = chat.with_answer_end(named)  # as at the start of the run
     if named.content_hash != own.content_hash:

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from thinker.data.chat.messages import PAIR, check_messages, find_column, join_pair, read_beside
 from thinker.data.text.document import BEGIN, Document, MissingData, Start
-from thinker.data.text.messages import PAIR, check_messages, find_column, join_pair, read_beside
 from thinker.data.text.sources import Source, SourceOptions, bounded_source, stamps
 from thinker.data.text.tables import jsonl, parquet
 from thinker.data.text.text_files import find_files

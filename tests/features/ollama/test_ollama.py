@@ -9,7 +9,7 @@ from conftest import ROOT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from thinker.data.text import chat
+from thinker.data.chat import chat
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.features.ollama.modelfile import go_text, modelfile

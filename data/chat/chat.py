@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thinker.data.text import chat_template
-from thinker.data.text.chat_template import Cut
+from thinker.data.chat import chat_template
+from thinker.data.chat.chat_template import Cut
+from thinker.data.chat.literal_names import HiddenNames, clean, has_names, special_names
 from thinker.data.text.document import Message
-from thinker.data.text.literal_names import HiddenNames, clean, has_names, special_names
 from thinker.data.tokenizers.tokenizer import Span, Tokenizer
 from thinker.runtime.errors import UserError
 

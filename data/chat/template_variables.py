@@ -30,7 +30,8 @@ def check_variables(template: str | None, document: Document) -> None:
     for name in document.template_kwargs:
         if not mentions(template, name):
             raise UserError(
-                f"{document.where}: chat_template_kwargs has {name}, which the chat template ignores"
+                f"{document.where}: chat_template_kwargs has {name}, which the chat template "
+                "ignores"
             )
     for message in document.messages:
         _check_message(template, message, document.where)

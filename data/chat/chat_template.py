@@ -39,7 +39,7 @@ Rendered = tuple[str, list[tuple[int, int]]]
 # The program of the process, which uses the same sys.path.
 START = (
     "import sys; sys.path[:] = {path!r}; "
-    "from thinker.data.text import chat_template; chat_template.serve({seconds})"
+    "from thinker.data.chat import chat_template; chat_template.serve({seconds})"
 )
 
 

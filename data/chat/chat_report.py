@@ -49,9 +49,9 @@ class ChatReport:
         lines = []
         if self.n_split:
             lines.append(
-                f"{self.n_split:,} of {self.n_conversations:,} conversations are trained as one row "
-                f"per answer ({self.n_rows:,} rows): the chat template or the tokenizer gives their "
-                "answers other contexts in a longer conversation than in a chat"
+                f"{self.n_split:,} of {self.n_conversations:,} conversations are trained as one "
+                f"row per answer ({self.n_rows:,} rows): the chat template or the tokenizer gives "
+                "their answers other contexts in a longer conversation than in a chat"
             )
         if self.n_open:
             eos = self.names.get(self.tokenizer.eos_id, str(self.tokenizer.eos_id))
@@ -61,9 +61,9 @@ class ChatReport:
             )
         for name, count in self.other_ends.most_common():
             lines.append(
-                f"{count:,} of {self.n_answers:,} answers end with {name}, which does not end texts "
-                "of this model, so it goes on after them; end them with an EOS token in your own "
-                "data.chat_template"
+                f"{count:,} of {self.n_answers:,} answers end with {name}, which does not end "
+                "texts of this model, so it goes on after them; end them with an EOS token in "
+                "your own data.chat_template"
             )
         return lines
 

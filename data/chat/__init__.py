@@ -1,0 +1,1 @@
+"""Conversations: reading them from rows, and their tokens."""
