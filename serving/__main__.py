@@ -140,8 +140,12 @@ def open_socket(host: str, port: int) -> socket.socket:
     """Listen on an address. Raises UserError if that is not possible."""
     try:
         # The first of the addresses: IPv4 or IPv6, as the system prefers.
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family)
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        # asyncio sets TCP_NODELAY only where a socket names its protocol. Without it, the body of
+        # an answer waits 40 ms for the acknowledgement of the headers.
+        listener = socket.socket(family, kind, protocol)
         if sys.platform != "win32":  # where it would let two servers share a port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
