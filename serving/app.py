@@ -199,6 +199,9 @@ class Guard:
         handler = self.app if refusal is None else refusal.response()
         try:
             await handler(scope, receive, count_and_send)
+        except Exception:
+            statuses.append(500)  # sent by Starlette, which wraps this class
+            raise
         finally:
             # Clients choose paths, and each label of a metric takes memory for ever.
             path = scope["path"] if scope["path"] in self.paths else "other"

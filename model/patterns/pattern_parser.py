@@ -4,7 +4,9 @@ Python."""
 import ast
 import inspect
 import re
+import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from thinker.model.patterns import content_patterns, position_patterns
 from thinker.model.patterns.pattern import Pattern, full
@@ -38,6 +40,13 @@ PATTERNS.register("linear", position_patterns.linear)
 PATTERNS.register("retrieve", content_patterns.retrieve)
 
 
+# Python 3.11.0 to 3.11.7 and 3.12.0 to 3.12.1 count the depth of a syntax tree for all threads
+# together, and raise SystemError if two threads build one at a time (CPython's gh-106905).
+_building_tree = threading.Lock()
+
+
+# Kept, because a server asks for the patterns of its model at each request.
+@lru_cache(maxsize=1024)
 def parse_pattern(text: str) -> Pattern:
     """Parse the text form of a pattern. Raises UserError for invalid text."""
     if len(text) > MAX_TEXT_LENGTH:
@@ -49,7 +58,9 @@ def parse_pattern(text: str) -> Pattern:
         if not text.isascii() or "_" in text:  # Python's parser would normalize other letters
             raise ValueError
         text_for_python = re.sub(r"\bglobal\b", "global_", text.strip())  # `global` is a keyword
-        return _parse_node(ast.parse(text_for_python, mode="eval").body)
+        with _building_tree:
+            tree = ast.parse(text_for_python, mode="eval")
+        return _parse_node(tree.body)
     except UserError as error:
         raise UserError(f"model.attention {text!r}: {error}") from None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
