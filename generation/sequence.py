@@ -18,6 +18,7 @@ from thinker.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from thinker.generation.constraint import Constraint
+    from thinker.generation.prompt_scores import PromptScores
 
 SampledToken = tuple[int, float, dict[int, float]]  # token, log-probability, top log-probabilities
 
@@ -55,6 +56,7 @@ class Sequence:
     constraint: Constraint | None = None
     forgotten: list[int] = field(default_factory=list)  # tokens before `tokens`, dropped by sliding
     n_shared: int = 0  # prompt tokens whose keys another text of a continuous batch had computed
+    prompt_scores: PromptScores | None = None  # which a continuous batch completes, if wanted
 
     def __post_init__(self) -> None:
         self.streamer = TextStreamer(self.tokenizer, self.params.stop)
@@ -73,6 +75,11 @@ class Sequence:
         That is: no filters, no penalties, no top log-probabilities.
         """
         return not (self.params.changes_logits or self.params.logprobs)
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the logits at all positions of the prompt are still needed."""
+        return self.prompt_scores is not None and not self.prompt_scores.is_complete
 
     def uniform(self, offset: int) -> float:
         """The random number in [0, 1) of the token `offset` positions ahead, always the same."""

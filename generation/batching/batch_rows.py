@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinker.generation.caches.cache_factory import copy_row
 from thinker.generation.caches.quantized_cache import MAX_PER_PASS
-from thinker.generation.decoders.decoder import RowDecoder
+from thinker.generation.decoders.decoder import RowDecoder, pass_lengths
 from thinker.generation.engine import Generator
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache
@@ -83,6 +83,8 @@ class PooledRows:
         """Take a free row for a sequence, with what it shares with another row."""
         tokens = sequence.tokens
         shared = [common_prefix(text, tokens[:-1]) for text in self.texts]
+        if sequence.is_scoring:  # which needs the logits of all positions, not only their keys
+            shared = [0] * len(shared)
         if not self.shares_prompts:
             shared = [n if end - n <= MAX_PER_PASS else 0 for n, end in zip(shared, self.ends)]
         source = max(range(len(shared)), key=lambda row: (shared[row], row in self.free))
@@ -114,13 +116,25 @@ class PooledRows:
         rows: list[int] = []
         tokens: list[int] = []
         wanted: list[int] = []
+        last: list[int] = []  # of `wanted`: those after whole texts
+        scoring: list[tuple[Sequence, slice]] = []  # and those in prompts that are scored
         for row, new in reads:
             rows += [row.index] * len(new)
             tokens += new
             self._append(row, new)
-            if row.n_read == len(row.sequence.tokens):
+            if row.sequence.is_scoring:
+                scoring.append((row.sequence, slice(len(wanted), len(wanted) + len(new))))
+                wanted += range(len(rows) - len(new), len(rows))
+            elif row.n_unread == 0:
                 wanted.append(len(rows) - 1)
-        return self.decoder.read(self.cache, rows, tokens, wanted)[:, None]
+            if row.n_unread == 0:
+                last.append(len(wanted) - 1)
+        logits = self.decoder.read(self.cache, rows, tokens, wanted)
+        for sequence, part in scoring:
+            sequence.prompt_scores.add(logits[part])
+        if scoring:
+            logits = logits[last]
+        return logits[:, None]
 
     def sample(self, rows: list[Row], logits: Tensor, max_steps: int) -> list[list[SampledToken]]:
         """Sample up to `max_steps` tokens per row; the model reads all of them but the last."""
@@ -174,6 +188,8 @@ class JoinedRows:
         shared = []
         for index, (text, _) in enumerate(self.kept):
             shared.append((common_prefix(text, sequence.tokens[:-1]), index))
+        if sequence.is_scoring:  # which needs the logits of all positions, not only their keys
+            shared = []
         for n_shared, index in sorted(shared, reverse=True):
             cache = self.kept[index][1]
             if n_shared >= least and cache.can_truncate([n_shared]):
@@ -201,7 +217,7 @@ class JoinedRows:
         for row, new in reads:
             if row.prompt_cache is None:
                 continue
-            logits = self.generator.prefill([new], row.prompt_cache)
+            logits = self._read_prompt(row, new)
             row.n_read += len(new)
             if row.n_read == len(row.sequence.tokens):
                 by_row[row] = logits[0]
@@ -209,6 +225,18 @@ class JoinedRows:
         if not by_row:
             return torch.empty(0)
         return torch.stack([by_row[row] for row, _ in reads if row in by_row])
+
+    def _read_prompt(self, row: Row, new: list[int]) -> Tensor:
+        """Read the next tokens of a prompt. Returns the logits after the last one, (1, 1, V)."""
+        cache = row.prompt_cache
+        if not row.sequence.is_scoring:
+            return self.generator.prefill([new], cache)
+        model = self.generator.model
+        tokens = torch.tensor([new], device=model.device)  # (1, T)
+        for part in tokens.split(list(pass_lengths(cache, len(new), cache.pass_block)), dim=1):
+            logits = model(part, cache=cache)
+            row.sequence.prompt_scores.add(logits[0])
+        return logits[:, -1:]
 
     def sample(self, rows: list[Row], logits: Tensor, max_steps: int) -> list[list[SampledToken]]:
         """Sample one token per row."""

@@ -132,7 +132,7 @@ class ContinuousBatch:
         """Whether a prompt that is being read shares more with this one than has been read of
         it."""
         longest = len(sequence.tokens) - 1  # the last token has to be read for its logits
-        if not self.rows.shares_prompts:
+        if not self.rows.shares_prompts or sequence.is_scoring:
             return False
         for row in self.running:
             if row.n_unread > 1:

@@ -25,6 +25,7 @@ from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.batching.batch_rows import JoinedRows, PooledRows, common_prefix
 from thinker.generation.batching.continuous_batch import TOKENS_PER_STEP, ContinuousBatch
 from thinker.generation.mixed_bits import matrix_names
+from thinker.generation.prompt_scores import PromptScores
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -136,6 +137,47 @@ def test_shared_prefixes_are_not_read_again(monkeypatch, kind):
         ):
             pass
         assert sequence.completion.token_ids == known.token_ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_are_scored(kind):
+    """As a plain pass scores them, whatever was read before and is read beside them."""
+    generator = make_generator(kind)
+    texts = [
+        "x" * 130,
+        "You are a helpful model. Hi!",
+        "You are a helpful model. Who is it?",
+        "abcd",
+    ]
+    batch = ContinuousBatch(generator, 2)
+    batch.add(new_sequence(generator, texts[1], SamplingParams(3)))
+    finish(batch)  # its keys could be shared
+    sequences = []
+    for text in texts:
+        sequence = new_sequence(generator, text, SamplingParams(3))
+        n_ids, n_visible = TOKENIZER.vocab_size, generator.config.prefix
+        sequence.prompt_scores = PromptScores(sequence.tokens, 2, n_ids, n_visible)
+        batch.add(sequence)
+        batch.add(new_sequence(generator, text, SamplingParams(3)))
+        sequences.append((sequence, list(sequence.tokens)))
+    finish(batch)
+    tolerance = 1e-4
+    if generator.model.dtype == torch.bfloat16 or "cache" in kind:
+        tolerance = 0.25  # both are rounded
+    for sequence, tokens in sequences:
+        scores = sequence.prompt_scores
+        assert scores.is_complete
+        first = max(1, generator.config.prefix)
+        assert scores.logprobs[:first] == [None] * first
+        assert scores.top_logprobs[:first] == [{}] * first
+        with torch.no_grad():
+            logits = generator.model(torch.tensor([tokens]))[0, :, : TOKENIZER.vocab_size]
+        logprobs = logits.float().log_softmax(-1)[:-1]
+        known = logprobs.gather(1, torch.tensor(tokens)[1:, None])[:, 0].tolist()
+        assert scores.logprobs[first:] == pytest.approx(known[first - 1 :], abs=tolerance)
+        best = logprobs.topk(2).values[first - 1 :]
+        found = torch.tensor([list(top.values()) for top in scores.top_logprobs[first:]])
+        torch.testing.assert_close(found, best, rtol=0, atol=tolerance)
 
 
 def test_equal_prompts_that_come_together_are_read_once(monkeypatch):
