@@ -6,6 +6,7 @@ import codecs
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
@@ -13,17 +14,31 @@ from thinker.generation.sequence import SampledToken, Sequence
 from thinker.generation.streaming import TextStreamer
 from thinker.serving.protocol import TOKEN_PREFIX, ChatRequest, CompletionRequest
 
+ScoredToken = tuple[int, "float | None", dict[int, float]]  # as SampledToken, or without a score
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model reads before an answer."""
+
+    tokens: list[int]
+    text: str = ""  # of /v1/completions
+    n_added: int = 0  # tokens at the beginning that the request did not have: BOS
+
 
 class Choice:
     """Writes one choice of a request, piece by piece."""
 
-    def __init__(self, sequence: Sequence, body: CompletionRequest | ChatRequest) -> None:
-        """Create it before the sequence is submitted: then another thread changes the sequence."""
+    def __init__(
+        self, sequence: Sequence, body: CompletionRequest | ChatRequest, prompt: Prompt
+    ) -> None:
         self.sequence = sequence
         self.body = body
         self.tokenizer = sequence.tokenizer
         self.is_chat = isinstance(body, ChatRequest)
-        self._prompt = list(sequence.tokens)
+        self.is_echo = not self.is_chat and body.echo
+        self.is_prompt_only = not self.is_chat and body.max_tokens == 0
+        self._prompt = prompt
         self._streamer = TextStreamer(self.tokenizer, sequence.params.stop)
         self._has_begun = False
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -34,7 +49,6 @@ class Choice:
         if not self.is_chat:
             return None
         choice = self._choice({"delta": {"role": "assistant", "content": ""}}, [], None)
-        self._has_begun = True
         self._add_prompt(choice)
         return choice
 
@@ -42,21 +56,47 @@ class Choice:
         self, text: str, sampled: list[SampledToken], finish_reason: str | None
     ) -> Iterator[dict[str, Any]]:
         """The choices of chunks: one per token, without those that would say nothing."""
+        if self.is_chat:
+            yield from self._chat_pieces(text, sampled, finish_reason)
+        elif self.is_prompt_only:
+            yield self._echo("length")
+        else:
+            yield from self._text_pieces(text, sampled, finish_reason)
+
+    def _chat_pieces(
+        self, text: str, sampled: list[SampledToken], finish_reason: str | None
+    ) -> Iterator[dict[str, Any]]:
+        for part, token in self._split(text, sampled):
+            if self._says_something(part, token):
+                yield self._choice({"delta": {"content": part}}, token, None)
+        if finish_reason:
+            yield self._choice({"delta": {}}, [], finish_reason)
+
+    def _text_pieces(
+        self, text: str, sampled: list[SampledToken], finish_reason: str | None
+    ) -> Iterator[dict[str, Any]]:
+        is_first = not self._has_begun
+        self._has_begun = True
+        if is_first and self.is_echo:
+            yield self._echo(None)
+            is_first = False
         parts = self._split(text, sampled)
         for number, (part, token) in enumerate(parts, 1):
-            if self.is_chat:
-                if self._says_something(part, token):
-                    yield self._choice({"delta": {"content": part}}, token, None)
-                continue
             reason = finish_reason if number == len(parts) else None
-            if self._says_something(part, token) or reason or not self._has_begun:
+            if self._says_something(part, token) or reason or is_first:
                 choice = self._choice({"text": part}, token, reason)
-                if not self._has_begun:
-                    self._has_begun = True
+                if is_first:
                     self._add_prompt(choice)
                 yield choice
-        if self.is_chat and finish_reason:
-            yield self._choice({"delta": {}}, [], finish_reason)
+            is_first = False
+
+    def _echo(self, finish_reason: str | None) -> dict[str, Any]:
+        """A choice with the prompt alone."""
+        choice = self._choice({"text": self._prompt.text}, [], finish_reason)
+        if self.body.has_logprobs:
+            choice["logprobs"] = self._prompt_logprobs()
+        self._add_prompt(choice)
+        return choice
 
     def _split(
         self, text: str, sampled: list[SampledToken]
@@ -79,13 +119,25 @@ class Choice:
 
     def whole(self, sampled: list[SampledToken]) -> dict[str, Any]:
         """The choice of a response without a stream."""
+        if self.is_prompt_only:
+            return self._echo("length")
         completion = self.sequence.completion
-        content: dict[str, Any] = {"text": completion.text}
         if self.is_chat:
             message = {"role": "assistant", "content": completion.text, "refusal": None}
-            content = {"message": message}
-        choice = self._choice(content, sampled, completion.finish_reason)
-        self._add_prompt(choice)
+            choice = self._choice({"message": message}, sampled, completion.finish_reason)
+            self._add_prompt(choice)
+            return choice
+        if not self.is_echo:
+            choice = self._choice({"text": completion.text}, sampled, completion.finish_reason)
+            self._add_prompt(choice)
+            return choice
+        choice = self._echo(completion.finish_reason)
+        new = self._choice({"text": completion.text}, sampled, None)
+        choice["text"] += new["text"]
+        for name, values in (new["logprobs"] or {}).items():
+            choice["logprobs"][name] += values
+        if self.body.return_token_ids:
+            choice["token_ids"] = new["token_ids"]
         return choice
 
     def _choice(
@@ -109,22 +161,41 @@ class Choice:
         """Add what a client needs to repeat the request, once per choice."""
         choice["seed"] = self.sequence.params.seed
         if self.body.return_token_ids:
-            choice["prompt_token_ids"] = self._prompt
+            choice["prompt_token_ids"] = self._prompt.tokens
 
     def _name(self, token: int) -> str:
         if self.body.return_tokens_as_token_ids:
             return f"{TOKEN_PREFIX}{token}"
         return token_text(self.tokenizer, token)
 
-    def _text_logprobs(self, sampled: list[SampledToken]) -> dict[str, list[Any]]:
+    def _prompt_logprobs(self) -> dict[str, list[Any]]:
+        """Lists with an element per token of the prompt that the client sent.
+
+        The first one has no log-probability, and what the server added before it is left out: as
+        with OpenAI, element i belongs to token i of the prompt.
+        """
+        scores = self.sequence.prompt_scores
+        n_added = self._prompt.n_added
+        tokens = self._prompt.tokens[n_added:]
+        logprobs = scores.logprobs[n_added:]
+        logprobs[:1] = [None] * len(logprobs[:1])
+        # Offsets count from the end of the text, because some tokenizers add a space before it.
+        decoded = self.tokenizer.decode(tokens)
+        self._offset = len(self._prompt.text) - len(decoded)
+        lists = self._text_logprobs(list(zip(tokens, logprobs, scores.top_logprobs[n_added:])))
+        # The answer is decoded on its own.
+        self._offset = len(self._prompt.text)
+        self._decoder.reset()
+        return lists
+
+    def _text_logprobs(self, scored: list[ScoredToken]) -> dict[str, list[Any]]:
         """Lists with an element per token."""
         tokens, logprobs, tops, offsets = [], [], [], []
-        for token, logprob, top in sampled:
+        for token, logprob, top in scored:
             tokens.append(self._name(token))
             logprobs.append(logprob)
-            # Two ids may have one name; then the later one counts.
-            tops.append({self._name(other): value for other, value in top.items()})
-            offsets.append(self._offset)
+            tops.append(self._named_top(token, logprob, top))
+            offsets.append(max(0, self._offset))
             # The decoder counts a character at the token that completes it.
             data = self.tokenizer.token_bytes(token)
             self._offset += len(self._decoder.decode(data))
@@ -134,6 +205,17 @@ class Choice:
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+    def _named_top(
+        self, token: int, logprob: float | None, top: dict[int, float]
+    ) -> dict[str, float] | None:
+        """The likeliest tokens by name, and the token itself if it is not one of them."""
+        if logprob is None:
+            return None
+        named: dict[str, float] = {}
+        for other, value in [*top.items(), (token, logprob)]:
+            named.setdefault(self._name(other), value)  # two ids may have one name
+        return named
 
     def _chat_logprobs(self, sampled: list[SampledToken]) -> dict[str, Any]:
         """An object per token."""
@@ -196,14 +278,15 @@ def envelope(body: CompletionRequest | ChatRequest) -> Callable[..., dict[str, A
     return wrap
 
 
-def usage(sequences: list[Sequence], n_choices: int) -> dict[str, Any]:
+def usage(choices: list[Choice], n_per_prompt: int) -> dict[str, Any]:
     """Count tokens; a prompt counts once for all its choices."""
     n_prompt = n_cached = n_new = 0
-    for sequence in sequences[::n_choices]:
-        n_prompt += sequence.completion.prompt_tokens
-        n_cached += sequence.n_shared
-    for sequence in sequences:
-        n_new += len(sequence.completion.token_ids)
+    for choice in choices[::n_per_prompt]:
+        n_prompt += choice.sequence.completion.prompt_tokens
+        n_cached += choice.sequence.n_shared
+    for choice in choices:
+        if not choice.is_prompt_only:
+            n_new += len(choice.sequence.completion.token_ids)
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_new,

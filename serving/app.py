@@ -286,9 +286,8 @@ async def _generate(
     service.n_active += 1
     try:
         # In another thread: long prompts take long to encode.
-        sequences = await asyncio.to_thread(model.sequences, body)
-        choices = [Choice(sequence, body) for sequence in sequences]
-        submission = model.engine.submit(sequences)
+        choices = await asyncio.to_thread(model.choices, body)
+        submission = model.engine.submit([choice.sequence for choice in choices])
     except QueueFull as error:
         seconds = error.retry_after
         raise ApiError(
@@ -321,7 +320,6 @@ class Answer(Response):
         self._submission = submission
         self._choices = choices
         self._wrap = envelope(body)
-        self._sequences = [choice.sequence for choice in choices]
         service.n_active += 1
 
     async def whole(self, receive: Receive) -> Response:
@@ -349,13 +347,13 @@ class Answer(Response):
             self._service.n_active -= 1
 
     async def _collect(self) -> Response:
-        sampled: list[list[SampledToken]] = [[] for _ in self._sequences]
+        sampled: list[list[SampledToken]] = [[] for _ in self._choices]
         async for progress in self._submission:
             if progress.error is not None:
                 raise ApiError(500, str(progress.error))
             sampled[progress.sequence.index] += progress.sampled
         choices = [choice.whole(tokens) for choice, tokens in zip(self._choices, sampled)]
-        tokens_used = usage(self._sequences, self._body.n)
+        tokens_used = usage(self._choices, self._body.n)
         return json_response(self._wrap(choices, tokens_used))
 
     async def _send_events(self, send: Send) -> None:
@@ -380,7 +378,7 @@ class Answer(Response):
             pieces = choice.pieces(progress.text, progress.sampled, reason)
             yield [self._wrap([piece]) for piece in pieces]
         if self._body.wants_usage:
-            yield [self._wrap([], usage(self._sequences, self._body.n))]
+            yield [self._wrap([], usage(self._choices, self._body.n))]
         yield ["[DONE]"]
 
 

@@ -9,8 +9,11 @@ from typing import Any
 
 from thinker.data.chat import chat
 from thinker.generation.engine import Generator
-from thinker.generation.sequence import Completion, Sequence
+from thinker.generation.prompt_scores import PromptScores
+from thinker.generation.sampling_params import SamplingParams, check_text
+from thinker.generation.sequence import Completion
 from thinker.runtime.errors import UserError
+from thinker.serving.answers import Choice, Prompt
 from thinker.serving.api_errors import ApiError
 from thinker.serving.engine_thread import EngineThread
 from thinker.serving.protocol import ChatRequest, CompletionRequest, invalid, refusal
@@ -84,49 +87,74 @@ class ServedModel:
             "special": {str(token): name for name, token in tokenizer.special_tokens.items()},
         }
 
-    def sequences(self, body: CompletionRequest | ChatRequest) -> list[Sequence]:
-        """The sequences of all choices of a request; may take long for long texts.
+    def choices(self, body: CompletionRequest | ChatRequest) -> list[Choice]:
+        """All choices of a request, with their sequences; may take long for long texts.
 
         Raises ApiError.
         """
+        body.check()
         seed = body.seed
         if seed is None:
             seed = secrets.randbelow(2**31)
-        sequences = []
+        choices = []
         try:
-            prompts = self._encoded_prompts(body)
-            for tokens in prompts:
-                n_new = self._max_new_tokens(body, len(tokens))
+            for prompt in self._encoded_prompts(body):
+                n_new = self._max_new_tokens(body, len(prompt.tokens))
                 for _ in range(body.n):
                     # Each choice has a seed of its own, and the response says which one.
-                    index = len(sequences)
+                    index = len(choices)
                     params = body.sampling_params(n_new, seed + index, body.n_top)
-                    sequence = self.generator.new_sequence(index, Completion(""), params, tokens)
-                    sequences.append(sequence)
+                    choices.append(self._new_choice(index, body, prompt, params))
         except UserError as error:
             raise refusal(error, type(body)) from None
-        return sequences
+        return choices
 
-    def _encoded_prompts(self, body: CompletionRequest | ChatRequest) -> list[list[int]]:
+    def _new_choice(
+        self,
+        index: int,
+        body: CompletionRequest | ChatRequest,
+        prompt: Prompt,
+        params: SamplingParams,
+    ) -> Choice:
+        generator = self.generator
+        sequence = generator.new_sequence(index, Completion(""), params, prompt.tokens)
+        if isinstance(body, CompletionRequest) and body.echo and body.has_logprobs:
+            n_ids = generator.tokenizer.vocab_size
+            n_visible = generator.config.prefix
+            sequence.prompt_scores = PromptScores(prompt.tokens, body.n_top, n_ids, n_visible)
+        return Choice(sequence, body, prompt)
+
+    def _encoded_prompts(self, body: CompletionRequest | ChatRequest) -> list[Prompt]:
         if isinstance(body, ChatRequest):
-            return [self._chat_prompt(body)]
+            return [Prompt(self._chat_prompt(body))]
         return self._prompts(body)
 
-    def _prompts(self, body: CompletionRequest) -> list[list[int]]:
+    def _prompts(self, body: CompletionRequest) -> list[Prompt]:
         prompts = body.prompts
         self._check_number(len(prompts) * body.n)
         if not prompts or [] in prompts:
             raise invalid("prompt", body.prompt, type(body))
         # All are encoded before the first is checked: a text that cannot be encoded is the error.
-        encoded = []
-        for prompt in prompts:
-            tokens = prompt
-            if isinstance(prompt, str):
-                tokens = self.generator.encode(prompt)
-            encoded.append(tokens)
-        for tokens in encoded:
-            self._check_length(tokens, "prompt")
+        encoded = [self._encode(prompt, body.add_special_tokens) for prompt in prompts]
+        for prompt in encoded:
+            self._check_length(prompt.tokens, "prompt")
         return encoded
+
+    def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
+        """A text or token ids as a Prompt, with the BOS token if the model expects one."""
+        tokenizer = self.generator.tokenizer
+        added = tokenizer.bos_prefix if add_special_tokens else []
+        if isinstance(prompt, str):
+            text = check_text(prompt, "the prompt")
+            tokens = tokenizer.encode(text)
+            if not tokens and not added:
+                added = [tokenizer.bos_id]  # a model cannot read nothing
+        else:
+            tokens = prompt
+            if tokens[: len(added)] == added:
+                added = []
+            text = tokenizer.decode(token for token in tokens if 0 <= token < tokenizer.vocab_size)
+        return Prompt([*added, *tokens], text, len(added))
 
     def _chat_prompt(self, body: ChatRequest) -> list[int]:
         tokenizer = self.generator.tokenizer
@@ -134,7 +162,7 @@ class ServedModel:
         if tokenizer.chat_template is None:
             reason = "has no chat template: it was not trained on chats; use /v1/completions"
             raise ApiError(400, f"the model {self.name} {reason}", "model")
-        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        messages = [message.for_template() for message in body.messages]
         try:
             tokens = chat.encode_prompt(tokenizer, messages)
         except UserError as error:  # of the chat template
@@ -145,14 +173,11 @@ class ServedModel:
     def _max_new_tokens(self, body: CompletionRequest | ChatRequest, n_prompt: int) -> int:
         limit = body.max_tokens
         if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
-            if limit is not None:
-                message = "max_tokens and max_completion_tokens mean the same; use one"
-                raise ApiError(400, message, "max_tokens")
             limit = body.max_completion_tokens
         if limit is None:
             # What fits: the last new token is not read, so it needs no place.
-            return max(1, self.context_len + 1 - n_prompt)
-        return limit
+            limit = self.context_len + 1 - n_prompt
+        return max(1, limit)  # with max_tokens 0, which is of a prompt alone, it is not shown
 
     def _check_length(self, tokens: list[int], param: str) -> None:
         if len(tokens) > self.max_prompt:

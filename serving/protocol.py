@@ -16,6 +16,7 @@ MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 NUMBER = 1e100  # the range of SamplingParams
 TOKEN_PREFIX = "token_id:"  # with return_tokens_as_token_ids
+REPLACED = {"functions": "tools", "function_call": "tool_choice"}  # old names of OpenAI
 
 
 class Fields(BaseModel):
@@ -40,6 +41,7 @@ class StreamOptions(Fields):
     """Options of a stream."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False  # nothing is added to the chunks
 
 
 class JsonSchema(Fields):
@@ -67,7 +69,24 @@ Items = Annotated[list[Item], Field(fail_fast=True)]
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-NUMBER, le=NUMBER, description="a number")]
 
 
-class Sampling(Fields):
+class Labels(Fields):
+    """Fields of OpenAI's reference that change no answer: labels, and wishes about speed.
+
+    They are checked and then not used: nothing is stored, prefixes are shared anyway, and there is
+    one tier of service.
+    """
+
+    user: str | None = Field(None, description="a string")
+    metadata: dict[str, str] | None = Field(None, description="an object of strings")
+    store: bool | None = Field(None, description="true or false; nothing is stored")
+    service_tier: str | None = Field(None, description="a string")
+    safety_identifier: str | None = Field(None, description="a string")
+    prompt_cache_key: str | None = Field(None, description="a string")
+    prompt_cache_retention: str | None = Field(None, description="a string")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="an object")
+
+
+class Sampling(Labels):
     """Fields of both kinds of requests."""
 
     model: str = Field(description="the id of a model that /v1/models lists")
@@ -92,7 +111,7 @@ class Sampling(Fields):
     )
     stream: bool = Field(False, description="true or false")
     stream_options: StreamOptions | None = Field(
-        None, description='{"include_usage": true or false}, with stream'
+        None, description='{"include_usage": true or false}, with stream, and no obfuscation'
     )
     response_format: ResponseFormat | None = Field(
         None,
@@ -107,15 +126,15 @@ class Sampling(Fields):
         """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling_params(self, max_new_tokens: int, seed: int, logprobs: int) -> SamplingParams:
-        """The parameters of one choice. Raises ApiError."""
-        stop = self._stop_strings()
+    def check(self) -> None:
+        """Raise ApiError if fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             message = "stream_options has no effect without stream; remove it"
             raise ApiError(400, message, "stream_options")
-        if logprobs and not self.has_logprobs:
-            message = "top_logprobs has no effect without logprobs; set logprobs to true"
-            raise ApiError(400, message, "top_logprobs")
+
+    def sampling_params(self, max_new_tokens: int, seed: int, logprobs: int) -> SamplingParams:
+        """The parameters of one choice. Raises ApiError."""
+        stop = self._stop_strings()
         json_schema = self._json_schema()
         bias = self._bias_by_id()
         try:
@@ -179,10 +198,23 @@ class CompletionRequest(Sampling):
     prompt: str | Items[str] | Items[int] | Items[Items[int]] = Field(
         description="a string, a list of token ids, or a list of either"
     )
-    max_tokens: int = Field(16, ge=1, description="an integer of at least 1")
+    max_tokens: int = Field(16, ge=0, description="an integer of at least 1, or 0 with echo")
+    echo: bool = Field(False, description="true or false")
+    add_special_tokens: bool = Field(True, description="true or false")
+    # More candidates than answers would mean that the server chooses the best ones.
+    best_of: int | None = Field(None, description="1, or the number n of choices")
+    suffix: Literal[""] | None = Field(None, description="no text: the model only continues")
     logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}, or null"
     )
+
+    def check(self) -> None:
+        """As Sampling.check()."""
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid("max_tokens", 0, type(self))
+        if self.best_of not in (None, 1, self.n):
+            raise invalid("best_of", self.best_of, type(self))
 
     @property
     def n_top(self) -> int:
@@ -216,6 +248,7 @@ class ChatMessage(Fields):
 
     role: str
     content: str | Items[TextPart]
+    name: str | None = None  # of the speaker, for the template
 
     @property
     def text(self) -> str:
@@ -223,6 +256,13 @@ class ChatMessage(Fields):
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it."""
+        message = {"role": self.role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
 
 
 class ChatRequest(Sampling):
@@ -235,6 +275,15 @@ class ChatRequest(Sampling):
     max_completion_tokens: int | None = Field(
         None, ge=1, description="an integer of at least 1, or null"
     )
+    modalities: Items[Literal["text"]] | None = Field(None, description='["text"]')
+    reasoning_effort: Literal["none"] | None = Field(
+        None, description='"none": the template decides whether the model thinks'
+    )
+    verbosity: Literal["medium"] | None = Field(None, description='"medium", the default')
+    parallel_tool_calls: bool = Field(True, description="true or false")
+    prediction: dict[str, Any] | None = Field(  # a hint for speed
+        None, description='an object such as {"type": "content", "content": "..."}'
+    )
     logprobs: bool = Field(False, description="true or false")
     top_logprobs: int | None = Field(
         None,
@@ -242,6 +291,16 @@ class ChatRequest(Sampling):
         le=MAX_LOGPROBS,
         description=f"an integer from 0 to {MAX_LOGPROBS} with logprobs, or null",
     )
+
+    def check(self) -> None:
+        """As Sampling.check()."""
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            message = "top_logprobs has no effect without logprobs; set logprobs to true"
+            raise ApiError(400, message, "top_logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            message = "max_tokens and max_completion_tokens mean the same; use one"
+            raise ApiError(400, message, "max_tokens")
 
     @property
     def n_top(self) -> int:
@@ -284,6 +343,8 @@ def parse(kind: type[Request], body: bytes) -> Request:
         hint = ""
         if not is_in_part:
             hint = did_you_mean(name, kind.model_fields)
+            if name in REPLACED:
+                hint = f"; use {REPLACED[name]}"
         message = f"{param} is not supported here; remove it{hint}"
         raise ApiError(400, message, param, "unknown_field")
     if first["type"] == "missing" and not is_in_part:

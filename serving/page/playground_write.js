@@ -90,6 +90,8 @@ class Draft extends Pane {
     const prompt = ids || this.view.plain;
     const limits = { max_tokens: settings.value("max_tokens"), logprobs: settings.value("logprobs") };
     const options = { ...limits, return_token_ids: true, return_tokens_as_token_ids: true };
+    // Tokens go on as they are: a text that has slid has no BOS token.
+    if (ids) options.add_special_tokens = false;
     await this.run("/v1/completions", { model, prompt, ...settings.body(), ...options }, this.view, (choice) => {
       if (!Array.isArray(prompt)) this.promptIds = choice.prompt_token_ids ?? this.promptIds;
       return tokensOfCompletion(choice, this.lookUp);

@@ -78,10 +78,10 @@ def test_models_are_counted_as_they_were_trained(served_run, start_server):
     assert entry["parameters"] == sum(weight.numel() for weight in model.parameters())
     assert (entry["id"], entry["slides"], entry["max_prompt_tokens"]) == ("small", False, 50)
     assert re.fullmatch("8-bit weights, (fp32|bf16)", entry["precision"])
-    body = {"model": "small", "prompt": [1] * 50, "max_tokens": 999, "logit_bias": {"299": -1e9}}
+    body = {"model": "small", "prompt": [1] * 49, "max_tokens": 999, "logit_bias": {"299": -1e9}}
     got = httpx.post(f"{server.url}/v1/completions", json=body).json()
     assert (got["choices"][0]["finish_reason"], got["usage"]["total_tokens"]) == ("length", 161)
-    body["prompt"] = [1] * 51
+    body["prompt"] = [1] * 50  # and the BOS token
     assert refused(httpx.post(f"{server.url}/v1/completions", json=body), 400, "reads at most 50")
 
 

@@ -7,6 +7,7 @@ import math
 import jsonschema
 import openai
 import pytest
+import torch
 from installed import needs
 from pydantic import BaseModel, Field
 
@@ -246,8 +247,9 @@ def test_logprobs_are_those_of_generate(complete, generate, generator):
     # Without kernels for any number of rows, the last bits depend on the texts beside it.
     tolerance = 0 if generator.is_batch_invariant else 1e-5
     assert logprobs.token_logprobs == pytest.approx(known.logprobs, rel=0, abs=tolerance)
-    for top, known_top in zip(logprobs.top_logprobs, known.top_logprobs, strict=True):
-        values = list(known_top.values())
+    likeliest = zip(logprobs.top_logprobs, known.top_logprobs, strict=True)
+    for token, logprob, (top, known_top) in zip(known.token_ids, known.logprobs, likeliest):
+        values = [*known_top.values(), *[logprob] * (token not in known_top)]
         assert list(top.values()) == pytest.approx(values, rel=0, abs=tolerance)
     assert any(token.startswith("bytes:\\x") for token in logprobs.tokens)
     data = [tokenizer.token_bytes(token) for token in known.token_ids]
@@ -275,7 +277,11 @@ def test_offsets_index_the_text(complete):
     assert [token for token in choice.logprobs.tokens if token != "<|bos|>"] == [
         piece for piece in pieces if piece
     ]
-    assert choice.logprobs.top_logprobs == [{}] * len(pieces)
+    # The reference: one more than asked for, the token that was chosen.
+    own = [
+        {name: value} for name, value in zip(choice.logprobs.tokens, choice.logprobs.token_logprobs)
+    ]
+    assert choice.logprobs.top_logprobs == own
 
 
 def test_logprobs_of_an_answer(answer, chat_generate, chat_generator):
@@ -313,6 +319,121 @@ def test_tokens_as_token_ids(complete, answer, generate):
     assert [entry.token for entry in choice.logprobs.content] == [
         f"token_id:{token}" for token in choice.token_ids
     ]
+
+
+def known_scores(generator, tokens):
+    """The log-probabilities of tokens in one plain pass: of each given those before, and of all."""
+    with torch.no_grad():
+        logits = generator.model(torch.tensor([tokens]))[0, :, : generator.tokenizer.vocab_size]
+    logprobs = logits.log_softmax(-1)
+    return [logprobs[i, token].item() for i, token in enumerate(tokens[1:])], logprobs
+
+
+@pytest.mark.parametrize("kind", ["text", "ids", "ids with BOS"])
+@pytest.mark.parametrize("max_tokens", [0, 1, 12])
+def test_echo_scores_the_prompt(complete, generator, kind, max_tokens):
+    """As harnesses use it: element i of each list belongs to token i of the prompt they sent."""
+    text = "Line 7: the é漢 cat sat."
+    ids = generator.tokenizer.encode(text)
+    bos = generator.tokenizer.bos_prefix
+    assert len(bos) == 1
+    sent = {"text": text, "ids": ids, "ids with BOS": bos + ids}[kind]
+    n_given = len(ids) + (kind == "ids with BOS")
+    flags = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    options = {
+        "seed": 3,
+        "echo": True,
+        "max_tokens": max_tokens,
+        "logprobs": 2,
+        "extra_body": flags,
+    }
+    got = complete(prompt=sent, **options)
+    (choice,) = got.choices
+    lists = choice.logprobs
+    assert choice.prompt_token_ids == bos + ids
+    assert len(choice.token_ids) == max_tokens or choice.finish_reason == "stop"
+    assert choice.text == text + generator.tokenizer.decode(choice.token_ids)
+    assert got.usage.prompt_tokens == len(bos + ids)
+    assert got.usage.completion_tokens == len(choice.token_ids)
+    expected = [*(bos + ids)[-n_given:], *choice.token_ids]
+    assert lists.tokens == [f"token_id:{token}" for token in expected]
+    known, logprobs = known_scores(generator, bos + ids + choice.token_ids)
+    known = [None, *known[len(known) - len(expected) + 1 :]]
+    assert lists.token_logprobs[0] is lists.top_logprobs[0] is None
+    assert lists.token_logprobs[1:] == pytest.approx(known[1:], abs=1e-4)
+    for top, token in zip(lists.top_logprobs[1:], expected[1:]):
+        assert top[f"token_id:{token}"] <= max(top.values())
+        assert len(top) in (2, 3)
+    best = logprobs.amax(-1).tolist()[len(bos + ids) - n_given :]
+    found = [max(top.values()) for top in lists.top_logprobs[1:]]
+    assert found == pytest.approx(best[: len(found)], abs=1e-4)
+    streamed = [chunk.choices[0] for chunk in complete(prompt=sent, stream=True, **options)]
+    assert "".join(piece.text for piece in streamed) == choice.text
+    for name, value in lists.model_dump().items():
+        parts = [getattr(piece.logprobs, name) for piece in streamed if piece.logprobs]
+        assert [one for part in parts for one in part] == value
+    assert [piece.finish_reason for piece in streamed if piece.finish_reason] == [
+        choice.finish_reason
+    ]
+
+
+def test_offsets_of_an_echo_index_the_text(complete):
+    bias = {str(token): -1e9 for token in range(128, 256)}  # only whole characters
+    options = {"seed": 1, "max_tokens": 20, "logit_bias": bias, "logprobs": 0, "echo": True}
+    (choice,) = complete(prompt="Line 7: cat", **options).choices
+    starts = choice.logprobs.text_offset
+    ends = [*starts[1:], len(choice.text)]
+    pieces = [choice.text[start:end] for start, end in zip(starts, ends)]
+    assert [piece for piece in pieces if piece] == [
+        token for token in choice.logprobs.tokens if token != "<|bos|>"
+    ]
+    assert choice.text.startswith("Line 7: cat")
+
+
+def test_echo_of_several_prompts_without_logprobs(complete):
+    prompts = ["Line 3", "the cat"]
+    plain = complete(prompt=prompts, n=2, seed=7, max_tokens=9).choices
+    echoed = complete(prompt=prompts, n=2, seed=7, max_tokens=9, echo=True).choices
+    for index, (choice, known) in enumerate(zip(echoed, plain, strict=True)):
+        assert choice.text == prompts[index // 2] + known.text
+        assert (choice.logprobs, choice.finish_reason) == (None, known.finish_reason)
+    (alone,) = complete(prompt="", echo=True, max_tokens=0, logprobs=1).choices
+    assert (alone.text, alone.logprobs.tokens) == ("", [])
+
+
+def test_token_prompts_get_the_bos_token_of_text_prompts(complete, generator):
+    """A harness tokenizes without special tokens, and the model never saw a text without BOS."""
+    ids = generator.tokenizer.encode("Line 7")
+    bos = generator.tokenizer.bos_prefix
+    options = {"seed": 5, "max_tokens": 9}
+    known = complete(prompt="Line 7", **options).choices[0].text
+    for sent in (ids, bos + ids):
+        assert complete(prompt=sent, **options).choices[0].text == known
+    flags = {"add_special_tokens": False, "return_token_ids": True}
+    (bare,) = complete(prompt=ids, **options, extra_body=flags).choices
+    assert bare.prompt_token_ids == ids
+    (known,) = generator.generate([""], SamplingParams(9, seed=5), [ids])
+    assert bare.text == known.text
+
+
+HARMLESS = {
+    "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "s",
+    "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit"},
+}  # fmt: skip
+
+
+def test_fields_that_change_no_answer_are_accepted(complete, answer):
+    known = answer(seed=3).choices
+    more = {"modalities": ["text"], "reasoning_effort": "none", "verbosity": "medium"}
+    more |= {"prediction": {"type": "content", "content": "cat"}, "parallel_tool_calls": True}
+    named = [{**MESSAGES[0], "name": "Ruth"}]
+    assert answer(seed=3, messages=named, extra_body=HARMLESS | more).choices == known
+    known = complete(prompt="L", seed=3, n=2).choices
+    for best_of in (1, 2):
+        more = {"best_of": best_of, "echo": False, "suffix": ""}
+        assert complete(prompt="L", seed=3, n=2, extra_body=HARMLESS | more).choices == known
+    options = {"stream": True, "stream_options": {"include_obfuscation": False}}
+    assert len(list(answer(seed=3, **options))) > 2
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -44,7 +44,8 @@ MISTAKES = [  # fields, the field at fault, part of the message
     ({"prompt": [1, "a"]}, "prompt", "use a string, a list of token ids"),
     ({"prompt": [10**6]}, "prompt", "the prompt has the token id 1000000; use ids from 0 to 299"),
     ({"prompt": "word " * 300}, "prompt", "the model served reads at most 160"),
-    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; use an integer of at least 1"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; use an integer of at least 1, or 0 with"),
+    ({"max_tokens": -1, "echo": True}, "max_tokens", "max_tokens is -1; use an integer"),
     ({"max_tokens": "4"}, "max_tokens", 'max_tokens is "4"'),
     ({"max_tokens": True}, "max_tokens", "max_tokens is true"),
     ({"temperature": -1}, "temperature", "use 0 (greedy) or a positive number"),
@@ -75,7 +76,15 @@ MISTAKES = [  # fields, the field at fault, part of the message
         "json_schema goes with the type json_schema",
     ),
     ({"response_format": {"type": "xml"}}, "response_format", 'use {"type": "text"}'),
-    ({"echo": True}, "echo", "echo is not supported here; remove it"),
+    ({"best_of": 3}, "best_of", "best_of is 3; use 1, or the number n of choices"),
+    ({"suffix": "end"}, "suffix", "use no text: the model only continues"),
+    ({"metadata": {"a": 1}}, "metadata", "use an object of strings"),
+    ({"tools": []}, "tools", "tools is not supported here"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options",
+        "no obfuscation",
+    ),
     ({"max_token": 3}, "max_token", "did you mean max_tokens?"),
     ({"model": None}, "model", "model is missing; pass the id of a model"),
     (
@@ -95,10 +104,18 @@ CHAT_MISTAKES = [
         "text only",
     ),
     (
-        {"messages": [{"role": "user", "content": "a", "name": "b"}]},
-        "messages.0.name",
+        {"messages": [{"role": "user", "content": "a", "weight": 0}]},
+        "messages.0.weight",
         "is not supported here",
     ),
+    ({"reasoning_effort": "high"}, "reasoning_effort", 'use "none"'),
+    ({"verbosity": "low"}, "verbosity", 'use "medium"'),
+    ({"modalities": ["text", "audio"]}, "modalities", 'use ["text"]'),
+    ({"audio": {"voice": "ash"}}, "audio", "audio is not supported here; remove it"),
+    ({"web_search_options": {}}, "web_search_options", "is not supported here; remove it"),
+    ({"functions": []}, "functions", "is not supported here; remove it; use tools"),
+    ({"function_call": "auto"}, "function_call", "use tool_choice"),
+    ({"echo": True}, "echo", "echo is not supported here"),
     (
         {"messages": [{"role": "user", "content": "word " * 300}]},
         "messages",
@@ -149,6 +166,8 @@ def test_unknown_models_and_paths(client):
     for ask in (
         lambda: client.models.retrieve("chatt"),
         lambda: client.completions.create(model="chatt", prompt="a"),
+        lambda: client.chat.completions.create(model="chatt", messages=MESSAGES),
+        lambda: client.chat.completions.create(model="chatt", messages=MESSAGES, stream=True),
     ):
         with pytest.raises(
             openai.NotFoundError, match="there is no model 'chatt'; did you mean chat?"
