@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from thinker.data.corpus.corpus_index import read_index
 from thinker.data.corpus.shards import FORMAT, SHARD_TOKENS, DamagedShard, TokenShards
 from thinker.data.text.sources import open_source, stamps
+from thinker.data.text.split import is_near
 from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import check_spec
@@ -63,7 +64,8 @@ def prepare_corpus(
     options.
 
     The validation split is the last val_fraction of a single text, or the documents whose content
-    hash is below val_fraction, so equal documents are always in the same split. The tokenizer is
+    hash is below val_fraction, so equal documents are always in the same split (but see
+    split.split_documents for few files). A share far from val_fraction is said. The tokenizer is
     trained only on the training split. With val_fraction=0, the validation split is empty.
     Documents without text are skipped with a message. Memory does not grow with the corpus, except
     with a filter.
@@ -118,32 +120,56 @@ def prepare_corpus(
         parts += document_filter.cache_key()
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / key
+    corpus = _open_cached(folder)
+    if corpus is None:
+        make_folder(folder.parent, "data.cache_dir")
+        # Only if nothing is cached.
+        from thinker.data.corpus.building_folder import building_folder, publish
+        from thinker.data.corpus.corpus_builder import build_corpus
+
+        with building_folder(folder) as building:
+            if not folder.exists():  # another process may just have finished it
+                build_corpus(
+                    building,
+                    opened,
+                    spec,
+                    assistant_only_loss=assistant_only_loss,
+                    val_fraction=val_fraction,
+                    val_tokens=val_tokens,
+                    progress=progress,
+                    shard_tokens=shard_tokens,
+                    document_filter=document_filter,
+                )
+                publish(building, folder)
+        corpus = _open(folder)
+    is_start = source_options.get("first_bytes") is not None  # of a stream
+    if progress and val_tokens is None and not is_start:
+        _say_share(corpus, source, val_fraction)
+    return corpus
+
+
+def _open_cached(folder: Path) -> Corpus | None:
+    """The corpus in a folder, or None. Removes a damaged one."""
     try:
         if folder.exists():
             return _open(folder)
     except DamagedShard as error:
         print(f"rebuilding the damaged token cache: {error}", file=sys.stderr)
         shutil.rmtree(folder)
-    make_folder(folder.parent, "data.cache_dir")
-    # Only if nothing is cached.
-    from thinker.data.corpus.building_folder import building_folder, publish
-    from thinker.data.corpus.corpus_builder import build_corpus
+    return None
 
-    with building_folder(folder) as building:
-        if not folder.exists():  # another process may just have finished it
-            build_corpus(
-                building,
-                opened,
-                spec,
-                assistant_only_loss=assistant_only_loss,
-                val_fraction=val_fraction,
-                val_tokens=val_tokens,
-                progress=progress,
-                shard_tokens=shard_tokens,
-                document_filter=document_filter,
-            )
-            publish(building, folder)
-    return _open(folder)
+
+def _say_share(corpus: Corpus, source: str, val_fraction: float) -> None:
+    """Say how much of the text is held out, if that is far from what was asked."""
+    n_bytes = corpus.train.n_bytes + corpus.val.n_bytes
+    share = corpus.val.n_bytes / n_bytes
+    if not is_near(share, val_fraction):
+        print(
+            f"data.source={source}: {share:.1%} of the text is held out for validation, not "
+            f"{val_fraction:.1%} (data.val_fraction={val_fraction}): its documents are few or of "
+            "very different lengths",
+            file=sys.stderr,
+        )
 
 
 def find_corpus(sha256: str, tokenizer_hash: str, cache_dir: str | Path) -> Corpus | None:

@@ -24,7 +24,14 @@ class Source:
     documents: Callable[..., Iterator[Document]]
     whole_text: bool = False  # the documents are consecutive pieces of one single text
     n_documents: int | None = None  # if known before reading
-    n_bytes: int | None = None  # the size of a whole text, in bytes of UTF-8
+    size: Callable[[], int] | None = None  # the bytes of UTF-8 of a whole text, which may be read
+    # All documents of few files of text, the longest of which may be cut at the split.
+    few_texts: Callable[[], Iterable[Document]] | None = None
+
+    @property
+    def n_bytes(self) -> int | None:
+        """The bytes of UTF-8 of a whole text; None for documents."""
+        return None if self.size is None else self.size()
 
 
 @dataclass(frozen=True)
@@ -61,9 +68,9 @@ register_source()."""
 _TABLE = SourceKind("thinker.data.text.tables.rows:open_tables", ("path", "column"))
 _HUB_OPTIONS = ("path", "config", "split", "column", "streaming")
 SOURCES.register("tales", SourceKind("thinker.data.text.generated_text:open_tales"))
-SOURCES.register("pysource", SourceKind("thinker.data.text.text_files:open_standard_library"))
+SOURCES.register("pysource", SourceKind("thinker.data.text.files.text_files:open_standard_library"))
 SOURCES.register("repeated_random", SourceKind("thinker.data.text.generated_text:open_repeated"))
-SOURCES.register("text", SourceKind("thinker.data.text.text_files:open_text", ("path",)))
+SOURCES.register("text", SourceKind("thinker.data.text.files.text_files:open_text", ("path",)))
 SOURCES.register("jsonl", _TABLE)
 SOURCES.register("parquet", _TABLE)
 SOURCES.register(

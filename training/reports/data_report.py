@@ -47,6 +47,7 @@ class SourceReport:
     val_documents: int
     train_tokens: int
     val_tokens: int
+    val_share: float  # of the bytes
     bytes_per_token: float
     lengths: np.ndarray  # (n,) int64
     share_longer: float  # of the documents, longer than a sequence
@@ -117,6 +118,7 @@ def table(report: DataReport) -> list[list[str]]:
             ("documents, validation", f"{source.val_documents:,}"),
             ("tokens, training", f"{source.train_tokens:,}"),
             ("tokens, validation", f"{source.val_tokens:,}"),
+            ("held out for validation", f"{source.val_share:.1%}"),
             ("bytes per token", f"{source.bytes_per_token:.2f}"),
             ("document length in tokens, median", f"{lengths['median']:,}"),
             ("document length, 10% to 90%", f"{lengths['p10']:,} to {lengths['p90']:,}"),
@@ -175,6 +177,7 @@ def _source_report(name: str, part: Corpus, config: Config) -> SourceReport:
         val_documents=val.n_documents,
         train_tokens=train.n_tokens,
         val_tokens=val.n_tokens,
+        val_share=val.n_bytes / (train.n_bytes + val.n_bytes),
         bytes_per_token=(train.n_bytes + val.n_bytes) / (train.n_tokens + val.n_tokens),
         lengths=lengths,
         share_longer=float((lengths > seq_len).mean()),

@@ -1,16 +1,15 @@
 """Rows of JSON files: one object per line or one array of objects.
 
-Plain, or compressed with gzip or Zstandard.
+Plain or compressed (files/compressed_files.py).
 """
 
 import codecs
-import gzip
-import io
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from typing import Any
+
+from thinker.data.text.files.compressed_files import decompressed
 
 MAX_ROW_BYTES = 1 << 28  # of a line or a whole array; longer rows are not data
 
@@ -18,14 +17,14 @@ MAX_ROW_BYTES = 1 << 28  # of a line or a whole array; longer rows are not data
 def read_rows(path: str) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield the objects of a file in order, each with the share of the file that has been read.
 
-    Empty lines are skipped. Raises ValueError with the line number.
+    Empty lines are skipped. Raises ValueError, with the line number where there are lines.
     """
     number = 0
     has_begun = False
     size = max(os.path.getsize(path), 1)
     with open(path, "rb") as plain:
-        file = _decompressed(plain)
         try:
+            file = decompressed(plain)
             while line := file.readline(MAX_ROW_BYTES):
                 number += 1
                 if not has_begun and _begins_array(line):
@@ -51,7 +50,9 @@ def read_rows(path: str) -> Iterator[tuple[dict[str, Any], float]]:
         except json.JSONDecodeError as error:
             remedy = "write one object per line, or one array of objects per file"
             raise ValueError(f"line {number} is not valid JSON ({error.msg}); {remedy}") from error
-        except (ValueError, EOFError, zlib.error, gzip.BadGzipFile, DecompressionError) as error:
+        except ValueError as error:
+            if number == 0:  # nothing could be read
+                raise
             raise ValueError(f"line {number}: {error}") from error
 
 
@@ -70,42 +71,3 @@ def _parse(line: bytes) -> list[Any]:
     if isinstance(rows, list):
         return rows
     return [rows]
-
-
-class DecompressionError(Exception):
-    """Error for a damaged or truncated file."""
-
-
-class _ZstdStream(io.RawIOBase):
-    """The decompressed bytes of a Zstandard file."""
-
-    def __init__(self, plain: io.BufferedReader) -> None:
-        import pyarrow
-
-        self.stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(plain), "zstd")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:
-        try:
-            return self.stream.readinto(buffer)
-        except OSError as error:
-            if error.errno is not None:  # of the disk
-                raise
-            raise DecompressionError(str(error)) from error
-
-
-def _decompressed(plain: io.BufferedReader) -> io.BufferedIOBase:
-    """The bytes of a file, decompressed if it begins as a compressed file does.
-
-    Its name does not matter.
-    """
-    # Files are known by their first bytes, as names may be wrong.
-    begin = plain.read(4)
-    plain.seek(0)
-    if begin[:2] == b"\x1f\x8b":
-        return gzip.GzipFile(fileobj=plain)
-    if begin == b"\x28\xb5\x2f\xfd":
-        return io.BufferedReader(_ZstdStream(plain), 1 << 20)
-    return plain

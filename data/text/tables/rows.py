@@ -9,9 +9,9 @@ from typing import Any
 
 from thinker.data.chat.messages import PAIR, check_messages, find_column, join_pair, read_beside
 from thinker.data.text.document import BEGIN, Document, MissingData, Start
+from thinker.data.text.files.text_files import ROW_EXTENSIONS, find_files
 from thinker.data.text.sources import Source, SourceOptions, bounded_source, stamps
 from thinker.data.text.tables import jsonl, parquet
-from thinker.data.text.text_files import find_files
 from thinker.runtime.constants import FULL_DISK
 from thinker.runtime.errors import UserError, did_you_mean
 
@@ -29,10 +29,7 @@ NETWORK_LIBRARIES = (
     "urllib3",
 )
 STATE_ROWS = 1000  # rows of a streamed dataset between the positions that it is asked for
-EXTENSIONS = {
-    "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst"),
-    "parquet": (".parquet",),
-}
+EXTENSIONS = {"jsonl": ROW_EXTENSIONS, "parquet": (".parquet",)}
 READERS = {"jsonl": jsonl.read_rows, "parquet": parquet.read_rows}
 
 

@@ -1,20 +1,31 @@
 """Sources of plain text: files of the user, and Python's standard library."""
 
 import contextlib
+import functools
 import glob
+import io
+import json
 import os
 import platform
+import sys
 import sysconfig
 import tokenize
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
-from thinker.data.text.document import Document, MissingData, Start
+from thinker.data.text.document import BEGIN, Document, MissingData, Start
+from thinker.data.text.files.compressed_files import UnreadableFile, decompressed
 from thinker.data.text.sources import Source, SourceOptions, bounded_source, source_key, stamps
 from thinker.runtime.errors import UserError
 
 PIECE_BYTES = 1 << 20  # a single text is read in pieces of about this size
+FEW_FILES = 1000  # the split of more is even
 ANY_FILE = ("",)  # extensions
+
+COMPRESSIONS = ("", ".gz", ".bz2", ".xz", ".zst", ".zip")
+JSON_LINES = tuple(f"{name}{end}" for name in (".jsonl", ".ndjson") for end in COMPRESSIONS)
+ROW_EXTENSIONS = (*JSON_LINES, *(f".json{end}" for end in COMPRESSIONS))
 
 # Folders to skip beside the standard library's modules: tests, installed packages, bundled wheels,
 # the IDLE editor.
@@ -33,18 +44,28 @@ EXCLUDED = {
 def open_text(name: str, options: SourceOptions) -> Source:
     """One file as a whole, or several, each of which is a document."""
     files = find_files(name, options.path, ANY_FILE)
+    for file in files:
+        _check_name(file)
+    with_rows: list[str] = []
     if len(files) > 1:
         content = [stamps(files), options.max_documents]
-        n_documents = len(files[: options.max_documents])
-        documents = partial(_read_texts, files)
-        return bounded_source(name, documents, content, options, options.max_documents, n_documents)
+        used = files[: options.max_documents]
+        documents = partial(_read_texts, files, with_rows)
+        few_texts = None
+        if len(used) <= FEW_FILES:
+            few_texts = partial(_read_texts, used, with_rows)
+            content.append("long documents may be cut at the split")
+        bounded = bounded_source(
+            name, documents, content, options, options.max_documents, len(used)
+        )
+        return replace(bounded, few_texts=few_texts)
     _check_single_text(options)
     return Source(
         name=name,
         key=source_key(name, stamps(files)),
-        documents=partial(_read_pieces, files[0]),
+        documents=partial(_read_pieces, files[0], with_rows),
         whole_text=True,
-        n_bytes=os.path.getsize(files[0]),
+        size=functools.cache(partial(_text_bytes, files[0])),
     )
 
 
@@ -135,22 +156,44 @@ def _why_no_files(source: str, path: str) -> str:
     return "does not exist"
 
 
-def _read_texts(files: list[str], start: Start) -> Iterator[Document]:
+def _check_name(file: str) -> None:
+    """Raise UserError for a file that has rows of JSON by its name."""
+    if not file.lower().endswith(JSON_LINES):
+        return
+    name = os.path.basename(file)
+    renamed = f"{name[: name.lower().index('.')]}.txt"
+    raise UserError(
+        f"data.path: {file} has rows of JSON; set data.source=jsonl to train on the texts in "
+        f"them, or rename it to {renamed} to train on the JSON itself"
+    )
+
+
+def _read_texts(files: list[str], with_rows: list[str], start: Start = BEGIN) -> Iterator[Document]:
     number, _ = start
     for file in files[number:]:
-        yield Document("".join(piece.text for piece in _read_pieces(file)))
+        yield Document("".join(piece.text for piece in _read_pieces(file, with_rows)))
 
 
-def _read_pieces(file: str) -> Iterator[Document]:
+def _read_pieces(file: str, with_rows: list[str]) -> Iterator[Document]:
     """Yield the text of a file in pieces of about PIECE_BYTES characters.
 
-    They end at the end of a line if possible.
+    They end at the end of a line if possible. with_rows: the files of the source that were found to
+    have rows of JSON; the first one is reported.
     """
+    is_first = True
     try:
-        with open(file, encoding="utf-8-sig", newline="") as opened:
-            is_first = True
+        with open(file, "rb") as plain:
+            # Line ends stay as they are.
+            opened = io.TextIOWrapper(decompressed(plain), encoding="utf-8-sig", newline="")
             while text := opened.read(PIECE_BYTES):
                 text += opened.readline(PIECE_BYTES)
+                if is_first and not with_rows and _has_rows(text):
+                    with_rows.append(file)
+                    print(
+                        f"data.path: {file} has rows of JSON, which are read as text; "
+                        "data.source=jsonl reads the texts in them",
+                        file=sys.stderr,
+                    )
                 yield Document(text, continues=not is_first)
                 is_first = False
     except UnicodeDecodeError as error:
@@ -159,3 +202,37 @@ def _read_pieces(file: str) -> Iterator[Document]:
             f"data.path: {file} is not UTF-8 text (byte {byte:#04x}); "
             "convert it, for example with iconv, or choose other files"
         ) from error
+    except UnreadableFile as error:
+        raise UserError(f"data.path: {file} cannot be read: {error}") from error
+
+
+def _has_rows(text: str) -> bool:
+    """Whether a text begins with two objects of JSON, one after the other or in an array."""
+    decoder = json.JSONDecoder()
+    text = text.lstrip()
+    separator = ""
+    if text.startswith("["):
+        text = text[1:].lstrip()
+        separator = ","
+    try:
+        first, end = decoder.raw_decode(text)
+        rest = text[end:].lstrip().removeprefix(separator).lstrip()
+        second, _ = decoder.raw_decode(rest)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and isinstance(second, dict)
+
+
+def _text_bytes(file: str) -> int:
+    """The bytes of a text, which a compressed file must be read for."""
+    with open(file, "rb") as plain:
+        try:
+            opened = decompressed(plain)
+            if opened is plain:
+                return os.path.getsize(file)
+            n_bytes = 0
+            while block := opened.read(PIECE_BYTES):
+                n_bytes += len(block)
+        except UnreadableFile as error:
+            raise UserError(f"data.path: {file} cannot be read: {error}") from error
+    return n_bytes

@@ -1,0 +1,1 @@
+"""Files: their formats, and what compressed ones contain."""
