@@ -480,7 +480,7 @@ def test_a_signal_while_tokenizing_leaves_nothing_behind(tmp_path, name):
     (tmp_path / "a.txt").write_text("one text")
     code = f"""
 import signal
-from thinker.data.text import text_files
+from thinker.data.text.files import text_files
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.runtime.errors import run_command
 signal.signal(signal.{name}, signal.SIG_DFL)  # the tests themselves may run under nohup
