@@ -10,6 +10,7 @@ from thinker import checkpoint
 TIMING_KEYS = (
     "elapsed_s",
     "tokens_per_second",
+    "trained_tokens_per_second",
     "flops_per_second",
     "peak_memory_bytes",
     "data_wait",

@@ -12,6 +12,9 @@ from torch import Tensor
 from thinker.evaluation.loss import Evaluation
 from thinker.model import Thinker
 from thinker.training.callback import TrainingParts
+from thinker.training.settings.settings import Settings
+
+MOST_TRAINED = 0.9  # of the tokens processed; below, messages say how many had a target
 
 # Dense peak FLOP/s in bf16 and fp16 with fp32 accumulation, from the vendors' data sheets. Keys are
 # parts of the device names that torch reports. Other devices have no MFU.
@@ -56,11 +59,22 @@ def evaluation_line(evaluation: Evaluation) -> dict[str, float]:
     return line
 
 
-def speed(parts: TrainingParts, device: torch.device, tokens_per_second: float) -> dict[str, float]:
+def speed(
+    parts: TrainingParts, device: torch.device, n_processed: int, n_trained: int, seconds: float
+) -> dict[str, float]:
     """Tokens and FLOPs per second of all ranks, and the share of the devices' peak if that is
-    known."""
-    flops = tokens_per_second * flops_per_token(parts.model, parts.settings.data.seq_len)
-    speeds = {"tokens_per_second": tokens_per_second, "flops_per_second": flops}
+    known.
+
+    n_processed: all positions, also those of prompts and padding, which have no target and cost the
+    same. n_trained: those with a target.
+    """
+    processed = n_processed / seconds
+    flops = processed * flops_per_token(parts.model, parts.settings.data.seq_len)
+    speeds = {
+        "tokens_per_second": processed,
+        "trained_tokens_per_second": n_trained / seconds,
+        "flops_per_second": flops,
+    }
     peak = peak_flops(device, parts.settings.train.precision)
     if peak:
         speeds["mfu"] = flops / (peak * parts.dist.world_size)
@@ -68,16 +82,39 @@ def speed(parts: TrainingParts, device: torch.device, tokens_per_second: float) 
 
 
 def flops_per_token(model: Thinker, seq_len: int) -> int:
-    """FLOPs per token of a training step, counted as in appendix B of PaLM (arXiv:2204.02311).
+    """FLOPs per processed token of a training step, counted as in appendix B of PaLM
+    (arXiv:2204.02311).
 
     6 per parameter, excluding an untied embedding, plus 12 · T · the total width of all heads for
-    attention.
+    attention. A frozen parameter has 4, as it needs no gradient: 2 forward, and 2 back to its
+    inputs.
     """
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if not model.config.tie_embeddings:
-        parameters -= model.embedding.weight.numel()
+    flops = 0
+    for parameter in model.parameters():
+        is_untied = parameter is model.embedding.weight and not model.config.tie_embeddings
+        if not is_untied:
+            flops += (6 if parameter.requires_grad else 4) * parameter.numel()
     heads = sum(block.attention.n_heads for block in model.blocks)
-    return 6 * parameters + 12 * heads * model.config.head_dim * seq_len
+    return flops + 12 * heads * model.config.head_dim * seq_len
+
+
+def planned_flops_per_token(settings: Settings) -> int:
+    """flops_per_token() of the model that settings describe, with its adapters."""
+    with torch.device("meta"):
+        model = Thinker(settings.model)
+        if settings.train.lora_rank is not None:
+            from thinker.model.lora import add_lora
+
+            add_lora(model, settings.train.lora_rank)
+    return flops_per_token(model, settings.data.seq_len)
+
+
+def format_trained(n_processed: float, n_trained: float, text: str) -> str:
+    """Tokens that were trained on, put into a text, if they are clearly fewer than those
+    processed; else ""."""
+    if n_trained > MOST_TRAINED * n_processed:
+        return ""
+    return text.format(f"{n_trained:,.0f}")
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

@@ -33,6 +33,7 @@ class StepLog:
         # At the last logged line.
         self.elapsed_s = state.elapsed_s
         self.tokens = state.tokens
+        self.processed = state.processed_tokens
         self.waited = 0.0  # seconds that steps waited for data
 
     def add(self, number: int, loss: Tensor, grad_norm: Tensor) -> None:
@@ -68,10 +69,12 @@ class StepLog:
         """
         state = self.state
         seconds = max(state.elapsed_s - self.elapsed_s, 1e-9)
-        tokens = max(state.tokens - self.tokens, 1e-9)
+        n_trained = state.tokens - self.tokens
+        n_processed = state.processed_tokens - self.processed
         waited = max(self.batches.waited - self.waited, 1e-9)
         self.elapsed_s = state.elapsed_s
         self.tokens = state.tokens
+        self.processed = state.processed_tokens
         self.waited = self.batches.waited
         if not state.pending_steps:
             return None  # all were skipped, or had no targets
@@ -86,13 +89,18 @@ class StepLog:
         if state.skipped:
             line["skipped_steps"] = state.skipped
         line["data_wait"] = waited / seconds
-        line |= speed(self.step.parts, self.step.device, tokens / seconds)
+        line |= speed(self.step.parts, self.step.device, n_processed, n_trained, seconds)
         line["peak_memory_bytes"] = self.memory.peak()
         return self.write(line | metrics)
 
     def write(self, line: dict[str, Any]) -> dict[str, Any]:
         """Write one line to metrics.jsonl, and tell the callbacks. Returns the line."""
-        place = {"step": self.state.step, "tokens": self.state.tokens}
+        state = self.state
+        place = {
+            "step": state.step,
+            "tokens": state.tokens,
+            "processed_tokens": state.processed_tokens,
+        }
         line = place | line | {"elapsed_s": self.state.elapsed_s}
         self.run.log(line)
         for callback in self.step.callbacks:

@@ -18,7 +18,7 @@ from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.ranks import DistContext
 from thinker.training.callback import StepInfo, TrainingRun, evaluated_weights
-from thinker.training.metrics import MemoryMeter, evaluation_line
+from thinker.training.metrics import MemoryMeter, evaluation_line, format_trained
 from thinker.training.optim.schedule import lr_multiplier
 from thinker.training.settings.settings import Settings
 from thinker.training.signals import SignalHandler
@@ -59,6 +59,9 @@ class Trainer:
         self.signal_handler = SignalHandler(together=self.dist.world_size > 1)
         self.bar = tqdm(disable=True)
         self.last_evaluation: Evaluation | None = None
+        if not self.state.processed_tokens:  # a checkpoint from before they were counted
+            n_positions = self.train_config.batch_size * self.settings.data.seq_len
+            self.state.processed_tokens = self.state.step * n_positions
         self.step_log = StepLog(self.step, self.state, self.run, self.batches, self.memory)
         self._start_callbacks()
         if self.is_finished:
@@ -145,6 +148,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.after_step(info)
         state.tokens += self.batch.n_targets
+        state.processed_tokens += self.n_positions
 
         is_log_step = state.step % self.train_config.log_every == 0
         if is_log_step:
@@ -166,7 +170,7 @@ class Trainer:
     def fetch_batch(self, started: float | None = None) -> None:
         """Fetch the batch of the next step.
 
-        All ranks share its number of targets, the time since `started`, and signals.
+        All ranks share its numbers of targets and positions, the time since `started`, and signals.
         """
         is_alone = self.dist.world_size == 1  # then a signal need not wait for the text of a stream
         batch = self.batches.batch(
@@ -176,11 +180,15 @@ class Trainer:
         if started is not None:
             elapsed += time.perf_counter() - started
         n_targets = batch.n_targets if batch else 0
-        values = self.dist.all_gather_scalars(n_targets, elapsed, self.signal_handler.number)
-        all_targets, all_elapsed, signals = zip(*values)
+        n_positions = batch.targets.numel() if batch else 0
+        values = self.dist.all_gather_scalars(
+            n_targets, n_positions, elapsed, self.signal_handler.number
+        )
+        all_targets, all_positions, all_elapsed, signals = zip(*values)
         if batch is not None:
             batch = batch._replace(n_targets=int(sum(all_targets)))
         self.batch = batch
+        self.n_positions = int(sum(all_positions))
         self.state.elapsed_s = all_elapsed[0]
         self.signal = int(max(signals))
 
@@ -298,7 +306,9 @@ class Trainer:
         text = f"step {line['step']}, epoch {self.epochs:.2f}, loss {line['train_loss']:.3f}"
         if self.last_evaluation is not None:
             text += f", validation {self.last_evaluation.loss:.3f}"
-        text += f", {line['tokens_per_second']:,.0f} tokens/s"
+        processed = line["tokens_per_second"]
+        text += f", {processed:,.0f} tokens/s"
+        text += format_trained(processed, line["trained_tokens_per_second"], " ({} trained on)")
         self.bar.set_postfix_str(text, refresh=False)
 
     # ---------------------------------------------------------------- evaluations and checkpoints

@@ -103,7 +103,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         sizes.append((shape, overrides, make_plan(config, measure=arguments.minutes is not None)))
     ratio = arguments.tokens_per_parameter or 20.0
     if arguments.minutes:
-        seconds = sum(plan["parameters"] / plan["tokens_per_second"] for _, _, plan in sizes)
+        seconds = sum(
+            plan["parameters"] / plan["trained_tokens_per_second"] for _, _, plan in sizes
+        )
         ratio = (
             60 * arguments.minutes / seconds
         )  # concurrent runs share the cores whose speed was measured
@@ -122,7 +124,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for run, (shape, _, plan) in zip(runs, sizes):
         tokens = run.final["tokens"]
         row = {"shape": shape, "parameters": plan["parameters"], "tokens": tokens,
-               "flops": plan["flops_per_token"] * tokens, "loss": run.loss,
+               "flops": plan["flops_per_token"] * run.final["processed_tokens"], "loss": run.loss,
                "seconds": run.final["elapsed_s"]}  # fmt: skip
         rows.append(row)
         print(

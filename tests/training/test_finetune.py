@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -468,3 +469,66 @@ def test_validation_without_targets_is_refused_before_training(
     ):
         make_trainer(*rare_answers, "train.eval_sequences=1")
     assert not (tmp_path / "run").exists()
+
+
+def adapter_flops(rank, T):
+    """FLOPs per position of `base` with adapters: 4 for a frozen weight, 6 for a trained one."""
+    in_out = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 64), (32, 64), (64, 32)]
+    matrices = 2 * sum(n_in * n_out for n_in, n_out in in_out)
+    adapters = 2 * sum(rank * (n_in + n_out) for n_in, n_out in in_out)
+    return 4 * (matrices + 5 * 32) + 6 * adapters + 12 * 2 * 32 * T  # with the gains of norms
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_speeds_count_positions_and_the_flops_that_are_computed(make_trainer, tmp_path, rank):
+    """Also after a resume. 8 sequences of 48 positions a step, most of which have no target."""
+    lora = [] if rank is None else [f"train.lora_rank={rank}"]
+    for max_steps in (4, 10):
+        options = ["train.log_every=2", "train.decay_fraction=0", f"train.max_steps={max_steps}"]
+        trainer = make_trainer(*lora, *options)
+        assert trainer.train() == 0
+    lines = [line for line in trainer.run.read_metrics() if "train_loss" in line]
+    assert [line["step"] for line in lines] == [2, 4, 6, 8, 10]
+    head = trainer.corpus.tokenizer.vocab_size * 32
+    flops = adapter_flops(4, 48) + 4 * head
+    if rank is None:
+        flops = sum(p.numel() for p in trainer.model.parameters()) * 6 - 6 * head + 12 * 2 * 32 * 48
+    for before, line in zip([{"tokens": 0, "elapsed_s": 0.0}, *lines], lines):
+        seconds = line["elapsed_s"] - before["elapsed_s"]
+        if line["step"] == 6:  # the time before the resume is not in it
+            seconds = 2 * 8 * 48 / line["tokens_per_second"]
+        assert line["tokens_per_second"] * seconds == pytest.approx(2 * 8 * 48)
+        trained = line["tokens"] - before["tokens"]
+        assert 0 < trained < 2 * 8 * 48 / 2
+        assert line["trained_tokens_per_second"] * seconds == pytest.approx(trained)
+        assert line["flops_per_second"] * seconds == pytest.approx(2 * 8 * 48 * flops)
+        assert line["processed_tokens"] == line["step"] * 8 * 48
+
+
+def test_the_end_and_the_bar_say_what_was_trained_of_what_was_processed(make_trainer, capsys):
+    trainer = make_trainer("train.max_steps=20", "train.log_every=1")
+    assert trainer.train() == 0
+    printed = capsys.readouterr()
+    tokens = trainer.state.tokens
+    said = f"finished: 20 steps, {20 * 8 * 48:,} tokens, {tokens:,} of which were trained on, "
+    assert said in printed.out
+    assert re.search(r"[\d,]+ tokens/s \([\d,]+ trained on\)", printed.err)
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_a_plan_counts_as_the_run_does(make_trainer, tmp_path, rank):
+    lora = [] if rank is None else [f"train.lora_rank={rank}"]
+    trainer = make_trainer(*lora, "train.max_steps=12", "train.log_every=12")
+    assert trainer.train() == 0
+    (line,) = [line for line in trainer.run.read_metrics() if "train_loss" in line]
+    plan = make_plan(load_config(tmp_path / "run" / "config.yaml", ["model.vocab_size=null"]))
+    assert plan["tokens_per_second"] * plan["step_s"] == pytest.approx(8 * 48)
+    expected = plan["trained_tokens_per_second"] * plan["step_s"]
+    assert expected == pytest.approx(plan["tokens"] / 12, rel=0.01)
+    assert plan["processed_tokens"] == line["processed_tokens"] == 12 * 8 * 48
+    assert plan["tokens"] == pytest.approx(line["tokens"], rel=0.05)
+    per_token = line["flops_per_second"] / line["tokens_per_second"]
+    assert plan["flops_per_token"] == pytest.approx(per_token)
+    text = format_plan(plan)
+    assert re.search(r"speed .* tokens/s, [\d,]+ of them trained on", text)
+    assert f"{plan['tokens']:,} of 4,608 trained on, in 12 steps" in text

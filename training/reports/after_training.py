@@ -8,6 +8,7 @@ from typing import Any
 
 from thinker.evaluation.entropy_floor import format_excess
 from thinker.evaluation.text_baselines import NGRAM
+from thinker.training.metrics import format_trained
 from thinker.training.reports.fit import (
     FAR_FROM_FLOOR,
     advise_on_fit,
@@ -20,9 +21,12 @@ from thinker.training.state.run_state import RunState
 
 def describe_result(val: dict[str, Any], state: RunState) -> list[str]:
     """Describe the result of a run, from its last evaluation."""
+    tokens = f"{state.tokens:,} tokens"
+    trained = format_trained(state.processed_tokens, state.tokens, "{} of which were trained on")
+    if trained:
+        tokens = f"{state.processed_tokens:,} tokens, {trained}"
     lines = [
-        f"finished: {state.step} steps, {state.tokens:,} tokens, {state.elapsed_s:.0f} s of "
-        f"training",
+        f"finished: {state.step} steps, {tokens}, {state.elapsed_s:.0f} s of training",
         f"validation loss {val['val_loss']:.4f} nats per token, "
         f"{val['val_bits_per_byte']:.4f} bits per byte",
     ]

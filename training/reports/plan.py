@@ -23,7 +23,7 @@ from thinker.training.config.config import Config
 from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.data.training_batches import open_loader
 from thinker.training.initial_model import load_initial_model
-from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
+from thinker.training.metrics import MemoryMeter, peak_flops, planned_flops_per_token
 from thinker.training.objective import Objective, build_objective, next_token_loss
 from thinker.training.reports.plan_table import recommendation
 from thinker.training.settings.memory_bound import check_run_fits
@@ -86,7 +86,8 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     model_config = config.thinker_config(vocab_size)
     settings = resolve_settings(config, model_config, device, precision)
     train = settings.train
-    tokens_per_step = train.batch_size * config.data.seq_len
+    n_positions = train.batch_size * config.data.seq_len
+    tokens_per_step = n_positions
     if corpus is not None:
         # Raises UserError if the text is shorter than a sequence.
         loader = open_loader(settings, corpus, model_config.prefix)
@@ -98,11 +99,12 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     if not config.run.init_from:  # otherwise it is trained already
         plan["optimal_tokens"] = OPTIMAL_TOKENS * plan["parameters"]
     if measure:
-        plan |= _measure_speed(config, settings, corpus, device, tokens_per_step)
+        plan |= _measure_speed(config, settings, corpus, device)
+        plan["tokens_per_second"] = n_positions / plan["step_s"]
+        plan["trained_tokens_per_second"] = tokens_per_step / plan["step_s"]
         peak = peak_flops(device, train.precision)
         if peak:
-            n_positions = train.batch_size * settings.data.seq_len
-            plan["mfu"] = plan["flops_per_token"] * n_positions / plan["step_s"] / peak
+            plan["mfu"] = plan["flops_per_token"] * plan["tokens_per_second"] / peak
     plan |= _predict_length(settings, plan, loader, tokens_per_step)
     return plan | {"recommendation": recommendation(plan)}
 
@@ -129,16 +131,12 @@ def _describe_run(settings: Settings, device: torch.device) -> dict[str, Any]:
     plan["free_bytes"] = free_memory(device)
     plan["usable_bytes"] = int(usable_fraction(device) * free_memory(device))
     plan["cache_bytes"] = cache.nbytes
-    plan["flops_per_token"] = flops_per_token(model, settings.data.seq_len)
+    plan["flops_per_token"] = planned_flops_per_token(settings)
     return plan
 
 
 def _measure_speed(
-    config: Config,
-    settings: Settings,
-    corpus: Corpus | None,
-    device: torch.device,
-    tokens_per_step: float,
+    config: Config, settings: Settings, corpus: Corpus | None, device: torch.device
 ) -> dict[str, Any]:
     """Time a few steps, and measure their memory."""
     meter = MemoryMeter(device)
@@ -146,12 +144,7 @@ def _measure_speed(
     if corpus is not None:
         objective, callbacks = build_objective(config, settings.model, corpus, device)
     first, seconds = time_steps(settings, device, 3, objective, callbacks)
-    return {
-        "first_step_s": first,
-        "step_s": seconds,
-        "tokens_per_second": tokens_per_step / seconds,
-        "measured_peak_bytes": meter.peak(),
-    }
+    return {"first_step_s": first, "step_s": seconds, "measured_peak_bytes": meter.peak()}
 
 
 def _predict_length(
@@ -173,6 +166,7 @@ def _predict_length(
         "steps": n_steps,
         "max_steps": train.max_steps,
         "tokens": round(n_steps * tokens_per_step),
+        "processed_tokens": n_steps * train.batch_size * settings.data.seq_len,
     }
     if loader is not None and not loader.dataset.is_endless:
         length["epochs"] = max(loader.epochs(n_steps))

@@ -3,6 +3,7 @@
 from typing import Any
 
 from thinker.runtime.memory import format_bytes
+from thinker.training.metrics import format_trained
 from thinker.training.reports.epochs import format_epochs, most_epochs, too_many_epochs
 
 SMALL_SHARE, LARGE_SHARE = 0.01, 5.0  # of the compute-optimal number of tokens
@@ -100,13 +101,20 @@ def _peak_memory(plan: dict[str, Any]) -> str:
 
 def _speed(plan: dict[str, Any]) -> str:
     text = f"{plan['step_s']:.3g} s per step, {plan['tokens_per_second']:,.0f} tokens/s"
+    text += format_trained(
+        plan["tokens_per_second"], plan["trained_tokens_per_second"], ", {} of them trained on"
+    )
     if "mfu" in plan:
         text += f", MFU {plan['mfu']:.2f}"
     return text
 
 
 def _tokens(plan: dict[str, Any]) -> str:
-    text = f"{plan['tokens']:,} in {plan['steps']:,} steps"
+    tokens = f"{plan['tokens']:,}"
+    processed = plan["processed_tokens"]
+    if format_trained(processed, plan["tokens"], "{}"):
+        tokens = f"{tokens} of {processed:,} trained on,"
+    text = f"{tokens} in {plan['steps']:,} steps"
     if "epochs" in plan:
         text += f", {format_epochs(plan['epochs'])}"
     share = _share_of_optimum(plan)

@@ -52,7 +52,7 @@ def predict_loss_changes(
     Args:
         val_loss, train_loss: in nats per token.
         bits_per_byte: the validation loss in bits per byte of text.
-        n_parameters: outside embeddings. n_tokens: processed in training.
+        n_parameters: outside embeddings. n_tokens: trained on.
         epochs: passes over the training text; 0 if it is only known that there was less than one.
 
     Returns None if the loss is not above the assumed irreducible loss.

@@ -6,10 +6,9 @@ import sys
 
 import torch
 
-from thinker.model import Thinker
 from thinker.runtime.device import matmul_flops
 from thinker.runtime.errors import UserError
-from thinker.training.metrics import flops_per_token, peak_flops
+from thinker.training.metrics import peak_flops, planned_flops_per_token
 from thinker.training.settings.settings import Settings
 
 # Seconds to compile the blocks, and the share of a step that it saves by width, widest first.
@@ -66,8 +65,7 @@ def planned_run_seconds(settings: Settings, device: torch.device) -> float:
     seconds = math.inf if train.max_minutes is None else 60 * train.max_minutes
     if train.max_steps is None:
         return seconds
-    with torch.device("meta"):
-        flops = flops_per_token(Thinker(settings.model), settings.data.seq_len)
+    flops = planned_flops_per_token(settings)
     flops_per_second = peak_flops(device, train.precision) or matmul_flops(device, train.precision)
     n_tokens = train.max_steps * train.batch_size * settings.data.seq_len
     return min(seconds, n_tokens * flops / (EXPECTED_MFU * flops_per_second))

@@ -23,7 +23,8 @@ class RunState(BaseModel):
 
     # Progress.
     step: Count = 0  # steps done; with the seed, also the position in the data
-    tokens: Count = 0
+    tokens: Count = 0  # that were trained on: targets
+    processed_tokens: Count = 0  # positions of all batches, also without a target
     elapsed_s: float = 0.0  # of training
 
     # Evaluations.

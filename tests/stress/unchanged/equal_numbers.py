@@ -9,6 +9,7 @@ from pathlib import Path
 TIMINGS = (
     "elapsed_s",
     "tokens_per_second",
+    "trained_tokens_per_second",
     "flops_per_second",
     "mfu",
     "peak_memory_bytes",
