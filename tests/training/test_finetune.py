@@ -372,7 +372,7 @@ def test_a_plan_does_not_advise_another_size_for_the_initial_model(base, convers
     plan = make_plan(config, measure=False)
     assert plan["recommendation"] == ["the run fits; no changes needed"]
     assert 0 < plan["tokens"] < 64  # a sequence has 64, of which answers alone are learned
-    assert f"{plan['tokens']} in 1 steps, 0." in format_plan(plan)
+    assert f"{plan['tokens']} of 64 trained on, in 1 steps, 0." in format_plan(plan)
     assert "optimal" not in format_plan(plan)
 
 
