@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from thinker.generation.sampling_params import LIMIT, SamplingParams
+from thinker.generation.sampling_params import SamplingParams
 from thinker.generation.sequence import SampledToken, Sequence, allowed_tokens
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
@@ -43,7 +43,7 @@ def distribution(
     if params.temperature == 0:
         best = scores.argmax(dim=-1, keepdim=True)  # ties: the lowest id
         return torch.zeros_like(scores, dtype=torch.float32).scatter_(1, best, 1.0)
-    scores = scores / max(params.temperature, 1 / LIMIT)
+    scores = scores / params.temperature
     probs = scores.softmax(dim=-1)
     has_rank_filter = params.top_k is not None or params.top_p not in (None, 1)
     if has_rank_filter:

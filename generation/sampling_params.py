@@ -12,7 +12,7 @@ import numpy as np
 from thinker.runtime.checks import describe
 from thinker.runtime.errors import UserError
 
-LIMIT = 1e100  # for penalties and biases; prevents overflow in float64
+LIMIT = 1e100  # for penalties, biases and divisors; prevents overflow in float64
 # By field: its type, lowest and highest value, and the range in words.
 RANGES = {
     "max_new_tokens": (Integral, 1, math.inf, "an integer of at least 1"),
@@ -36,7 +36,7 @@ class SamplingParams:
     """
 
     max_new_tokens: int = 256
-    temperature: float = 1.0  # 0: greedy, always the most likely token
+    temperature: float = 1.0  # 0: greedy, always the most likely token; at least 1e-100 otherwise
     top_k: int | None = None  # keep the k most likely tokens
     top_p: float | None = None  # keep the fewest top tokens with at least this total probability
     min_p: float | None = None  # keep tokens with at least this fraction of the highest probability
@@ -62,6 +62,9 @@ class SamplingParams:
         check_surrogates("regex", [self.regex or ""])
         if self.json_schema is not None or self.regex is not None:
             self._check_constraint()
+        if self.temperature > 0:
+            # Every sampler divides by it. Below 1 / LIMIT, all are greedy except for equal logits.
+            self._set("temperature", max(self.temperature, 1 / LIMIT))
         self._set("stop", tuple(self.stop))
         self._set("logit_bias", _sorted_pairs(self.logit_bias))
 

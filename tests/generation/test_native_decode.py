@@ -248,3 +248,17 @@ def test_positions_beyond_the_table_of_angles(monkeypatch):
     monkeypatch.setattr(native_forward, "MAX_TABLE_LEN", 20)
     assert Generator(model, tokenizer).generate("ab", params)[0].token_ids == known
     assert len(known) == 100
+
+
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300, 1e-200, 1e-45])
+def test_tiny_temperatures_are_greedy(temperature, compile):
+    """Also those that no logit can be divided by."""
+    tokenizer = make_tokenizer("byte", [])
+    model = random_model(1, vocab_size=tokenizer.vocab_size, max_seq_len=64)
+    generator = Generator(model, tokenizer, compile=compile)
+    texts = []
+    for number in (0, temperature):
+        params = SamplingParams(30, temperature=number)
+        texts.append([one.token_ids for one in generator.generate(["a", "bc"], params)])
+    assert texts[0] == texts[1]

@@ -147,7 +147,7 @@ def test_filters_always_keep_the_likeliest_token(logits, temperature, top_k, top
     assert (probs > 0).sum() <= (top_k or math.inf)
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-20])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300, 1e-45, 1e-38, 1e-20])
 def test_tiny_temperatures_are_nearly_greedy(temperature):
     probs = distribution(
         torch.tensor([[1.0, 3.0, 2.0, -1e30]]), SamplingParams(temperature=temperature, top_p=0.9)
