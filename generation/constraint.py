@@ -27,7 +27,10 @@ class Constraint(Protocol):
         """Whether the text so far matches as a whole."""
 
     def append(self, token: int) -> None:
-        """Add an allowed token, other than the end of text, to the text."""
+        """Add an allowed token, other than the end of text, to the text.
+
+        Raises UserError if the text becomes too complex to be checked.
+        """
 
 
 class ConstraintSource(Protocol):

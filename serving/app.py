@@ -21,13 +21,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinker.generation.sequence import SampledToken
-from thinker.runtime.errors import did_you_mean
+from thinker.runtime.errors import RunError, UserError, did_you_mean
 from thinker.serving.answers import Choice, envelope, usage
 from thinker.serving.api_errors import ApiError, event, json_response
 from thinker.serving.engine_thread import QueueFull, Submission
 from thinker.serving.inspection import inspection_page
 from thinker.serving.models import ServedModel
-from thinker.serving.protocol import ChatRequest, CompletionRequest, InspectRequest, parse
+from thinker.serving.protocol import ChatRequest, CompletionRequest, InspectRequest, parse, refusal
 from thinker.serving.server_metrics import Metrics
 
 BODY_SECONDS = 30  # to send a request
@@ -350,11 +350,17 @@ class Answer(Response):
         sampled: list[list[SampledToken]] = [[] for _ in self._choices]
         async for progress in self._submission:
             if progress.error is not None:
-                raise ApiError(500, str(progress.error))
+                raise self._failure(progress.error)
             sampled[progress.sequence.index] += progress.sampled
         choices = [choice.whole(tokens) for choice, tokens in zip(self._choices, sampled)]
         tokens_used = usage(self._choices, self._body.n)
         return json_response(self._wrap(choices, tokens_used))
+
+    def _failure(self, error: UserError | RunError) -> ApiError:
+        """The error for a text that failed while it grew."""
+        if isinstance(error, UserError):  # such as a schema that is too complex
+            return refusal(error, type(self._body))
+        return ApiError(500, str(error))
 
     async def _send_events(self, send: Send) -> None:
         async for contents in self._events():
@@ -370,7 +376,7 @@ class Answer(Response):
         yield [self._wrap([opening]) for opening in openings if opening is not None]
         async for progress in self._submission:
             if progress.error is not None:
-                yield [ApiError(500, str(progress.error)).content]
+                yield [self._failure(progress.error).content]
                 return
             sequence = progress.sequence
             reason = sequence.completion.finish_reason if progress.has_ended else None

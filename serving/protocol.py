@@ -370,7 +370,7 @@ def refusal(error: UserError, kind: type[Fields]) -> ApiError:
         return ApiError(400, message, prompt)
     if message.startswith("json_schema"):
         return ApiError(400, message, "response_format")
-    for name in kind.model_fields:
-        if message.startswith(name):
-            return ApiError(400, message, name)
-    return ApiError(400, message)
+    name = message.split()[0]
+    if name not in kind.model_fields:
+        name = None
+    return ApiError(400, message, name)

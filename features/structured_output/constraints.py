@@ -20,11 +20,38 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 
 N_GRAMMARS = 32  # kept per tokenizer
+DEAD_END = "NoExtensionBias"  # how llguidance's error begins if no token fits
 # Wherever JSON allows whitespace: a space, or a line break and indentation. A model could fill a
 # text with more.
 WHITESPACE = r" |\n[ \t]{0,20}"
 
-_compilers: WeakKeyDictionary[Tokenizer, Callable[[str, str], Any]] = WeakKeyDictionary()
+_compilers: WeakKeyDictionary[Tokenizer, Callable[[str, str], "_Grammar"]] = WeakKeyDictionary()
+
+
+class _Grammar:
+    """A compiled JSON schema or regular expression.
+
+    The texts that it gives matchers to share what llguidance finds out about the grammar. That
+    makes them faster, but its size has a limit, which a few texts of a difficult grammar reach.
+    """
+
+    def __init__(self, vocabulary: Any, kind: str, source: str) -> None:
+        """Raises UserError if the source is not supported."""
+        self._compile = partial(_compile, vocabulary, kind, source)
+        self._shared: Any = self._compile()
+
+    def new_matcher(self) -> Any:
+        """A matcher at the beginning of a text, for one of the texts that share."""
+        shared = self._shared
+        if shared is None:
+            shared = self._compile()
+            self._shared = shared
+        return shared.deep_copy()
+
+    def new_matcher_alone(self) -> Any:
+        """A matcher that shares nothing, after a limit was reached. Later texts begin anew, too."""
+        self._shared = None
+        return self._compile()
 
 
 class GrammarConstraint:
@@ -45,9 +72,13 @@ class GrammarConstraint:
         if json_schema is None:
             kind, source = "regex", regex
         if tokenizer not in _compilers:
-            compiler = lru_cache(N_GRAMMARS)(partial(_compile, _vocabulary(tokenizer)))
+            compiler = lru_cache(N_GRAMMARS)(partial(_Grammar, _vocabulary(tokenizer)))
             _compilers[tokenizer] = compiler
-        self._matcher = _compilers[tokenizer](kind, source).deep_copy()
+        self._kind = kind
+        self._grammar = _compilers[tokenizer](kind, source)
+        self._matcher = self._grammar.new_matcher()
+        self._is_alone = False  # whether the matcher shares nothing with other texts
+        self._tokens: list[int] = []
         self._allowed = np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)
         self.allowed = torch.from_numpy(self._allowed)  # shares its memory
         self._address = self._allowed.ctypes.data
@@ -58,9 +89,8 @@ class GrammarConstraint:
             self._permitted = ~pack_tokens(banned, tokenizer.vocab_size)
         self._update()
         if not self.can_continue:
-            raise UserError(
-                f"no token can begin a text that matches {kind}; change it or the logit bias"
-            )
+            problem = "cannot be used: no token can begin a text that matches it"
+            raise UserError(f"{kind} {problem}; change it or the logit bias")
 
     @property
     def is_complete(self) -> bool:
@@ -68,19 +98,45 @@ class GrammarConstraint:
         return self._matcher.is_accepting()
 
     def append(self, token: int) -> None:
-        """Add an allowed token, other than the end of text, to the text."""
+        """Add an allowed token, other than the end of text, to the text.
+
+        Raises UserError if the text reaches a limit of llguidance.
+        """
+        self._tokens.append(token)
         self._matcher.consume_token(token)
         self._update()
 
     def _update(self) -> None:
-        self.can_continue = not self._matcher.is_stopped()
-        if self.can_continue:
-            self._matcher.unsafe_compute_mask_ptr(self._address, self._n_bytes)
-            # An error: no token fits, or a limit of llguidance was reached.
-            self.can_continue = not self._matcher.is_error()
+        self._compute_allowed()
+        if self._is_at_limit and not self._is_alone:
+            # Perhaps because of the texts that shared the grammar: what it is alone counts.
+            self._begin_alone()
+        if self._is_at_limit:
+            reason = _reason(self._matcher.get_error())
+            problem = f"is too complex for a text of {len(self._tokens)} tokens"
+            raise UserError(f"{self._kind} {problem} ({reason}); simplify it")
+        self.can_continue = not (self._matcher.is_stopped() or self._matcher.is_error())
         if self.can_continue and self._permitted is not None:
             self._allowed &= self._permitted
             self.can_continue = bool(self._allowed.any())
+
+    def _compute_allowed(self) -> None:
+        if not self._matcher.is_stopped():
+            self._matcher.unsafe_compute_mask_ptr(self._address, self._n_bytes)
+
+    @property
+    def _is_at_limit(self) -> bool:
+        """Whether llguidance gave up; where no token fits is only a dead end of this text."""
+        return self._matcher.is_error() and not self._matcher.get_error().startswith(DEAD_END)
+
+    def _begin_alone(self) -> None:
+        """Follow the text again with a matcher of its own, as if there were no other text."""
+        self._is_alone = True
+        self._matcher = self._grammar.new_matcher_alone()
+        self._compute_allowed()
+        for token in self._tokens:
+            self._matcher.consume_token(token)
+            self._compute_allowed()
 
 
 def pack_tokens(tokens: list[int], vocab_size: int) -> np.ndarray:

@@ -6,8 +6,11 @@ import threading
 import httpx
 import openai
 import pytest
-from installed import if_installed
+from installed import if_installed, needs
 from server_process import wait_until
+
+from thinker.runtime.errors import UserError
+from thinker.serving.protocol import CompletionRequest, refusal
 
 MESSAGES = [{"role": "user", "content": "Hi 3"}]
 ENDLESS = {
@@ -151,6 +154,38 @@ def test_mistakes_name_the_field(client, path, fields, param, message):
     assert "\n" not in error.body["message"]
     too_long = "word" in str(fields)
     assert error.code == ("context_length_exceeded" if too_long else error.code)
+
+
+@needs("structured_output")
+def test_a_schema_that_is_too_complex_is_refused_each_time(client):
+    """It shows only while the text grows; in a stream, after the status was sent."""
+    schema = {"type": "string", "pattern": "^(([ab]{1,99}a|b){99,999}){1,999}$"}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    ask = GOOD | {"response_format": form, "max_tokens": 10**9, "seed": 1}
+    for _ in range(2):
+        with pytest.raises(openai.BadRequestError, match="json_schema is too complex") as caught:
+            client.post("/completions", body=ask, cast_to=object)
+        assert caught.value.param == "response_format"
+        with pytest.raises(openai.APIError, match="json_schema is too complex") as caught:
+            list(client.completions.create(**GOOD, stream=True, extra_body=ask | {"stream": True}))
+        assert (caught.value.type, caught.value.param) == (
+            "invalid_request_error",
+            "response_format",
+        )
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("json_schema cannot be used: no token can begin it", "response_format"),
+        ("the prompt is too long", "prompt"),
+        ("temperature is hot", "temperature"),
+        ("no field is at fault", None),  # which is not the field n
+    ],
+)
+def test_a_refusal_of_the_engine_names_its_field(message, param):
+    error = refusal(UserError(message), CompletionRequest)
+    assert (error.status, error.param) == (400, param)
 
 
 @pytest.mark.parametrize(

@@ -389,6 +389,57 @@ def test_a_dead_end_cuts(options):
     assert (one.finish_reason, one.constraint_met) == ("length", False)
 
 
+TOO_COMPLEX = "(([ab]{1,99}a|b){1,999}){1,999}"  # llguidance gives up after some 40 letters
+
+
+def append_letters(constraint, n_letters=3000):
+    """Add random letters to a text of TOO_COMPLEX."""
+    letters = random.Random(0)
+    for _ in range(n_letters):
+        constraint.append(ord(letters.choice("ab")))
+
+
+def test_a_text_at_a_limit_fails_alike_each_time():
+    messages = []
+    for _ in range(3):
+        constraint = GrammarConstraint(TOKENIZER, None, TOO_COMPLEX)
+        with pytest.raises(UserError, match="regex is too complex for a text of") as caught:
+            append_letters(constraint)
+        messages.append(str(caught.value))
+    assert len(set(messages)) == 1
+    assert "\n" not in messages[0]
+
+
+def test_a_text_at_a_limit_harms_no_other():
+    regex = f"Q[0-9]{{40}}|{TOO_COMPLEX}"
+    begun = GrammarConstraint(TOKENIZER, None, regex)  # shares the grammar with the next text
+    with pytest.raises(UserError, match="too complex"):
+        append_letters(GrammarConstraint(TOKENIZER, None, regex))
+    later = GrammarConstraint(TOKENIZER, None, regex)
+    for constraint in (begun, later):
+        for char in "Q0123456789" + "7" * 30:
+            allowed = banned_tokens(constraint.allowed[None], 256, torch.device("cpu"))[0]
+            assert not allowed[ord(char)]
+            constraint.append(ord(char))
+        assert constraint.is_complete
+
+
+def test_a_text_whose_grammar_others_used_up_is_what_it_is_alone():
+    alone = GrammarConstraint(TOKENIZER, None, TOO_COMPLEX)
+    append_letters(alone, 20)
+    begun = GrammarConstraint(TOKENIZER, None, TOO_COMPLEX)
+    append_letters(begun, 10)
+    with pytest.raises(UserError, match="too complex"):
+        append_letters(GrammarConstraint(TOKENIZER, None, TOO_COMPLEX))
+    letters = random.Random(0)
+    for _ in range(10):
+        letters.choice("ab")
+    for _ in range(10):
+        begun.append(ord(letters.choice("ab")))
+    assert begun.can_continue
+    assert torch.equal(begun.allowed, alone.allowed)
+
+
 def test_stop_strings(model):
     generator = Generator(model, TOKENIZER)
     (one,) = generator.generate("", SamplingParams(regex="(ab){5}", stop=["ba"]))
@@ -433,7 +484,7 @@ def test_streaming_and_conversations(model):
         ({"regex": "\\bx"}, "regex cannot be used: .*not supported"),
         (
             {"regex": "ab", "logit_bias": {97: -math.inf}},
-            "no token can begin a text that matches regex",
+            "regex cannot be used: no token can begin a text that matches it",
         ),
         ({"json_schema": True, "regex": "a"}, "json_schema and regex cannot be combined"),
         (
