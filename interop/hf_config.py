@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from thinker.data.tokenizers.pad_token import find_pad_token
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.model import ThinkerConfig
 from thinker.model.rope_scaling import RopeScaling
@@ -422,7 +423,7 @@ def to_hf_config(config: ThinkerConfig, tokenizer: Tokenizer | None) -> dict[str
         "initializer_range": 0.02,
         "torch_dtype": "float32",
     }
-    values |= special_token_ids(tokenizer)
+    values |= special_token_ids(tokenizer, config.vocab_size)
     if model_type in ("llama", "qwen3", "smollm3"):
         values["attention_bias"] = False
     if model_type in ("llama", "smollm3"):
@@ -471,8 +472,8 @@ def _write_windows(values: dict[str, Any], config: ThinkerConfig) -> None:
     values["layer_types"] = layer_types
 
 
-def special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """bos, eos and pad.
+def special_token_ids(tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
+    """bos, eos and pad for a model with `vocab_size` ids.
 
     They are always set, because the default ids of transformers belong to other vocabularies.
     """
@@ -481,4 +482,8 @@ def special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     eos = tokenizer.eos_id
     if len(tokenizer.eos_ids) > 1:
         eos = tokenizer.eos_ids
-    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos, "pad_token_id": tokenizer.eos_id}
+    pad = find_pad_token(tokenizer, vocab_size)
+    pad_id = None
+    if pad is not None:
+        pad_id = pad.id
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos, "pad_token_id": pad_id}

@@ -156,7 +156,8 @@ def save_pretrained(
     dtype = next(iter(model.state_dict().values())).dtype
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
-    generation_config = special_token_ids(tokenizer) | {"_from_model_config": False}
+    special = special_token_ids(tokenizer, model.config.vocab_size)
+    generation_config = special | {"_from_model_config": False}
     write_json(folder / "generation_config.json", generation_config)
 
     shards = _split_tensors(tensors, max_shard_bytes)

@@ -65,7 +65,9 @@ def main() -> int:
         else:
             save_pretrained(model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
         if tokenizer is not None:
-            tokenizer_conversion.write(tokenizer, temporary, model.config.max_seq_len)
+            tokenizer_conversion.write(
+                tokenizer, temporary, model.config.max_seq_len, model.config.vocab_size
+            )
         compared = verify_hf_export(model, tokenizer, temporary, base=base)
         state = (
             {}

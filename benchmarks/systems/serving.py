@@ -92,7 +92,7 @@ def save_random_model(shape: str, max_len: int, folder: Path) -> tuple[Thinker, 
     model = make_random_model(shape, max_len, torch.device("cpu"))
     folder.mkdir()
     save_pretrained(model, tokenizer, folder)
-    tokenizer_conversion.write(tokenizer, folder, max_len)
+    tokenizer_conversion.write(tokenizer, folder, max_len, model.config.vocab_size)
     return model, tokenizer
 
 

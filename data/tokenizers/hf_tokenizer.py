@@ -281,10 +281,13 @@ class HFTokenizer(Tokenizer):
             "special_tokens_map": self.special_tokens_map,
         }
 
+    def stored_config(self) -> dict:
+        """tokenizer_config.json, with what no other of its keys states."""
+        return self.config | {EOS_KEY: self.eos_ids, BOS_KEY: self.bos_id}
+
     def save(self, folder: str | Path) -> Path:
         """Write the Hugging Face files to an existing folder."""
-        config = self.config | {EOS_KEY: self.eos_ids, BOS_KEY: self.bos_id}
-        write_files(Path(folder), self.content, config, self.chat_template)
+        write_files(Path(folder), self.content, self.stored_config(), self.chat_template)
         return Path(folder) / FILE_NAME
 
 

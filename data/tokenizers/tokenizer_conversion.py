@@ -20,6 +20,13 @@ from typing import Any
 
 from thinker.data.tokenizers import hf_tokenizer as hf
 from thinker.data.tokenizers.hf_tokenizer import FILE_NAME, TO_CHAR, HFTokenizer, unprinted
+from thinker.data.tokenizers.pad_token import (
+    add_pad_token,
+    find_pad_token,
+    is_named,
+    new_pad_token,
+    remove_pad_token,
+)
 from thinker.data.tokenizers.tokenizer import ONE_CHARACTER, PROBE, SINGLE_BYTES, Tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_json, read_text
@@ -62,6 +69,10 @@ def read(folder: Path) -> Tokenizer:
             template = _default_template(template)
         eos_ids = [eos] if isinstance(eos, int) else list(eos or [])
         elsewhere = _tokens_elsewhere(folder, config)
+        pad_token = new_pad_token(config)
+        if pad_token is not None:
+            content, config = remove_pad_token(content, config, pad_token)
+            elsewhere = [token for token in elsewhere if not is_named(token, pad_token)]
         by_library = HFTokenizer(content, config, template, eos_ids, bos_id, elsewhere)
         by_tiktoken = as_tiktoken(by_library)
     except KeyError as error:
@@ -259,21 +270,28 @@ def _pattern_of_split(step: dict) -> str | None:
     return regex
 
 
-def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
+def write(
+    tokenizer: Tokenizer, folder: str | Path, max_length: int, model_vocab_size: int = 0
+) -> None:
     """Write tokenizer.json, tokenizer_config.json and the chat template for AutoTokenizer.
 
     `AutoTokenizer(text)` returns tokenizer.bos_prefix and tokenizer.encode(text,
-    allow_special=True). Possessive counts such as `{1,3}+` are written without the +, because the
-    library `tokenizers` reads them as repeated groups.
+    allow_special=True), except that it also finds the name of the pad token, which has an id of its
+    own among the `model_vocab_size` ids of the model (0: those of the tokenizer), or is missing.
+    Possessive counts such as `{1,3}+` are written without the +, because the library `tokenizers`
+    reads them as repeated groups.
     """
-    if isinstance(tokenizer, HFTokenizer):
-        tokenizer.save(folder)
-        return
-    content = _tokenizer_json(tokenizer)
-    config = _tokenizer_config(tokenizer, max_length)
     template = tokenizer.chat_template
-    if template is not None and tokenizer.bos_prefix and "bos_token" not in template:
-        template = "{{ bos_token }}" + template  # apply_chat_template() does not add it
+    if isinstance(tokenizer, HFTokenizer):
+        content = tokenizer.content
+        config = tokenizer.stored_config()
+    else:
+        content = _tokenizer_json(tokenizer)
+        config = _tokenizer_config(tokenizer, max_length)
+        if template is not None and tokenizer.bos_prefix and "bos_token" not in template:
+            template = "{{ bos_token }}" + template  # apply_chat_template() does not add it
+    pad = find_pad_token(tokenizer, model_vocab_size)
+    content, config = add_pad_token(content, config, pad)
     hf.write_files(Path(folder), content, config, template)
 
 
@@ -352,12 +370,10 @@ def _bos_template(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _tokenizer_config(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
     names = tokenizer.special_tokens_map
-    eos_token = names.get("eos_token")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": names.get("bos_token"),
-        "eos_token": eos_token,
-        "pad_token": names.get("pad_token", eos_token),
+        "eos_token": names.get("eos_token"),
         hf.ADD_BOS_KEY: bool(tokenizer.bos_prefix),
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",  # generate() would continue padding on the right

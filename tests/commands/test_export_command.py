@@ -37,6 +37,7 @@ def command(monkeypatch, stress):
     def run(name, *arguments, folder=ROOT / "scripts"):
         spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)  # where dataclasses look for it
         spec.loader.exec_module(module)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
         return module.main()
@@ -233,8 +234,8 @@ def test_nothing_stays_of_an_export_that_is_refused_or_proved_wrong(
     write = tokenizer_conversion.write
     with monkeypatch.context() as patch:
 
-        def write_another(tokenizer, folder, length):
-            write(tokenizer, folder, length)
+        def write_another(tokenizer, folder, *lengths):
+            write(tokenizer, folder, *lengths)
             content = json.loads((folder / "tokenizer.json").read_text())
             content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\s+|\S+"
             (folder / "tokenizer.json").write_text(json.dumps(content))

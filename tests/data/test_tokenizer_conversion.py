@@ -106,10 +106,11 @@ def test_what_is_written_gives_the_same_ids_there_and_read_again_here(tmp_path, 
         ours.bos_id,
         *ours.encode("b"),
     ]
+    n_pad_tokens = int(_known(ours) < ours.vocab_size)  # in a gap
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (
         ours.bos_id,
         ours.eos_id,
-        _known(ours),
+        _known(ours) + n_pad_tokens,
     )
     assert (again.bos_id, again.eos_ids, again.bos_prefix) == (
         ours.bos_id,
