@@ -30,8 +30,8 @@ def verify_gguf(
     """Compare a GGUF file, opened with llama.cpp, with the original model and tokenizer.
 
     Compares logits with those of the model with the file's weights (matrices in `dtype`), the
-    tokens that end a text, tokenization and, for f32, greedy tokens. Returns a summary of the checks. Raises RunError if
-    results differ.
+    tokens that end a text, tokenization and, for f32, greedy tokens. Returns a summary of the
+    checks. Raises RunError if results differ.
     """
     try:
         import llama_cpp

@@ -53,6 +53,17 @@ class _Rendered:
     answers: list[Span]  # that the template marks
     literal: list[Span]  # names of special tokens that a message contains
 
+    def with_bos(self, tokenizer: Tokenizer) -> "_Rendered":
+        """The text, which begins with the BOS token if prompts do, as in an exported template."""
+        bos = tokenizer.bos_token
+        is_written = self.text.startswith(bos) and (0, len(bos)) not in self.literal
+        if not tokenizer.bos_prefix or is_written:
+            return self
+        n = len(bos)
+        answers = [(start + n, end + n) for start, end in self.answers]
+        literal = [(start + n, end + n) for start, end in self.literal]
+        return _Rendered(bos + self.text, answers, literal)
+
     def encode(
         self, tokenizer: Tokenizer, start: int = 0, end: int | None = None, continues: bool = False
     ) -> list[int]:
@@ -96,10 +107,7 @@ def encode_prompt(
     """
     conversation = Conversation(messages, tools, template_kwargs or {}, allow_special)
     (rendered,) = _render(tokenizer, conversation, [(len(messages), True)])
-    ids = rendered.encode(tokenizer)
-    if ids[:1] == [tokenizer.bos_id]:  # rendered by the template
-        return ids
-    return [*tokenizer.bos_prefix, *ids]
+    return rendered.with_bos(tokenizer).encode(tokenizer)
 
 
 def encode(tokenizer: Tokenizer, conversation: Conversation) -> list[Row]:
@@ -117,7 +125,8 @@ def encode(tokenizer: Tokenizer, conversation: Conversation) -> list[Row]:
         cuts.append((number, True))
         cuts.append((number + 1, False))
     is_marked = _marks_answers(tokenizer.chat_template or "")
-    whole, *parts = _render(tokenizer, conversation, cuts, is_marked)
+    rendered = _render(tokenizer, conversation, cuts, is_marked)
+    whole, *parts = [beginning.with_bos(tokenizer) for beginning in rendered]
     turns = []
     for number, prompt, answered in zip(answers, parts[::2], parts[1::2]):
         turns.append(_Turn(prompt, answered, is_marked, is_trained(messages[number])))

@@ -281,18 +281,27 @@ def write(
     Possessive counts such as `{1,3}+` are written without the +, because the library `tokenizers`
     reads them as repeated groups.
     """
-    template = tokenizer.chat_template
+    template = _template_with_bos(tokenizer)
     if isinstance(tokenizer, HFTokenizer):
         content = tokenizer.content
         config = tokenizer.stored_config()
     else:
         content = _tokenizer_json(tokenizer)
         config = _tokenizer_config(tokenizer, max_length)
-        if template is not None and tokenizer.bos_prefix and "bos_token" not in template:
-            template = "{{ bos_token }}" + template  # apply_chat_template() does not add it
     pad = find_pad_token(tokenizer, model_vocab_size)
     content, config = add_pad_token(content, config, pad)
     hf.write_files(Path(folder), content, config, template)
+
+
+def _template_with_bos(tokenizer: Tokenizer) -> str | None:
+    """The chat template, which begins with the BOS token if prompts do: apply_chat_template() does
+    not add it."""
+    template = tokenizer.chat_template
+    if template is None or not tokenizer.bos_prefix:
+        return template
+    if "bos_token" in template or tokenizer.bos_token in template:
+        return template
+    return "{{ bos_token }}" + template
 
 
 def _tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
