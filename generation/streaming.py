@@ -10,12 +10,16 @@ class TextStreamer:
 
     - The joined pieces equal all bytes decoded at once, with U+FFFD for invalid UTF-8 (The Unicode
       Standard, section 3.9: one per maximal subpart). Special tokens have no text.
+    - With drops_space, a space at the very start is left out.
     - The text is cut before the earliest stop string, and later calls return "". A suffix that may
       begin a stop string is held back until that is certain.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), drops_space: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
+        self.drops_space = drops_space
         self.stop = stop
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # decoded text that may begin a stop string
@@ -39,6 +43,9 @@ class TextStreamer:
 
     def _release(self, text: str) -> str:
         """Add decoded text. Returns what is certain, and keeps the rest for later."""
+        if self.drops_space and text:
+            text = text.removeprefix(" ")
+            self.drops_space = False
         if self.stopped:
             return ""
         text = self.pending + text

@@ -39,7 +39,7 @@ class Choice:
         self.is_echo = not self.is_chat and body.echo
         self.is_prompt_only = not self.is_chat and body.max_tokens == 0
         self._prompt = prompt
-        self._streamer = TextStreamer(self.tokenizer, sequence.params.stop)
+        self._streamer = TextStreamer(self.tokenizer, sequence.params.stop, sequence.drops_space)
         self._has_begun = False
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0  # characters before the next token

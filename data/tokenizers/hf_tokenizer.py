@@ -167,6 +167,7 @@ class HFTokenizer(Tokenizer):
         # No text contains a secret name.
         secret = secrets.token_hex(16)
         self._secret_names: dict[str, str] = {}
+        self._spaced: dict[int, bool] = {}  # by the id of a special token
         self._continuing: tuple[Any, Any] | None = None  # made when a text continues another
         for name, number in self.special_tokens.items():
             if name not in self.non_special_added_tokens:
@@ -229,6 +230,18 @@ class HFTokenizer(Tokenizer):
             if not _is_of_library(error):
                 raise
             raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {error}") from error
+
+    def adds_space_after(self, token_id: int) -> bool:
+        """See Tokenizer.adds_space_after(). True for special tokens of older SentencePiece models,
+        which encode `</s>Yes` with a space that nobody wrote."""
+        if token_id not in self._spaced:
+            is_added = False
+            for name, number in self.special_tokens.items():
+                if number == token_id and name not in self.non_special_added_tokens:
+                    ids = self.encode(name + "a", allow_special=True)
+                    is_added = self.decode_bytes(ids).startswith(b" ")
+            self._spaced[token_id] = is_added
+        return self._spaced[token_id]
 
     @property
     def _normalizes_names(self) -> bool:

@@ -181,6 +181,10 @@ class Tokenizer:
         ids.append(self._encode(text[position:]))
         return np.concatenate(ids)
 
+    def adds_space_after(self, token_id: int) -> bool:
+        """Whether encoding adds a space to the text behind this special token."""
+        return False
+
     def _find_names(self, text: str, allow_special: bool, literal: list[Span] | None) -> list[Span]:
         """The spans of the names of tokens in a text."""
         names = self.non_special_added_tokens
