@@ -4,11 +4,12 @@ import glob
 import json
 import re
 import shlex
+import shutil
 import signal
 
 import pytest
 from conftest import run_script, start_script
-from training_runs import read_metrics, wait_for
+from training_runs import last_step, read_metrics, wait_for
 
 BLOCK_BYTES = 32768  # wandb writes its offline file in blocks
 
@@ -119,11 +120,9 @@ def test_a_project_that_wandb_refuses_is_named(train_args, tmp_path):
         pytest.param(100000, id="from the beginning", marks=pytest.mark.stress),
     ],
 )
-def test_after_a_kill_no_step_is_sent_twice_and_only_the_newest_are_lost(
-    train_args, tmp_path, save_every
-):
-    """At most the steps that wandb had received but not yet written are lost; metrics.jsonl has
-    them."""
+def test_after_a_kill_no_step_is_sent_twice_and_none_is_lost(train_args, tmp_path, save_every):
+    """Those that wandb had received but not yet written are sent again, from metrics.jsonl or
+    trained again."""
     run = tmp_path / "run"
     # Without a falling rate, which would follow max_steps, the end may be moved.
     options = ["tracking.wandb=offline", "train.decay_fraction=0", f"train.save_every={save_every}",
@@ -143,6 +142,64 @@ def test_after_a_kill_no_step_is_sent_twice_and_only_the_newest_are_lost(
     (first_id, first), (second_id, second) = read_runs(run)
     assert first_id == second_id
     assert first.keys() == set(range(1, max(first) + 1))  # what wandb has written has no gap
-    assert 0 < max(first) <= last_sent
-    assert second.keys() == set(range(last_sent + 1, end + 1))
+    assert 0 < max(first) < last_sent  # the kill has lost some
+    assert second.keys() == set(range(max(first) + 1, end + 1))
     assert_equals_metrics(first | second, run)
+    assert len(read_metrics(run)) > end
+
+
+def kill_after(n_steps, train_args, run, *options):
+    """Train until so many more steps are logged, and kill the process."""
+    end = last_step(run) + n_steps
+    process = start_script(*train_args, f"run.dir={run}", *options, "train.max_steps=100000")
+    assert wait_for(lambda: last_step(run) >= end, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("n_kills", [1, 2])
+def test_a_kill_before_wandb_has_written_anything_loses_nothing(train_args, tmp_path, n_kills):
+    """Its file then has no step at all, also after steps that were sent in full before."""
+    run = tmp_path / "run"
+    options = ["tracking.wandb=offline", "train.decay_fraction=0", "train.save_every=3",
+               "train.eval_every=null"]  # fmt: skip
+    done = run_script(*train_args, f"run.dir={run}", *options, "train.max_steps=4")
+    assert done.returncode == 0, done.stderr
+    for _ in range(n_kills):
+        kill_after(8, train_args, run, *options)
+    end = last_step(run) + 2
+    done = run_script(*train_args, f"run.dir={run}", *options, f"train.max_steps={end}")
+    assert done.returncode == 0, done.stderr
+    sent = [history for _, history in read_runs(run)]
+    assert len(sent) == n_kills + 2
+    assert set(sent[0]) == {1, 2, 3, 4}
+    steps = [step for history in sent for step in sorted(history)]
+    assert steps == list(range(1, end + 1))  # each once, in order
+    everything = {}
+    for history in sent:
+        everything |= history
+    assert_equals_metrics(everything, run)
+
+
+def test_a_log_that_was_uploaded_and_removed_is_not_sent_again(train_args, tmp_path):
+    """wandb sync --clean removes what it has uploaded."""
+    run = tmp_path / "run"
+    for n_steps in (3, 6):
+        options = ["tracking.wandb=offline", f"train.max_steps={n_steps}"]
+        done = run_script(*train_args, f"run.dir={run}", *options)
+        assert done.returncode == 0, done.stderr
+        ((_, sent),) = read_runs(run)
+        assert set(sent) == set(range(n_steps - 2, n_steps + 1))
+        shutil.rmtree(run / "wandb")
+
+
+def test_a_log_that_cannot_be_read_is_named(train_args, tmp_path):
+    run = tmp_path / "run"
+    options = ["tracking.wandb=offline", "train.decay_fraction=0", "train.save_every=3"]
+    kill_after(8, train_args, run, *options)
+    (log,) = (run / "wandb").glob("offline-run-*/*.wandb")
+    log.write_bytes(b"no log of wandb")
+    end = last_step(run) + 2
+    done = run_script(*train_args, f"run.dir={run}", *options, f"train.max_steps={end}")
+    assert done.returncode == 0, done.stderr
+    assert f"{log} cannot be read: it is no log of wandb; its newest" in done.stderr

@@ -21,9 +21,11 @@ class Tracker(Callback):
 
     wandb accepts steps only in increasing order. tracking.json stores the last step sent and is
     replaced before wandb gets that step, so no step is sent twice, even if training is killed and
-    repeats steps. It needs no sync, since the page cache outlives a killed process. A kill loses
-    only steps that wandb still has in memory. On start, the lines of metrics.jsonl after the last
-    step sent are sent, such as steps trained while tracking was disabled.
+    repeats steps. It needs no sync, since the page cache outlives a killed process. wandb keeps the
+    newest steps in memory, which a kill loses. Therefore tracking.json also has the last step that
+    is known to be kept, and the next start reads how far an offline log reaches, or asks the
+    server. On start, the lines of metrics.jsonl after the last step that W&B has are sent, also
+    such as were trained while tracking was disabled.
     """
 
     def __init__(self) -> None:
@@ -44,10 +46,13 @@ class Tracker(Callback):
                 "tracking.wandb needs the wandb package; run pip install wandb, or disable it"
             ) from error
         self.path = run.directory.path / "tracking.json"
-        self.run_id, self.last_step = self._read()
+        self.run_id, self.last_step, kept_step = self._read()
+        self.last_step = self._last_kept_step(kept_step)
+        self.kept_step = self.last_step
+        self.is_offline = run.parts.settings.tracking.wandb == "offline"
         self._save()
         self.wandb_run = self._start_wandb(run.parts.settings, run.directory.path)
-        if run.parts.settings.tracking.wandb == "online" and self.wandb_run.resumed:
+        if not self.is_offline and self.wandb_run.resumed:
             self.last_step = self.wandb_run.starting_step - 1  # the last step that has arrived
         for line in run.directory.read_metrics():
             self.on_log(line)
@@ -67,6 +72,8 @@ class Tracker(Callback):
         if is_complete:
             self._send()
         self.wandb_run.finish()
+        self.kept_step = self.last_step
+        self._save()
         if self.wandb_run.offline:
             folder = shlex.quote(str(self.path.parent / "wandb"))
             logs = f"{folder}/offline-run-*-{self.run_id}"
@@ -101,15 +108,32 @@ class Tracker(Callback):
             self.wandb_run.log(self.pending, step=self.last_step)
         self.pending = {}
 
-    def _read(self) -> tuple[str, int]:
-        """The id of the wandb run and the last step sent; a new id if the run was not tracked
-        before."""
+    def _last_kept_step(self, kept_step: int) -> int:
+        """The last step that W&B has: `kept_step`, or a later one in an offline log. The last step
+        sent if that is unknown."""
+        if kept_step == self.last_step:
+            return kept_step
+        from thinker.training.callbacks.offline_log import last_written_step
+
+        try:
+            written = last_written_step(self.path.parent / "wandb", self.run_id)
+        except UserError as error:
+            print(f"{error}; its newest steps may be missing", file=sys.stderr)
+            return self.last_step
+        return max(kept_step, written)
+
+    def _read(self) -> tuple[str, int, int]:
+        """The id of the wandb run, the last step sent and the last step known to be kept; a new id
+        if the run was not tracked before."""
         try:
             saved = json.loads(self.path.read_text(encoding="utf-8"))
-            return str(saved["wandb_id"]), int(saved["last_step"])
+            last_step = int(saved["last_step"])
+            return str(saved["wandb_id"]), last_step, int(saved.get("kept_step", last_step))
         except UNREADABLE:
-            return secrets.token_hex(4), -1
+            return secrets.token_hex(4), -1, -1
 
     def _save(self) -> None:
-        saved = {"wandb_id": self.run_id, "last_step": self.last_step}
+        if not self.is_offline:
+            self.kept_step = self.last_step  # the server knows what has arrived
+        saved = {"wandb_id": self.run_id, "last_step": self.last_step, "kept_step": self.kept_step}
         atomic_write(self.path, json.dumps(saved) + "\n", sync=False)
