@@ -7,7 +7,7 @@ docs/reference/sizes.md has tables.
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from thinker.runtime.device import matmul_flops
 from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 from thinker.training.config.config import Config
 from thinker.training.config.load import validate_config
+from thinker.training.data.run_corpus import prepare_training_data
+from thinker.training.data.training_batches import open_loader
 from thinker.training.metrics import peak_flops
-from thinker.training.reports.epochs import MAX_EPOCHS
+from thinker.training.reports.epochs import MAX_EPOCHS, most_epochs
 from thinker.training.settings.settings import Settings
 
 # Width, layers and heads, smallest first.
@@ -86,6 +88,7 @@ class Choice:
     n_parameters: int  # without embedding and head
     epochs: float
     max_steps: int | None  # if the time would last for more than MAX_EPOCHS
+    possible_steps: float  # in the time
 
 
 def choose(n_bytes: int, minutes: float, flops_per_second: float, is_gpu: bool = False) -> Choice:
@@ -110,6 +113,7 @@ def choose(n_bytes: int, minutes: float, flops_per_second: float, is_gpu: bool =
     flops_per_token = 6 * (n_parameters + d_model * vocab_size) + 12 * n_layers * d_model * seq_len
     epochs = flops / flops_per_token / n_tokens
     batch_size = 16 if not is_gpu else 64
+    possible_steps = epochs * n_tokens / (batch_size * seq_len)
     max_steps = None
     if epochs > MAX_EPOCHS:
         epochs = MAX_EPOCHS
@@ -126,6 +130,7 @@ def choose(n_bytes: int, minutes: float, flops_per_second: float, is_gpu: bool =
         n_parameters,
         epochs,
         max_steps,
+        possible_steps,
     )
 
 
@@ -150,7 +155,11 @@ def resolve_size(
     else:
         saved = previous.model_dump(mode="json")
         chosen = {key: saved[section][key] for section, key in CHOSEN_KEYS}
-    chosen |= written
+    return _config_of(config, chosen | written)
+
+
+def _config_of(config: Config, chosen: dict[str, Any]) -> Config:
+    """A config with what was chosen for it."""
     tree = config.model_dump(exclude={"model": {"size"}})
     for section, key in CHOSEN_KEYS:
         tree[section][key] = chosen[key]
@@ -181,8 +190,33 @@ def _choose_for(
     minutes = config.train.max_minutes
     train_bytes = round(n_bytes * (1 - config.data.val_fraction))
     choice = choose(train_bytes, minutes, rate, device.type == "cuda")
+    if choice.epochs > MAX_EPOCHS / 4:
+        with dist.main_process_first():
+            choice = _bound_epochs(config, choice, written)
     print("\n".join(describe(choice, n_bytes, minutes, written)), file=sys.stderr)
     return dict(vars(choice))
+
+
+def _bound_epochs(config: Config, choice: Choice, written: dict[str, Any]) -> Choice:
+    """A choice with the steps and the expected epochs of the tokens that the text really has.
+
+    Tokenizes the text, as the run does.
+    """
+    chosen = _config_of(config, vars(choice) | written)
+    corpus = prepare_training_data(chosen, None)
+    prefix_len = chosen.thinker_config(corpus.tokenizer.vocab_size).prefix
+    loader = open_loader(chosen, corpus, prefix_len)
+    if loader.dataset.is_endless:
+        return choice
+    many = 1000
+    epochs_per_step = max(loader.epochs(many)) / many
+    max_steps = None
+    n_steps = choice.possible_steps * choice.batch_size * choice.seq_len
+    n_steps /= chosen.train.batch_size * chosen.data.seq_len
+    most_steps = max(1, int(most_epochs(chosen.model.dropout) / epochs_per_step))
+    if n_steps > most_steps:
+        n_steps = max_steps = most_steps
+    return replace(choice, epochs=n_steps * epochs_per_step, max_steps=max_steps)
 
 
 def count_bytes(config: Config) -> int:
@@ -215,7 +249,7 @@ def describe(
         )
     text += f", {keys['tokenizer']}, dropout {keys['dropout']:g}"
     if not written or written.keys() <= {"dropout", "weight_decay"}:
-        epochs = f"{choice.epochs:.0f}" if choice.epochs >= 10 else f"{choice.epochs:.1f}"
+        epochs = f"{choice.epochs:.0f}" if choice.epochs >= 9.95 else f"{choice.epochs:.1f}"
         if choice.max_steps:
             text += (
                 f", {epochs} epochs expected; ends before {minutes:g} minutes, as more "

@@ -1,6 +1,7 @@
 """What a run says of its data before it starts and of its result at its end, and what a plan
 recommends."""
 
+import dataclasses
 import json
 import math
 import re
@@ -217,6 +218,9 @@ def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(en
             0.5,
             "underfitted",
         ),  # the mean of the last ten training losses is 3.47
+        ((5, 3), [val(20, 3.6)], 9.0, "underfitted"),
+        ((5, 3), [val(20, 3.6)], 9.1, "well fitted"),  # more than 10 epochs would not help
+        ((5, 3), [val(20, 3.6)], 960.0, "well fitted"),
         ((5, 3), [val(20, 3.7)], 0.5, "well fitted"),
         ((5, 3), [val(10, 3.38), val(20, 3.4)], 0.5, "well fitted"),  # no longer falling
         ((5, 3), [val(20, 3.4, entropy_floor=3.0)], 0.5, "underfitted"),
@@ -393,3 +397,69 @@ def test_a_plan_says_which_step_its_minutes_reach():
     assert fits == "the run fits"
     assert "after about 328 of 700 steps" in ended
     assert recommendation(plan | {"steps": 700}) == ["the run fits; no changes needed"]
+
+
+def with_dropout(state, dropout):
+    model = dataclasses.replace(state.settings.model, dropout=dropout)
+    settings = state.settings.model_copy(update={"model": model})
+    return state.model_copy(update={"settings": settings})
+
+
+@pytest.mark.parametrize(("dropout", "most"), [(0.0, 10), (0.1, 24)])
+def test_nothing_advises_more_epochs_than_a_run_is_warned_of(ended, dropout, most):
+    """too_many_epochs() warns of more, and model.size=auto ends a run there."""
+    lines = [*losses(5, 3), val(20, 3.4)]
+    worse = {"5-gram": 3.3}
+    state = with_dropout(ended(100, 1), dropout)
+    by_time = with_dropout(ended(60, 3), dropout).model_copy(update={"tokens": 10**5})
+    for epochs in (0.5, most / 2, most - 0.5, most + 0.1, 40 * most):
+        text = "\n".join(after_training(lines, state, epochs, worse))
+        assert ("train longer" in text) == (epochs <= 0.9 * most)
+        assert "a 5-gram model predicts the text better" in text
+        fit = assess_fit(lines, by_time, epochs)
+        assert (fit.verdict == "underfitted") == (epochs <= 0.9 * most)
+        estimate = describe_estimates(lines[-1], fit, by_time)
+        assert ("twice the minutes" in estimate) == (2 * epochs <= most)
+        assert "twice the text" in estimate
+        advised = "\n".join(after_training(lines, by_time, epochs))
+        minutes = re.search(r"train.max_minutes=(\d+)$", advised)
+        if minutes is None:
+            assert epochs > most / 1.5
+        else:  # rounded up to whole minutes
+            assert (int(minutes[1]) - 1) / 3 * epochs < most
+
+
+def test_a_worse_model_after_many_epochs_needs_something_else(ended):
+    (line,) = after_training([*losses(4, 3), val(20, 3.4)], ended(100, 1), 30.0, {"5-gram": 3.3})
+    assert line == (
+        "advice: a 5-gram model predicts the text better than this model, which has seen the data "
+        "30 times; try a larger model, a higher optimizer.lr or more text"
+    )
+
+
+def test_a_plan_of_few_tokens_names_no_size(ended):
+    """A model of 100 parameters would learn nothing."""
+    short = plan(steps=5, tokens=2000, epochs=0.1)
+    (_, line) = recommendation(short)
+    assert line == "5 steps are too few to learn from; train longer (raise train.max_steps)"
+    (_, line) = recommendation(short | {"max_steps": None})
+    assert line == "5 steps are too few to learn from; train longer (raise train.max_minutes)"
+    (_, line) = recommendation(plan(tokens=50_000, optimal_tokens=10**9, epochs=0.1))
+    assert line == "the model is large for 50,000 tokens; train longer"
+    (_, line) = recommendation(plan(tokens=50_000, optimal_tokens=10**9, epochs=8.0))
+    assert line == "the model is large for 50,000 tokens; add text"  # not more than 10 epochs
+    (_, line) = recommendation(plan(optimal_tokens=10**9, epochs=0.1))
+    assert "use about 50,000 parameters" in line
+    assert line.endswith("or train longer")
+    (_, many, line) = recommendation(plan(optimal_tokens=10**9, epochs=30.0))
+    assert "memorize" in many
+    assert line.endswith("or add text")
+
+
+def test_a_plan_does_not_doubt_a_size_that_was_chosen():
+    for optimal in (10**9, 10**5):
+        given = plan(optimal_tokens=optimal, epochs=2.0)
+        assert len(recommendation(given)) == 2
+        fits, *rest = recommendation(given | {"size_is_chosen": True})
+        assert fits == "the run fits; no changes needed"
+        assert rest == []

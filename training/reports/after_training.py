@@ -9,6 +9,7 @@ from typing import Any
 from thinker.evaluation.entropy_floor import format_excess
 from thinker.evaluation.text_baselines import NGRAM
 from thinker.training.metrics import format_trained
+from thinker.training.reports.epochs import may_train_longer, most_epochs
 from thinker.training.reports.fit import (
     FAR_FROM_FLOOR,
     advise_on_fit,
@@ -17,6 +18,8 @@ from thinker.training.reports.fit import (
     is_worse_than_ngrams,
 )
 from thinker.training.state.run_state import RunState
+
+LEAST_LONGER = 1.5  # times the training until now, to be worth continuing
 
 
 def describe_result(val: dict[str, Any], state: RunState) -> list[str]:
@@ -83,14 +86,27 @@ def after_training(
         smaller = "" if state.settings.run.init_from else "a smaller model, "
         advice += advise_on_fit(fit, f"{smaller}more text or a higher model.dropout")
     has_advice = bool(advice)
-    if _ended_by_time(state) and _may_improve(validations, has_advice):
-        advice.append(_continue_the_run(state))
+    most = most_epochs(state.settings.model.dropout)
+    longer = 2.0  # times the training until now
+    if epochs > 0:
+        longer = min(longer, most / epochs)
+    if longer >= LEAST_LONGER and _ended_by_time(state) and _may_improve(validations, has_advice):
+        advice.append(_continue_the_run(state, longer))
     if not advice and is_worse_than_ngrams(last, baselines):
-        advice.append(
-            f"a {NGRAM} model predicts the text better than this model; train longer: raise "
-            f"train.{_limit(state)}"
-        )
+        advice.append(_beat_the_ngrams(state, epochs))
     return [f"advice: {line}" for line in advice]
+
+
+def _beat_the_ngrams(state: RunState, epochs: float) -> str:
+    """Say that a 5-gram model is better, and what to do."""
+    better = f"a {NGRAM} model predicts the text better than this model"
+    if may_train_longer(epochs, state.settings.model.dropout):
+        return f"{better}; train longer: raise train.{_limit(state)}"
+    larger = "" if state.settings.run.init_from else "a larger model, "
+    return (
+        f"{better}, which has seen the data {epochs:,.0f} times; try {larger}a higher "
+        f"optimizer.lr or more text"
+    )
 
 
 def _is_above_uniform(loss: float, vocab_size: int) -> bool:
@@ -112,11 +128,12 @@ def _may_improve(validations: list[dict[str, Any]], has_advice: bool) -> bool:
     return loss <= lowest and not has_advice
 
 
-def _continue_the_run(state: RunState) -> str:
-    """Say that the time limit ended the run, and how to continue it."""
+def _continue_the_run(state: RunState, longer: float) -> str:
+    """Say that the time limit ended the run, and how to continue it. longer: how many times as
+    long."""
     train = state.settings.train
     of_steps = f" of {train.max_steps:,}" if train.max_steps else ""
-    minutes = math.ceil(2 * train.max_minutes)
+    minutes = math.ceil(longer * train.max_minutes)
     config = shlex.quote(f"{state.settings.run.dir}/config.yaml")
     command = f"{_command('train')} {config}"
     if "ranks" in state.machine:  # torchrun has options of its own

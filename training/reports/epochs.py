@@ -6,12 +6,18 @@ GOOD_EPOCHS = 4  # nearly as good as new text (Muennighoff et al. 2023, arXiv:23
 MANY_EPOCHS = 10  # without dropout
 MAX_EPOCHS = 24.0  # more make the validation loss rise
 MIN_DROPOUT = 0.1  # with which MAX_EPOCHS still help
+ROOM = 0.9  # of the epochs that help: above, a run is not advised to have more
 FEW_STEPS = 20  # too few to learn from
 
 
 def most_epochs(dropout: float) -> float:
     """The number of epochs beyond which the validation loss of most texts rises."""
     return MAX_EPOCHS if dropout >= MIN_DROPOUT else MANY_EPOCHS
+
+
+def may_train_longer(epochs: float, dropout: float) -> bool:
+    """Whether clearly more epochs than these would help."""
+    return epochs <= ROOM * most_epochs(dropout)
 
 
 def too_many_epochs(epochs: float, steps_per_epoch: float, at_most: str = "") -> str:

@@ -3,8 +3,9 @@
 import math
 from typing import Any
 
+from thinker.training.reports.epochs import most_epochs
 from thinker.training.reports.fit import NOT_IMPROVING, OVERFITTED, Fit
-from thinker.training.reports.scaling_law import count_parameters, predict_loss_changes
+from thinker.training.reports.scaling_law import FACTOR, count_parameters, predict_loss_changes
 from thinker.training.state.run_state import RunState
 
 
@@ -32,8 +33,10 @@ def describe_estimates(val: dict[str, Any], fit: Fit, state: RunState) -> str | 
         return None
     estimates = [(changes.text, "text")]
     if fit.verdict != OVERFITTED:  # otherwise, more steps or parameters overfit more
-        time = "steps" if settings.train.max_minutes is None else "minutes"
-        estimates += [(changes.time, time), (changes.parameters, "parameters")]
+        estimates.append((changes.parameters, "parameters"))
+        if FACTOR * fit.epochs <= most_epochs(settings.model.dropout):
+            time = "steps" if settings.train.max_minutes is None else "minutes"
+            estimates.append((changes.time, time))
     (first, name), *others = sorted(estimates, reverse=True)
     text = f"estimate: twice the {name} would lower the loss {_by_about(first)}"
     for change, name in others:

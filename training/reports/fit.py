@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinker.evaluation.text_baselines import NGRAM
-from thinker.training.reports.epochs import GOOD_EPOCHS, format_epochs
+from thinker.training.reports.epochs import GOOD_EPOCHS, format_epochs, may_train_longer
 from thinker.training.state.run_state import RunState
 
 OVERFITTING = 0.02  # relative rise of the validation loss above its lowest value
@@ -46,7 +46,7 @@ def assess_fit(
 
     baselines: from evaluation.text_baselines. A model that is worse than a 5-gram model is not well
     fitted
-        unless its loss has risen.
+        unless its loss has risen. Nor is a run underfitted that already has as many epochs as help.
     """
     train = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
     if not train:
@@ -65,7 +65,8 @@ def assess_fit(
         verdict = OVERFITTED
     elif loss <= best["val_loss"] and not _is_near_floor(last):
         is_close = loss < train_loss * (1 + SMALL_GAP)
-        if is_close or is_worse_than_ngrams(last, baselines):
+        has_room = may_train_longer(epochs, state.settings.model.dropout)
+        if has_room and (is_close or is_worse_than_ngrams(last, baselines)):
             verdict = UNDERFITTED
     return Fit(verdict, epochs, train_loss, loss, best)
 

@@ -25,7 +25,7 @@ from thinker.training.data.training_batches import open_loader
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter, peak_flops, planned_flops_per_token
 from thinker.training.objective import Objective, build_objective, next_token_loss
-from thinker.training.reports.plan_table import recommendation
+from thinker.training.reports.plan_table import OPTIMAL_TOKENS, recommendation
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
 from thinker.training.settings.resolve import resolve_open_keys, resolve_precision, resolve_settings
@@ -33,7 +33,6 @@ from thinker.training.settings.settings import Settings
 from thinker.training.step import TrainingStep, build_model
 
 SAMPLED_SEQUENCES = 1000  # to estimate the number of targets per sequence
-OPTIMAL_TOKENS = 20  # per parameter (Hoffmann et al. 2022, arXiv:2203.15556, table 3)
 
 
 def time_steps(
@@ -74,7 +73,9 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     configure_backend(device)
     precision = resolve_precision(config, device)
     reads_corpus = config.model.vocab_size is None
+    given = config.model.model_fields_set
     config = resolve_open_keys(config, device, precision)
+    size_is_chosen = "d_model" in config.model.model_fields_set - given
     config, _, tokenizer = load_initial_model(config)
     if measure:
         check_run_fits(config, device)
@@ -95,6 +96,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     if loader is not None:  # padding and prompts have no loss
         tokens_per_step = train.batch_size * _targets_per_sequence(loader, train.max_steps)
     plan["tokens_per_step"] = round(tokens_per_step)
+    plan["size_is_chosen"] = size_is_chosen
     plan["optimal_tokens"] = None
     if not config.run.init_from:  # otherwise it is trained already
         plan["optimal_tokens"] = OPTIMAL_TOKENS * plan["parameters"]

@@ -4,8 +4,10 @@ from typing import Any
 
 from thinker.runtime.memory import format_bytes
 from thinker.training.metrics import format_trained
-from thinker.training.reports.epochs import format_epochs, most_epochs, too_many_epochs
+from thinker.training.reports.epochs import FEW_STEPS, format_epochs, most_epochs, too_many_epochs
 
+OPTIMAL_TOKENS = 20  # per parameter (Hoffmann et al. 2022, arXiv:2203.15556, table 3)
+LEAST_PARAMETERS = 10_000  # smaller models learn nothing
 SMALL_SHARE, LARGE_SHARE = 0.01, 5.0  # of the compute-optimal number of tokens
 
 
@@ -17,12 +19,10 @@ def recommendation(plan: dict[str, Any]) -> list[str]:
     if epochs > most:
         changes.append(too_many_epochs(epochs, plan["steps"] / epochs))
     share = _share_of_optimum(plan)
+    if plan.get("size_is_chosen"):  # by model.size
+        share = None
     if share is not None and share < SMALL_SHARE:
-        changes.append(
-            f"the model is large for {plan['tokens']:,} tokens; use about "
-            f"{_best_size(plan)} parameters (lower model.d_model or model.n_layers), or train "
-            f"longer"
-        )
+        changes.append(_too_large(plan, 2 * epochs <= most))
     elif share is not None and share > LARGE_SHARE and epochs <= most:
         changes.append(
             f"a model of about {_best_size(plan)} parameters would learn more from these tokens "
@@ -49,6 +49,21 @@ def recommendation(plan: dict[str, Any]) -> list[str]:
     return [fits, *changes]
 
 
+def _too_large(plan: dict[str, Any], may_train_longer: bool) -> str:
+    """What to do about too few tokens for a model."""
+    steps = plan["steps"]
+    if steps < FEW_STEPS and may_train_longer:
+        limit = "max_steps" if plan.get("max_steps", steps) is not None else "max_minutes"
+        plural = "s are" if steps != 1 else " is"
+        return f"{steps} step{plural} too few to learn from; train longer (raise train.{limit})"
+    text = f"the model is large for {plan['tokens']:,} tokens; "
+    more = "train longer" if may_train_longer else "add text"
+    if plan["tokens"] < OPTIMAL_TOKENS * LEAST_PARAMETERS:
+        return text + more
+    size = _best_size(plan)
+    return f"{text}use about {size} parameters (lower model.d_model or model.n_layers), or {more}"
+
+
 def _share_of_optimum(plan: dict[str, Any]) -> float | None:
     """The tokens of a plan as a share of the compute-optimal number; None if that is unknown."""
     if not plan["optimal_tokens"] or "tokens" not in plan:
@@ -58,7 +73,7 @@ def _share_of_optimum(plan: dict[str, Any]) -> float | None:
 
 def _best_size(plan: dict[str, Any]) -> str:
     """The number of parameters for which the tokens of a plan are compute-optimal."""
-    rounded = float(f"{plan['tokens'] / 20:.1g}")
+    rounded = float(f"{plan['tokens'] / OPTIMAL_TOKENS:.1g}")
     return f"{rounded:,.0f}"
 
 

@@ -1,6 +1,7 @@
 """model.size=auto: what it chooses, that a config may overrule it, and that a resumed run keeps
 it."""
 
+import json
 import math
 
 import pytest
@@ -142,3 +143,36 @@ def test_a_plan_chooses_as_training_does(text_file, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "24 epochs expected; ends before 10 minutes" in done.stderr
     assert "parameters" in done.stdout
+
+
+@pytest.mark.parametrize("dropout", [None, 0.0])
+@pytest.mark.parametrize("words", ["the same words again and again ", "日本語の文章です。"])
+def test_the_expected_epochs_are_those_of_the_text(tmp_path, words, dropout):
+    """However many tokens it has: no start advises against what the rule has chosen."""
+    lines = [f"{words}{i * 7919 % 10007}" for i in range(6000)]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    keys = [f"data.cache_dir={tmp_path}", "train.device=cpu", "train.compile=false"]
+    most = 24.0
+    if dropout is not None:
+        keys.append(f"model.dropout={dropout}")
+        most = 10.0
+    options = [CONFIG, f"data.path={tmp_path / 'a.txt'}", "train.max_minutes=600", *keys]
+    done = run_script("scripts/plan.py", *options, "--no-steps", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert f"{most:.0f} epochs expected; ends before 600 minutes" in done.stderr
+    assert 0.98 * most < plan["epochs"] <= most
+    assert plan["recommendation"] == ["the run fits; no changes needed"]
+
+
+def test_a_run_that_the_rule_ends_is_not_advised_against_it(text_file, tmp_path):
+    keys = ["train.max_minutes=600", f"data.cache_dir={tmp_path}", "train.eval_every=null",
+            "train.compile=false", "train.device=cpu", "train.sample_every=null"]  # fmt: skip
+    done = run_script(
+        "train.py", CONFIG, f"data.path={text_file}", f"run.dir={tmp_path / 'run'}", *keys
+    )
+    assert done.returncode == 0, done.stderr
+    assert "24 epochs expected; ends before 600 minutes" in done.stderr
+    printed = done.stdout + done.stderr
+    for words in ("memorize it", "train longer", "underfitted", "twice the minutes"):
+        assert words not in printed
