@@ -13,6 +13,7 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.generation.streaming import TextStreamer
 from thinker.serving.protocol import TOKEN_PREFIX, ChatRequest, CompletionRequest
+from thinker.serving.tool_calls import Delta, ForcedCall, FreeCalls, join
 
 ScoredToken = tuple[int, "float | None", dict[int, float]]  # as SampledToken, or without a score
 
@@ -39,6 +40,9 @@ class Choice:
         self.is_echo = not self.is_chat and body.echo
         self.is_prompt_only = not self.is_chat and body.max_tokens == 0
         self._prompt = prompt
+        self._calls: ForcedCall | FreeCalls | None = None  # what finds calls of tools
+        if isinstance(body, ChatRequest) and body.callable_tools:
+            self._calls = _call_reader(body)
         self._streamer = TextStreamer(self.tokenizer, sequence.params.stop, sequence.drops_space)
         self._has_begun = False
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -67,10 +71,33 @@ class Choice:
         self, text: str, sampled: list[SampledToken], finish_reason: str | None
     ) -> Iterator[dict[str, Any]]:
         for part, token in self._split(text, sampled):
-            if self._says_something(part, token):
-                yield self._choice({"delta": {"content": part}}, token, None)
+            deltas = self._deltas(part)
+            if not deltas and self._says_something("", token):
+                deltas = [{"content": ""}]
+            for delta in deltas:
+                yield self._choice({"delta": delta}, token, None)
+                token = []
         if finish_reason:
-            yield self._choice({"delta": {}}, [], finish_reason)
+            for delta in self._last_deltas():
+                yield self._choice({"delta": delta}, [], None)
+            yield self._choice({"delta": {}}, [], self._chat_reason(finish_reason))
+
+    def _deltas(self, text: str) -> list[Delta]:
+        """What new text adds to the message of a chat."""
+        if self._calls is not None:
+            return list(self._calls.feed(text))
+        return [{"content": text}] if text else []
+
+    def _last_deltas(self) -> list[Delta]:
+        """What the end of the text adds to the message of a chat."""
+        if self._calls is None:
+            return []
+        return list(self._calls.finish(self.sequence.completion.constraint_met is True))
+
+    def _chat_reason(self, reason: str) -> str:
+        """Why an answer ended: a model stops to call a tool."""
+        has_calls = self._calls is not None and self._calls.n_calls > 0
+        return "tool_calls" if has_calls and reason == "stop" else reason
 
     def _text_pieces(
         self, text: str, sampled: list[SampledToken], finish_reason: str | None
@@ -123,8 +150,10 @@ class Choice:
             return self._echo("length")
         completion = self.sequence.completion
         if self.is_chat:
-            message = {"role": "assistant", "content": completion.text, "refusal": None}
-            choice = self._choice({"message": message}, sampled, completion.finish_reason)
+            deltas = [*self._deltas(completion.text), *self._last_deltas()]
+            message = {"role": "assistant", "refusal": None, **join(deltas)}
+            reason = self._chat_reason(completion.finish_reason)
+            choice = self._choice({"message": message}, sampled, reason)
             self._add_prompt(choice)
             return choice
         if not self.is_echo:
@@ -231,6 +260,13 @@ class Choice:
         if not data:  # a special token
             data = None
         return {"token": self._name(token), "logprob": logprob, "bytes": data}
+
+
+def _call_reader(body: ChatRequest) -> ForcedCall | FreeCalls:
+    if body.must_call:
+        return ForcedCall()
+    max_calls = None if body.parallel_tool_calls else 1
+    return FreeCalls(list(body.callable_tools), max_calls)
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:

@@ -359,7 +359,7 @@ class Answer(Response):
     def _failure(self, error: UserError | RunError) -> ApiError:
         """The error for a text that failed while it grew."""
         if isinstance(error, UserError):  # such as a schema that is too complex
-            return refusal(error, type(self._body))
+            return refusal(error, self._body)
         return ApiError(500, str(error))
 
     async def _send_events(self, send: Send) -> None:

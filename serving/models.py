@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinker.data.chat import chat
 from thinker.generation.engine import Generator
 from thinker.generation.prompt_scores import PromptScores
 from thinker.generation.sampling_params import SamplingParams, check_text
@@ -15,6 +14,7 @@ from thinker.generation.sequence import Completion
 from thinker.runtime.errors import UserError
 from thinker.serving.answers import Choice, Prompt
 from thinker.serving.api_errors import ApiError
+from thinker.serving.chat_prompts import encode_chat
 from thinker.serving.engine_thread import EngineThread
 from thinker.serving.protocol import ChatRequest, CompletionRequest, invalid, refusal
 
@@ -106,7 +106,7 @@ class ServedModel:
                     params = body.sampling_params(n_new, seed + index, body.n_top)
                     choices.append(self._new_choice(index, body, prompt, params))
         except UserError as error:
-            raise refusal(error, type(body)) from None
+            raise refusal(error, body) from None
         return choices
 
     def _new_choice(
@@ -162,11 +162,7 @@ class ServedModel:
         if tokenizer.chat_template is None:
             reason = "has no chat template: it was not trained on chats; use /v1/completions"
             raise ApiError(400, f"the model {self.name} {reason}", "model")
-        messages = [message.for_template() for message in body.messages]
-        try:
-            tokens = chat.encode_prompt(tokenizer, messages)
-        except UserError as error:  # of the chat template
-            raise ApiError(400, str(error), "messages") from None
+        tokens = encode_chat(tokenizer, body)
         self._check_length(tokens, "messages")
         return tokens
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from thinker.generation.sampling_params import SamplingParams
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.serving.api_errors import ApiError
+from thinker.serving.tool_calls import call_or_answer_schema, call_schema
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -126,6 +127,11 @@ class Sampling(Labels):
         """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def schema_field(self) -> str:
+        """The field with the schema of the answer."""
+        return "response_format"
+
     def check(self) -> None:
         """Raise ApiError if fields contradict each other."""
         if self.stream_options is not None and not self.stream:
@@ -154,7 +160,7 @@ class Sampling(Labels):
                 json_schema=json_schema,
             )
         except UserError as error:
-            raise refusal(error, type(self)) from None
+            raise refusal(error, self) from None
 
     def _stop_strings(self) -> tuple[str, ...]:
         """The strings that end a text. Raises ApiError."""
@@ -243,26 +249,88 @@ class TextPart(Fields):
     text: str
 
 
+class CalledFunction(Fields):
+    """What an earlier answer called."""
+
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCall(Fields):
+    """A call in an earlier answer."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of a chunk that a client sends back
+
+
 class ChatMessage(Fields):
     """A message. The chat template decides which roles it knows."""
 
     role: str
-    content: str | Items[TextPart]
+    content: str | Items[TextPart] | None = None
     name: str | None = None  # of the speaker, for the template
+    tool_calls: Items[ToolCall] | None = None
+    tool_call_id: str | None = None  # of a tool's result: the call that it answers
+
+    @model_validator(mode="after")
+    def _has_content(self) -> ChatMessage:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs a content")
+        return self
 
     @property
     def text(self) -> str:
         """The content as one string."""
+        if self.content is None:
+            return ""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it."""
-        message = {"role": self.role, "content": self.text}
-        if self.name is not None:
-            message["name"] = self.name
-        return message
+
+class Function(Fields):
+    """What a tool does, and the JSON schema of its arguments."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # forced calls follow the schema anyway, others never have to
+
+
+class Tool(Fields):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Fields):
+    """The name of a tool."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """A tool that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ToolSelection(Fields):
+    """Some of the tools, and whether one of them has to be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Items[NamedTool]
+
+
+class AllowedTools(Fields):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSelection
 
 
 class ChatRequest(Sampling):
@@ -280,7 +348,20 @@ class ChatRequest(Sampling):
         None, description='"none": the template decides whether the model thinks'
     )
     verbosity: Literal["medium"] | None = Field(None, description='"medium", the default')
+    tools: Items[Tool] | None = Field(
+        None,
+        description='a list of {"type": "function", "function": {"name": "letters", '
+        '"parameters": {...}}}',
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = Field(
+        None,
+        description='"none", "auto", "required" or '
+        '{"type": "function", "function": {"name": "the name of a tool"}}',
+    )
     parallel_tool_calls: bool = Field(True, description="true or false")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="an object of variables for the chat template"
+    )
     prediction: dict[str, Any] | None = Field(  # a hint for speed
         None, description='an object such as {"type": "content", "content": "..."}'
     )
@@ -301,6 +382,82 @@ class ChatRequest(Sampling):
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             message = "max_tokens and max_completion_tokens mean the same; use one"
             raise ApiError(400, message, "max_tokens")
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        for tool in self.tools or ():
+            if names.count(tool.function.name) > 1:
+                raise ApiError(400, f"two tools have the name {tool.function.name!r}", "tools")
+            kind = _parameters(tool).get("type", "object")
+            if kind != "object":
+                message = f"the parameters of {tool.function.name} have the type {kind!r}"
+                raise ApiError(400, f'{message}; use "object"', "tools")
+        named = self._named_tools
+        if named is None:
+            named = names
+        for name in named:
+            if name not in names:
+                hint = did_you_mean(name, names)
+                raise ApiError(400, f"tool_choice names {name!r}, no tool{hint}", "tool_choice")
+        if self.must_call and not named:
+            raise ApiError(
+                400, "tool_choice asks for a call, but there are no tools", "tool_choice"
+            )
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call of a tool."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool)
+
+    @property
+    def _named_tools(self) -> list[str] | None:
+        """The names of the tools in tool_choice; None: all tools."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return [choice.function.name]
+        if isinstance(choice, AllowedTools):
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        return None
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the model reads about."""
+        if self.tools is None or self.tool_choice == "none":
+            return []
+        return self.tools
+
+    @property
+    def callable_tools(self) -> dict[str, dict[str, Any]]:
+        """The tools that the answer may call: the schema of their arguments, by name."""
+        names = self._named_tools
+        schemas = {}
+        for tool in self.shown_tools:
+            if names is None or tool.function.name in names:
+                schemas[tool.function.name] = _parameters(tool)
+        return schemas
+
+    def _json_schema(self) -> dict[str, Any] | bool | None:
+        """As Sampling._json_schema(), or the schema of a call."""
+        answer = super()._json_schema()
+        tools = self.callable_tools
+        if not tools:
+            return answer
+        if self.must_call:
+            return call_schema(tools)
+        if answer is None:
+            return None
+        if answer is True:
+            answer = {"type": "object"}
+        return call_or_answer_schema(tools, answer)
+
+    @property
+    def schema_field(self) -> str:
+        """As Sampling.schema_field."""
+        return "tools" if self.callable_tools and self.must_call else "response_format"
 
     @property
     def n_top(self) -> int:
@@ -311,6 +468,16 @@ class ChatRequest(Sampling):
     def has_logprobs(self) -> bool:
         """Whether the response has log-probabilities."""
         return self.logprobs
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object."""
+    parameters = tool.function.parameters
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if not parameters.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf"}:
+        return {"type": "object", **parameters}
+    return parameters
 
 
 class InspectRequest(Fields):
@@ -362,15 +529,16 @@ def invalid(name: str, value: object, kind: type[Fields]) -> ApiError:
     return ApiError(400, f"{name} is {shown}; use {kind.model_fields[name].description}", name)
 
 
-def refusal(error: UserError, kind: type[Fields]) -> ApiError:
+def refusal(error: UserError, body: Sampling) -> ApiError:
     """The error for what a Generator refuses. Its messages begin with the parameter at fault."""
     message = str(error)
-    prompt = "messages" if "messages" in kind.model_fields else "prompt"
+    fields = type(body).model_fields
+    prompt = "messages" if "messages" in fields else "prompt"
     if message.startswith("the prompt"):
         return ApiError(400, message, prompt)
     if message.startswith("json_schema"):
-        return ApiError(400, message, "response_format")
+        return ApiError(400, message, body.schema_field)
     name = message.split()[0]
-    if name not in kind.model_fields:
+    if name not in fields:
         name = None
     return ApiError(400, message, name)

@@ -11,7 +11,7 @@ import fork_server
 import pytest
 import torch
 from hypothesis import settings
-from server_process import chat_run, served_run, server, start_server  # noqa: F401 - fixtures
+from server_process import chat_run, served_run, server, start_server, tool_server  # noqa: F401 - fixtures
 
 from thinker.model import Thinker, ThinkerConfig
 
@@ -108,9 +108,11 @@ MORE = (
     "interpretability/test_html_report_variants.py",
     "lessons",
     "serving/test_langchain.py",
+    "serving/test_lm_eval.py",
     "serving/test_playground.py",
     "serving/test_playground_access.py",
     "serving/test_playground_chat.py",
+    "serving/test_pydantic_ai.py",
     "test_docs.py",
     "test_fake_cuda.py",
     "training/test_training_options.py",

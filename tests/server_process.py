@@ -127,6 +127,17 @@ def server(served_run, chat_run):
         server.stop()
 
 
+@pytest.fixture(scope="session")
+def tool_server(tmp_path_factory):
+    """A server with the models of tests/tool_models.py, "knows" and "plain"."""
+    from tool_models import write_models
+
+    paths = write_models(tmp_path_factory.mktemp("tools"))
+    with ServerProcess(*paths, forked=False) as server:
+        yield server
+        server.stop()
+
+
 @pytest.fixture
 def start_server():
     """Start a server of the test's own."""

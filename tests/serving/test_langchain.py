@@ -3,8 +3,10 @@
 import pytest
 from installed import needs
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
+from tool_models import ASKED, BRIEF, WEATHER
 
 from thinker.data.chat import chat
 from thinker.generation import Generator, SamplingParams
@@ -111,3 +113,55 @@ def test_completions(text_model, served_run):
     ]  # one request
     usage = text_model.generate(["Line 3"]).llm_output["token_usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+@needs("structured_output")
+def test_default_structured_output(options):
+    """Of the class for OpenAI: a JSON schema. `function_calling`: a tool that has to be called."""
+    model = ChatOpenAI(model="chat", max_tokens=150, **options)
+    assert isinstance(model.with_structured_output(Cat).invoke("Hi 3"), Cat)
+
+
+@pytest.fixture
+def tool_model(tool_server):
+    def make(name, **more):
+        settings = {"base_url": f"{tool_server.url}/v1", "api_key": "none", "max_retries": 0}
+        return ChatOpenAI(model=name, temperature=0, max_tokens=300, **settings | more)
+
+    return make
+
+
+@tool
+def weather(city: str) -> str:
+    """The weather."""
+    return "sunny"
+
+
+@pytest.mark.parametrize("name", ["knows", "plain"])
+def test_a_tool_is_called_and_its_result_is_read(tool_model, name):
+    model = tool_model(name)
+    bound = model.bind_tools([WEATHER])
+    called = bound.invoke(ASKED[0]["content"])
+    assert called.response_metadata["finish_reason"] == "tool_calls"
+    [call] = called.tool_calls
+    assert (call["name"], call["args"]) == ("weather", {"city": "Rome"})
+    result = weather.invoke(call)
+    messages = [HumanMessage(ASKED[0]["content"]), called, result]
+    assert bound.invoke(messages).content == "It is sunny."
+    pieces = list(bound.stream(ASKED[0]["content"]))
+    streamed = sum(pieces[1:], pieces[0])
+    assert [(one["name"], one["args"]) for one in streamed.tool_calls] == [
+        ("weather", {"city": "Rome"})
+    ]
+    assert streamed.content == called.content
+
+
+@needs("structured_output")
+@pytest.mark.parametrize("name", ["knows", "plain"])
+def test_a_class_as_a_tool(tool_model, name):
+    model = tool_model(name, logit_bias=BRIEF)
+    got = model.with_structured_output(Cat, method="function_calling").invoke("Hi")
+    assert isinstance(got, Cat)
+    bound = model.bind_tools([Cat, weather], tool_choice="any", parallel_tool_calls=False)
+    [call] = bound.invoke("Hi").tool_calls
+    assert call["name"] in ("Cat", "weather")
