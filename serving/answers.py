@@ -209,8 +209,8 @@ class Choice:
         logprobs = scores.logprobs[n_added:]
         logprobs[:1] = [None] * len(logprobs[:1])
         # Offsets count from the end of the text, because some tokenizers add a space before it.
-        decoded = self.tokenizer.decode(tokens)
-        self._offset = len(self._prompt.text) - len(decoded)
+        written = b"".join(map(self.tokenizer.token_bytes, tokens)).decode(errors="replace")
+        self._offset = len(self._prompt.text) - len(written)
         lists = self._text_logprobs(list(zip(tokens, logprobs, scores.top_logprobs[n_added:])))
         # The answer is decoded on its own.
         self._offset = len(self._prompt.text)
