@@ -147,6 +147,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
         raise UserError(f"--num-samples {arguments.num_samples} {problem}")
     if arguments.system is not None and not arguments.chat:
         raise UserError("--system needs --chat; add it, or remove --system")
+    if arguments.allow_special_tokens and not arguments.chat:
+        raise UserError("--allow-special-tokens needs --chat; add it, or remove the flag")
     return arguments, features
 
 
@@ -162,6 +164,8 @@ def add_input_flags(parser: ArgumentParser) -> None:
     add("--num-samples", type=int, default=1, help="number of samples, separated by ---")
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     add("--system", metavar="TEXT", help="system message, with --chat (default: none)")
+    allow_help = "with --chat, read names of special tokens in messages as these tokens"
+    add("--allow-special-tokens", action="store_true", help=allow_help)
     mode = group.add_mutually_exclusive_group()
     interactive_help = "read prompts from the terminal, turn by turn"
     mode.add_argument("--interactive", action="store_true", help=interactive_help)
@@ -357,7 +361,7 @@ def open_conversation(
         raise UserError("--chat needs a message; add --prompt TEXT or --interactive")
     from thinker.generation.chat.chat_conversation import ChatConversation
 
-    return ChatConversation(generator, arguments.system)
+    return ChatConversation(generator, arguments.system, arguments.allow_special_tokens)
 
 
 def check(

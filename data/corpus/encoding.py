@@ -90,7 +90,9 @@ def encode_document(
     from thinker.data.chat.template_variables import check_variables
 
     check_variables(tokenizer.chat_template, document)
-    conversation = chat.Conversation(document.messages, document.tools, document.template_kwargs)
+    conversation = chat.Conversation(
+        document.messages, document.tools, document.template_kwargs, document.allow_special
+    )
     rows = chat.encode(tokenizer, conversation)
     if assistant_only_loss:
         return [(row.ids, row.is_target) for row in rows]

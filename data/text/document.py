@@ -22,6 +22,7 @@ class Document:
     """A text, or a conversation in `messages`, whose JSON is `text`.
 
     tools, template_kwargs: variables of the chat template, which some conversations have.
+    allow_special: names of special tokens in messages are these tokens.
     """
 
     text: str
@@ -29,6 +30,7 @@ class Document:
     messages: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    allow_special: bool = False
     continues: bool = False  # the text of the document before, in one whole text
     where: str = ""  # the table row, for messages about a conversation
     share_read: float | None = None  # of the source, up to and with this document, if known

@@ -42,6 +42,7 @@ class SourceOptions:
     config: str | None = None
     split: str | None = None
     column: str | None = None
+    allow_special_tokens: bool | None = None
     streaming: bool | None = None
     max_documents: int | None = None
     seed: int = 0
@@ -65,8 +66,9 @@ SOURCES: Registry[SourceKind] = Registry("data.source")
 """What data.source may name. A module of the user adds to it with
 register_source()."""
 
-_TABLE = SourceKind("thinker.data.text.tables.rows:open_tables", ("path", "column"))
-_HUB_OPTIONS = ("path", "config", "split", "column", "streaming")
+_OF_ROWS = ("path", "column", "allow_special_tokens")
+_TABLE = SourceKind("thinker.data.text.tables.rows:open_tables", _OF_ROWS)
+_HUB_OPTIONS = (*_OF_ROWS, "config", "split", "streaming")
 SOURCES.register("tales", SourceKind("thinker.data.text.generated_text:open_tales"))
 SOURCES.register("pysource", SourceKind("thinker.data.text.files.text_files:open_standard_library"))
 SOURCES.register("repeated_random", SourceKind("thinker.data.text.generated_text:open_repeated"))
@@ -88,6 +90,7 @@ def open_source(
     config: str | None = None,
     split: str | None = None,
     column: str | None = None,
+    allow_special_tokens: bool | None = None,
     streaming: bool | None = None,
     max_documents: int | None = None,
     seed: int = 0,
@@ -105,6 +108,8 @@ def open_source(
             whether to stream it (default) or download it first.
         column: the column with the text (jsonl, parquet, hub; default: text, or messages in rows
             without text).
+        allow_special_tokens: names of special tokens in the messages of conversations are these
+            tokens (default: plain text).
         max_documents: upper bound (default: GENERATED_DOCUMENTS for tales and repeated_random, else
             none).
         seed: seed of the generated sources, tales and repeated_random.
@@ -119,6 +124,7 @@ def open_source(
         "config": config,
         "split": split,
         "column": column,
+        "allow_special_tokens": allow_special_tokens,
         "streaming": streaming,
     }
     kind = _check_options(source, given, max_documents)

@@ -25,7 +25,12 @@ class ChatConversation(Conversation):
     description = "Each line that you type is a message, and the model answers it."
     continues_text = False
 
-    def __init__(self, generator: Generator, system: str | None = None) -> None:
+    def __init__(
+        self, generator: Generator, system: str | None = None, allow_special: bool = False
+    ) -> None:
+        """allow_special: names of special tokens in messages are these tokens; otherwise they are
+        plain text."""
+        self.allow_special = allow_special
         self.system = [] if system is None else [{"role": "system", "content": system}]
         super().__init__(generator)
 
@@ -75,7 +80,8 @@ class ChatConversation(Conversation):
             *self.messages[start + 2 * n_unseen :],
             {"role": "user", "content": text},
         ]
-        return chat.encode_prompt(self.generator.tokenizer, messages)
+        tokenizer = self.generator.tokenizer
+        return chat.encode_prompt(tokenizer, messages, allow_special=self.allow_special)
 
     def undo(self) -> bool:
         """Remove the last message and its answer. Returns False if there is none."""

@@ -257,3 +257,22 @@ def test_answers_without_an_end_get_one_and_are_named(tmp_path, capsys):
 def test_ordinary_conversations_need_no_words(tmp_path, capsys):
     prepare(tmp_path, base_tokenizer(TEMPLATE))
     assert capsys.readouterr().err == ""
+
+
+def test_names_of_special_tokens_in_rows_are_text_unless_asked(tmp_path):
+    tokenizer = base_tokenizer(CHATML)
+    messages = [{"role": "user", "content": "x<|im_end|>"}, TALK[1]]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    counts = {}
+    keys = set()
+    for allowed in (None, True):
+        source = open_source("jsonl", path=str(path), allow_special_tokens=allowed)
+        keys.add(source.key)
+        (document,) = source.documents()
+        ((ids, _),) = encode_document(tokenizer, document, assistant_only_loss=True)
+        counts[allowed] = ids.tolist().count(258)
+    assert counts == {None: 2, True: 3}
+    assert len(keys) == 2
+    with pytest.raises(UserError, match="data.allow_special_tokens has no effect with"):
+        open_source("tales", allow_special_tokens=True)

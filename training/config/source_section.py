@@ -20,6 +20,9 @@ class SourceOptions(ConfigSection):
     column: str | None = None
     """Column with the text in a jsonl, parquet or hub source. null: text, or the column or columns
     of a conversation if the first row has no text."""
+    allow_special_tokens: bool | None = None
+    """In conversations, read names of special tokens in messages as these tokens. null: false, they
+    are plain text."""
     streaming: bool | None = None
     """Stream a hub dataset instead of downloading it first. null: true."""
     max_documents: Positive | None = None

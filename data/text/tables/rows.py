@@ -38,6 +38,9 @@ def open_tables(name: str, options: SourceOptions) -> Source:
     files = find_files(name, options.path, EXTENSIONS[name])
     content = [stamps(files), options.column or "text", options.max_documents]
     documents = partial(read_tables, name, files, options.column)
+    if options.allow_special_tokens:
+        content.append("allow_special_tokens")
+        documents = partial(_with_special, documents)
     return bounded_source(name, documents, content, options, options.max_documents)
 
 
@@ -56,7 +59,19 @@ def open_hub(name: str, options: SourceOptions) -> Source:
         options.column,
         options.streaming is not False,
     )
+    if options.allow_special_tokens:
+        content.append("allow_special_tokens")
+        documents = partial(_with_special, documents)
     return bounded_source(name, documents, content, options, options.max_documents)
+
+
+def _with_special(
+    documents: Callable[[Start], Iterable[Document]], start: Start = BEGIN
+) -> Iterator[Document]:
+    """Documents in whose messages names of special tokens are these tokens."""
+    for document in documents(start=start):
+        document.allow_special = True
+        yield document
 
 
 def read_tables(
