@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers as tokenizers_library
 import torch
 from chat_templates import TEMPLATES, TOKENIZERS
+from tokenizers import pre_tokenizers
 
 from thinker.data.batches.windows import PackedDataset
 from thinker.data.chat import chat
@@ -14,12 +16,15 @@ from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.tokenizers import tokenizer_conversion
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.chat.chat_conversation import ChatConversation
+from thinker.interop.gguf import SPLITS, write_gguf
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.serving.models import ServedModel
 from thinker.serving.protocol import ChatRequest
 
 transformers = pytest.importorskip("transformers")
+gguf = pytest.importorskip("gguf")
+render_jinja_template = transformers.utils.chat_template_utils.render_jinja_template
 
 QUESTION = {"role": "user", "content": "Who is Ruth?"}
 ANSWER = {"role": "assistant", "content": "A brave girl."}
@@ -305,3 +310,66 @@ def test_an_answer_that_is_said_again_has_the_tokens_that_were_learned(template,
     again = chat.encode_prompt(tokenizer, said)
     assert again == chat.encode_prompt(tokenizer, messages[:3])
     assert again[: len(asked) + len(answer)] == asked + answer
+
+
+def gguf_context(path, messages, tools):
+    """The tokens of a prompt as llama.cpp makes them from what the file says.
+
+    It renders the template, adds the BOS token if the file says so and the text does not begin with
+    it, and splits the text at special tokens.
+    """
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+    tokens = fields["tokenizer.ggml.tokens"]
+    bos_id = fields["tokenizer.ggml.bos_token_id"]
+    eos_id = fields["tokenizer.ggml.eos_token_id"]
+    (text,), _ = render_jinja_template(
+        [messages],
+        tools=tools,
+        chat_template=fields["tokenizer.chat_template"],
+        add_generation_prompt=True,
+        bos_token=tokens[bos_id],
+        eos_token=tokens[eos_id],
+    )
+    vocab = {token: number for number, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    merges = [pair for pair in merges if "".join(pair) in vocab]
+    library = tokenizers_library.Tokenizer(
+        tokenizers_library.models.BPE(vocab, merges, ignore_merges=True)
+    )
+    split = tokenizers_library.Regex(SPLIT_OF[fields["tokenizer.ggml.pre"]])
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(split, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    control = gguf.TokenType.CONTROL
+    kinds = fields["tokenizer.ggml.token_type"]
+    library.add_special_tokens([token for token, kind in zip(tokens, kinds) if kind == control])
+    ids = library.encode(text, add_special_tokens=False).ids
+    if fields["tokenizer.ggml.add_bos_token"] and ids[:1] != [bos_id]:
+        ids = [bos_id, *ids]
+    return ids, fields
+
+
+# The regular expressions that llama.cpp has by these names.
+SPLIT_OF = {pre: pattern for pattern, pre in SPLITS.items()}
+SPLIT_OF.setdefault("gpt-2", tokenizer_conversion.GPT2)
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe", "imported-bpe"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_gguf_file_asks_alike_and_ends_alike(template, kind, tokenizers, tmp_path):
+    tokenizer, _ = tokenizers[template, kind]
+    path = tmp_path / "model.gguf"
+    write_gguf(tiny_model(tokenizer), tokenizer, path, "f32")
+    for name in ("three turns", "spaces", "tools"):
+        if not fits(name, TEMPLATES[template]):
+            continue
+        tools = [WEATHER] if name == "tools" else None
+        messages = CONVERSATIONS[name]
+        for number in range(1, len(messages), 2):
+            ids, fields = gguf_context(path, messages[:number], tools)
+            assert ids == chat.encode_prompt(tokenizer, messages[:number], tools=tools)
+    ends = {fields[key] for key in fields if key.endswith(("eos_token_id", "eot_token_id"))}
+    assert ends == set(tokenizer.eos_ids)

@@ -5,14 +5,20 @@ import json
 
 import numpy as np
 import pytest
+from metaspace_tokenizer import metaspace_tokenizer
 
 from thinker.data.batches.windows import PackedDataset
 from thinker.data.chat import chat
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.corpus.encoding import encode_document
+from thinker.data.text.files import text_files
 from thinker.data.text.sources import open_source
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.generation import Generator, SamplingParams
+from thinker.generation.chat.conversation import Conversation
+from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
@@ -276,3 +282,36 @@ def test_names_of_special_tokens_in_rows_are_text_unless_asked(tmp_path):
     assert len(keys) == 2
     with pytest.raises(UserError, match="data.allow_special_tokens has no effect with"):
         open_source("tales", allow_special_tokens=True)
+
+
+@pytest.mark.parametrize("scheme", ["always", "first"])
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, scheme):
+    """Also with a tokenizer that begins each text with a space, and typed line by line."""
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 40)
+    tokenizer = metaspace_tokenizer(tmp_path / "tokenizer", {"\n": -3.0}, byte_fallback=True)
+    content = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
+    content["pre_tokenizer"]["prepend_scheme"] = scheme
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    lines = [f"line {number} of a text\n" for number in range(20)]
+    (tmp_path / "text.txt").write_text("".join(lines))
+    corpus = prepare_corpus(
+        source="text", path=str(tmp_path / "text.txt"), tokenizer=tokenizer, cache_dir=tmp_path,
+        progress=False, val_fraction=0.4,
+    )  # fmt: skip
+    for split in (corpus.train, corpus.val):
+        ids = split.shards[0].tokens[:].tolist()[1:-2]  # without BOS, and EOS and BOS at the end
+        assert ids == tokenizer.encode(tokenizer.decode(ids))
+    whole = tokenizer.encode("".join(lines))
+    assert corpus.train.shards[0].tokens[1:20].tolist() == whole[:19]
+
+    model = Thinker(ThinkerConfig(tokenizer.vocab_size, d_model=16, n_layers=1, n_heads=2)).eval()
+    conversation = Conversation(Generator(model, tokenizer))
+    for line in lines[:3]:
+        before = list(conversation.tokens)
+        for _ in conversation.reply(line, SamplingParams(max_new_tokens=1)):
+            pass
+        conversation.tokens = conversation.tokens[:-1]  # without what the model has added
+        if conversation.tokens[: len(before)] != before:
+            raise AssertionError
+    assert conversation.tokens == [*tokenizer.bos_prefix, *tokenizer.encode("".join(lines[:3]))]
