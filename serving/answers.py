@@ -92,12 +92,18 @@ class Choice:
         """What the end of the text adds to the message of a chat."""
         if self._calls is None:
             return []
-        return list(self._calls.finish(self.sequence.completion.constraint_met is True))
+        return list(self._calls.finish(self._meets_constraint))
 
     def _chat_reason(self, reason: str) -> str:
         """Why an answer ended: a model stops to call a tool."""
         has_calls = self._calls is not None and self._calls.n_calls > 0
-        return "tool_calls" if has_calls and reason == "stop" else reason
+        # A stop string of the request may end a call that had to come.
+        is_cut = self.sequence.constraint is not None and not self._meets_constraint
+        return "tool_calls" if has_calls and reason == "stop" and not is_cut else reason
+
+    @property
+    def _meets_constraint(self) -> bool:
+        return self.sequence.completion.constraint_met is True
 
     def _text_pieces(
         self, text: str, sampled: list[SampledToken], finish_reason: str | None

@@ -38,7 +38,10 @@ def encode_chat(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
             tokenizer, messages, tools=tools or None, template_kwargs=variables
         )
     except UserError as error:  # of the chat template
-        raise ApiError(400, str(error), "messages") from None
+        param = "messages"
+        if str(error).startswith("chat_template_kwargs"):
+            param = "chat_template_kwargs"
+        raise ApiError(400, str(error), param) from None
 
 
 def _messages(given: list[ChatMessage], template: str) -> list[Message]:

@@ -385,20 +385,21 @@ class ChatRequest(Sampling):
         self._check_tools()
 
     def _check_tools(self) -> None:
-        names = [tool.function.name for tool in self.tools or ()]
+        names: set[str] = set()
         for tool in self.tools or ():
-            if names.count(tool.function.name) > 1:
+            if tool.function.name in names:
                 raise ApiError(400, f"two tools have the name {tool.function.name!r}", "tools")
+            names.add(tool.function.name)
             kind = _parameters(tool).get("type", "object")
             if kind != "object":
                 message = f"the parameters of {tool.function.name} have the type {kind!r}"
                 raise ApiError(400, f'{message}; use "object"', "tools")
         named = self._named_tools
         if named is None:
-            named = names
+            named = sorted(names)
         for name in named:
             if name not in names:
-                hint = did_you_mean(name, names)
+                hint = did_you_mean(name, sorted(names))
                 raise ApiError(400, f"tool_choice names {name!r}, no tool{hint}", "tool_choice")
         if self.must_call and not named:
             raise ApiError(

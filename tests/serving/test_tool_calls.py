@@ -6,6 +6,7 @@ import jsonschema
 import openai
 import pytest
 from installed import needs
+from pydantic import BaseModel, Field
 from tool_models import (
     ASKED,
     BRIEF,
@@ -228,6 +229,32 @@ def test_a_forced_call_that_is_cut(answer):
 
 
 @needs("structured_output")
+def test_a_forced_call_that_a_stop_string_cuts(answer):
+    (choice,) = answer("knows", ASKED, tool_choice="required", stop="city").choices
+    assert choice.finish_reason == "stop"
+    assert choice.message.tool_calls[0].function.arguments.endswith('{"')
+
+
+class Cat(BaseModel):
+    """A cat."""
+
+    name: str = Field(max_length=5)
+    age: int = Field(ge=0, le=20)
+
+
+@needs("structured_output")
+def test_arguments_of_a_pydantic_class(client):
+    tools = [openai.pydantic_function_tool(Cat)]
+    options = {"model": "plain", "messages": GREETED, "tools": tools, "logit_bias": BRIEF}
+    options |= {"tool_choice": "required", "seed": 1, "max_tokens": 300}
+    (choice,) = client.chat.completions.parse(**options).choices
+    assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Cat)
+    with client.chat.completions.stream(**options) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert isinstance(message.tool_calls[0].function.parsed_arguments, Cat)
+
+
+@needs("structured_output")
 def test_a_form_leaves_room_for_calls(answer):
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     schema["additionalProperties"] = False
@@ -272,6 +299,7 @@ MISTAKES = [
         "messages.1.tool_calls.0.function.arguments is not a JSON object",
     ),
     ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "ignores"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot set messages"),
 ]  # fmt: skip
 
 
