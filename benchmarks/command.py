@@ -24,6 +24,7 @@ BENCHMARKS = {  # by room and name, the arguments of two examples
     "systems.html_report": ("", "--tokens 256 --layers 6"),
     "speed.kv_cache": ("--runs runs/quickstart", "--shape tiny --lengths 64 --rows 1 --repeats 3"),
     "speed.linear_cross_entropy": ("", "--vocab 32000 --device cpu --precision fp32"),
+    "systems.latency": ("", "--shape tiny --new 64 --repeats 3"),
     "systems.loading": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --lengths 512"),
     "speed.monitoring": ("", "--shape 2m --precisions fp32 --batches 1"),
     "losses.packing": ("", "--seq-len 256 --tokens 500000 --seeds 1"),

@@ -167,6 +167,14 @@ def test_serving(benchmark):
     assert result["first_token"]["alone_ms"] > 0
 
 
+def test_latency(benchmark):
+    shown = benchmark(BENCHMARK, "latency", "--shape", "tiny", "--new", 40, "--repeats", 3)
+    rows = json.loads(shown.splitlines()[-1])["rows"]
+    assert [row["side"] for row in rows] == ["engine", "whole", "stream"]
+    for row in rows:
+        assert 0 < row["per_token_ms"] <= row["one_token_ms"]
+
+
 @pytest.mark.parametrize(
     ("flag", "file"), [("--png", "nowhere/a.png"), ("--png", "a.jpg"), ("--out", "nowhere/a")]
 )
