@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import ipaddress
 import logging
 import re
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from thinker.generation.engine import Generator
 
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+# The lowest values of flags.
+LEAST = {"max_batch": 1, "max_queue": 0, "max_prompt": 1, "max_tokens": 1, "max_body": 1, "port": 0}
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
@@ -57,6 +60,13 @@ def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
         "repeatable"
     )
     group.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help=cors_help)
+    allowed_help = (
+        "also answer requests that name this host, such as the name of a proxy before a server "
+        "that listens on 127.0.0.1; repeatable"
+    )
+    group.add_argument(
+        "--allowed-host", action="append", default=[], metavar="NAME", help=allowed_help
+    )
     group = parser.add_argument_group("limits")
     group.add_argument(
         "--max-batch", type=int, default=16, help="texts that each model decodes at once"
@@ -69,6 +79,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
     )
     group.add_argument(
         "--max-prompt", type=int, help="tokens of a prompt (default: the model's context)"
+    )
+    group.add_argument(
+        "--max-tokens", type=int, help="tokens to generate per text (default: what it asks for)"
     )
     group.add_argument(
         "--max-body", type=int, default=1 << 20, metavar="BYTES", help="size of a request"
@@ -103,9 +116,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise UserError for numbers out of range, an empty key or a wrong web site."""
-    least = {"max_batch": 1, "max_queue": 0, "max_prompt": 1, "max_body": 1, "port": 0}
-    for name, lowest in least.items():
+    """Raise UserError for numbers out of range, an empty key, a wrong web site or host."""
+    for name, lowest in LEAST.items():
         value = getattr(arguments, name)
         if value is not None and value < lowest:
             raise UserError(f"--{name.replace('_', '-')} is {value}; use at least {lowest}")
@@ -117,6 +129,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         if not re.fullmatch(r"\*|https?://[^/?#\s]+", origin):
             wanted = "use the scheme and host of a web site, such as https://example.org"
             raise UserError(f"--cors is {origin!r}; {wanted}")
+    for host in arguments.allowed_host:
+        if not re.fullmatch(r"[\w.-]+|\[[\da-fA-F:.]+\]", host):
+            wanted = "use a name without scheme and port, such as models.example.org"
+            raise UserError(f"--allowed-host is {host!r}; {wanted}")
 
 
 def named_paths(paths: list[str]) -> dict[str, Path]:
@@ -154,6 +170,14 @@ def open_socket(host: str, port: int) -> socket.socket:
         problem = f"cannot listen on {host}, port {port}: {error.strerror}"
         raise UserError(f"{problem}; choose another --port or --host") from None
     return listener
+
+
+def allowed_hosts(arguments: argparse.Namespace, is_local: bool) -> frozenset[str] | None:
+    """The names that requests may give the server; None: any."""
+    if not is_local and not arguments.allowed_host:
+        return None
+    names = {host.strip("[]").lower() for host in arguments.allowed_host}
+    return LOCAL | names | {arguments.host.lower()}
 
 
 def is_local(address: str) -> bool:
@@ -249,7 +273,8 @@ def main() -> int:
         )
         words = describe_bits(arguments.bits, arguments.cache_bits, precision)
         engine = EngineThread(name, generator, arguments.max_batch, arguments.max_queue, metrics)
-        model = ServedModel(name, checkpoint, engine, words, n_parameters, arguments.max_prompt)
+        limits = (arguments.max_prompt, arguments.max_tokens)
+        model = ServedModel(name, checkpoint, engine, words, n_parameters, *limits)
         models[name] = model
         slow = ""
         if generator.kernel_problem:
@@ -260,9 +285,8 @@ def main() -> int:
         for collector in flags.collectors():
             metrics.add(collector)
     address, port = listener.getsockname()[:2]
-    hosts = None
-    if is_local(address):
-        hosts = LOCAL | {arguments.host.lower()}
+    is_open = not is_local(address)
+    hosts = allowed_hosts(arguments, not is_open)
     service = Service(
         models, metrics, playground_page(), arguments.api_key, arguments.max_body, hosts
     )
@@ -270,8 +294,10 @@ def main() -> int:
     if ":" in shown:  # IPv6
         shown = f"[{shown}]"
     log(f"playground: http://{shown}:{port}   API: http://{shown}:{port}/v1   (Ctrl-C to stop)")
-    if hosts is None and arguments.api_key is None:
+    if is_open and arguments.api_key is None:
         log("anyone who can reach this machine can use the models; set --api-key to prevent that")
+    gc.collect()
+    gc.freeze()  # a full collection, which stops all threads, need not visit what stays anyway
     server = DrainingServer(create_app(service, arguments.cors), service, log)
     server.run(sockets=[listener])  # until a signal comes
     for model in models.values():

@@ -33,6 +33,9 @@ from thinker.serving.server_metrics import Metrics
 BODY_SECONDS = 30  # to send a request
 EVENTS_PER_MESSAGE = 16  # of a stream, so that a slow client takes little memory
 OPEN_PATHS = ("/", "/health")  # without a key
+# No page of another site may show ours. The rest of the policy is in the page; this is not allowed
+# there.
+PAGE_HEADERS = {"Content-Security-Policy": "frame-ancestors 'none'"}
 Result = TypeVar("Result")
 
 
@@ -69,7 +72,7 @@ def create_app(service: Service, cors_origins: list[str]) -> ASGIApp:
     """The application. `cors_origins`: web sites whose pages may call it."""
 
     async def playground(request: Request) -> Response:
-        return HTMLResponse(service.page)
+        return HTMLResponse(service.page, headers=PAGE_HEADERS)
 
     async def health(request: Request) -> Response:
         status = "draining" if service.is_draining else "ok"
@@ -96,7 +99,8 @@ def create_app(service: Service, cors_origins: list[str]) -> ASGIApp:
         return await asyncio.to_thread(lambda: json_response(model.vocabulary()))
 
     async def inspect(request: Request) -> Response:
-        body = parse(InspectRequest, await _body(request, service.max_body))
+        content = await _body(request, service.max_body)
+        body = await asyncio.to_thread(parse, InspectRequest, content)
         model = service.model(body.model)
         loop = asyncio.get_running_loop()
 
@@ -105,7 +109,7 @@ def create_app(service: Service, cors_origins: list[str]) -> ASGIApp:
 
         async def make_page() -> Response:
             page = await loop.run_in_executor(service.inspector, inspection_page, model, body)
-            return HTMLResponse(page)
+            return HTMLResponse(page, headers=PAGE_HEADERS)
 
         return await _while_connected(request.receive, make_page(), Response(status_code=499))
 
@@ -214,12 +218,17 @@ class Guard:
         # Not of request.url: older versions of Starlette read its path from the Host header, which
         # the client chooses.
         path = request.scope["path"]
+        headers = request.headers
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy that reads the other one would see another request behind this one.
+            message = "the request has Content-Length and Transfer-Encoding; send only one"
+            return ApiError(400, message, headers={"Connection": "close"})
         if service.hosts is not None:
             # Against DNS rebinding: a page of another site that gives its own name our address.
             host = _host(request)
             if host not in service.hosts:
                 problem = f"this server does not answer to the name {host[:80]!r}"
-                return ApiError(403, f"{problem}; start it with --host")
+                return ApiError(403, f"{problem}; see --allowed-host")
         needs_key = service.api_key is not None and path not in OPEN_PATHS
         if needs_key and not _has_key(request, service.api_key):
             return ApiError(
@@ -276,17 +285,25 @@ async def _body(request: Request, limit: int) -> bytes:
         raise ApiError(408, message) from None
 
 
+def _read_request(
+    service: Service, kind: type[CompletionRequest | ChatRequest], content: bytes
+) -> tuple[ServedModel, CompletionRequest | ChatRequest, list[Choice]]:
+    """The model that a body asks for, the request in it, and its choices. Raises ApiError."""
+    body = parse(kind, content)
+    model = service.model(body.model)
+    return model, body, model.choices(body)
+
+
 async def _generate(
     service: Service, request: Request, kind: type[CompletionRequest | ChatRequest]
 ) -> Response:
     """Answer a request for completions, as one response or as a stream."""
-    body = parse(kind, await _body(request, service.max_body))
-    model = service.model(body.model)
+    content = await _body(request, service.max_body)
     # Counted from here to the end of the answer, which counts itself.
     service.n_active += 1
     try:
-        # In another thread: long prompts take long to encode.
-        choices = await asyncio.to_thread(model.choices, body)
+        # In another thread: long bodies take long to parse, and long prompts to encode.
+        model, body, choices = await asyncio.to_thread(_read_request, service, kind, content)
         submission = model.engine.submit([choice.sequence for choice in choices])
     except QueueFull as error:
         seconds = error.retry_after

@@ -29,6 +29,7 @@ class ServedModel:
     precision: str  # for people: "fp32", or "8-bit weights, fp32"
     n_parameters: int  # of the model as it was trained
     prompt_limit: int | None = None  # tokens; None: the context
+    max_tokens: int | None = None  # generated tokens of a text; None: any number
 
     @property
     def generator(self) -> Generator:
@@ -58,6 +59,7 @@ class ServedModel:
             # Ours from here on.
             "context_length": self.context_len,
             "max_prompt_tokens": self.max_prompt,
+            "max_tokens": self.max_tokens,
             "vocab_size": tokenizer.vocab_size,
             "chat": tokenizer.chat_template is not None,
             "slides": self.generator.slide,
@@ -168,11 +170,19 @@ class ServedModel:
 
     def _max_new_tokens(self, body: CompletionRequest | ChatRequest, n_prompt: int) -> int:
         limit = body.max_tokens
+        name = "max_tokens"
         if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
             limit = body.max_completion_tokens
+            name = "max_completion_tokens"
+        most = self.max_tokens
         if limit is None:
             # What fits: the last new token is not read, so it needs no place.
             limit = self.context_len + 1 - n_prompt
+            if most is not None:
+                limit = min(limit, most)
+        elif most is not None and limit > most:
+            message = f"{name} is {limit}; this server generates at most {most} tokens per text"
+            raise ApiError(400, message, name)
         return max(1, limit)  # with max_tokens 0, which is of a prompt alone, it is not shown
 
     def _check_length(self, tokens: list[int], param: str) -> None:

@@ -35,7 +35,15 @@ class Fields(BaseModel):
     def _drop_nulls(cls, fields: Any) -> Any:
         if type(fields) is not dict:  # which is a mistake that pydantic reports
             return fields
-        return {name: value for name, value in fields.items() if value is not None}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        kept = {}
+        n_unknown = 0
+        for name, value in fields.items():
+            n_unknown += name not in known
+            # Of a million unknown fields, the first is enough: each mistake takes time.
+            if value is not None and (name in known or n_unknown == 1):
+                kept[name] = value
+        return kept
 
 
 class StreamOptions(Fields):

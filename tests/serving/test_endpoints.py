@@ -1,5 +1,6 @@
 """The other paths of the server, who may use them, and its command line."""
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -18,6 +19,7 @@ from server_process import wait_until
 from thinker.generation.mixed_bits import matrix_names
 from thinker.interop import load
 from thinker.serving import app
+from thinker.serving.__main__ import allowed_hosts
 from thinker.serving.server_metrics import Metrics
 
 KEY = {"Authorization": "Bearer KEY"}
@@ -83,6 +85,26 @@ def test_models_are_counted_as_they_were_trained(served_run, start_server):
     assert (got["choices"][0]["finish_reason"], got["usage"]["total_tokens"]) == ("length", 161)
     body["prompt"] = [1] * 50  # and the BOS token
     assert refused(httpx.post(f"{server.url}/v1/completions", json=body), 400, "reads at most 50")
+
+
+def test_a_cap_on_tokens_per_text(served_run, chat_run, start_server):
+    server = start_server(served_run, chat_run, "--max-tokens", "7")
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as http:
+        assert [entry["max_tokens"] for entry in http.get("/models").json()["data"]] == [7, 7]
+        body = {"model": "served", "prompt": "Line", "logit_bias": {"299": -1e9}}
+        got = http.post("/completions", json=body | {"max_tokens": 7}).json()
+        assert got["usage"]["completion_tokens"] == 7
+        answer = http.post("/completions", json=body | {"max_tokens": 8})
+        assert refused(answer, 400, "max_tokens is 8; this server generates at most 7 tokens")
+        chat = {"model": "chat", "messages": [{"role": "user", "content": "Hi"}]}
+        # By default, a chat asks for what fits.
+        got = http.post("/chat/completions", json=chat).json()
+        assert got["usage"]["completion_tokens"] <= 7
+        for name in ("max_tokens", "max_completion_tokens"):
+            answer = http.post("/chat/completions", json=chat | {name: 8})
+            assert refused(answer, 400, f"{name} is 8; this server generates at most 7 tokens")
+            assert answer.json()["error"]["param"] == name
+    server.stop()
 
 
 def test_metrics_add_up(server, http):
@@ -193,6 +215,38 @@ def test_a_name_that_resolves_to_this_machine_gives_no_access(http, host):
         assert host == "[::1" or refused(response, 403, "this server does not answer to the name")
     for local in ("localhost", "LOCALHOST:1", "127.0.0.1:99", "[::1]:8000"):
         assert http.get("/health", headers={"Host": local}).status_code == 200
+
+
+def test_allowed_hosts(served_run, start_server):
+    server = start_server(
+        served_run, "--allowed-host", "Models.example.org", "--allowed-host", "[::2]"
+    )
+    with httpx.Client(base_url=server.url) as http:
+        for host in ("models.example.org", "MODELS.example.org:443", "[::2]:80", "localhost"):
+            assert http.get("/health", headers={"Host": host}).status_code == 200
+        answer = http.get("/health", headers={"Host": "example.org"})
+        assert refused(answer, 403, "see --allowed-host")
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local", "allowed", "expected"),
+    [
+        ("127.0.0.1", True, [], {"localhost", "127.0.0.1", "::1"}),
+        ("0.0.0.0", False, [], None),
+        ("0.0.0.0", False, ["a.b"], {"a.b", "0.0.0.0", "localhost", "127.0.0.1", "::1"}),
+    ],
+)
+def test_the_names_of_a_server(host, is_local, allowed, expected):
+    arguments = argparse.Namespace(host=host, allowed_host=allowed)
+    assert allowed_hosts(arguments, is_local) == expected
+
+
+def test_no_other_site_can_frame_our_pages(http):
+    policy = http.get("/").headers["Content-Security-Policy"]
+    assert policy == "frame-ancestors 'none'"
+    page = http.post("/inspect", json={"model": "served", "text": "Line"}, timeout=60)
+    assert page.headers["Content-Security-Policy"] == "frame-ancestors 'none'"
 
 
 def test_a_key_and_a_web_site(guarded):
@@ -330,6 +384,11 @@ def run(*arguments):
             "--cors is 'example.org'; use the scheme and host of a web site",
         ),
         (["a", "--api-key", ""], "--api-key is empty"),
+        (["a", "--max-tokens", "0"], "--max-tokens is 0; use at least 1"),
+        (
+            ["a", "--allowed-host", "https://example.org"],
+            "--allowed-host is 'https://example.org'; use a name without scheme and port",
+        ),
         (["--port", "0", "no/such/run"], "no/such/run does not exist; use a run directory"),
         ([], "the following arguments are required: PATH"),
     ],
