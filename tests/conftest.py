@@ -108,6 +108,7 @@ MORE = (
     "interpretability/test_html_report_variants.py",
     "lessons",
     "serving/test_langchain.py",
+    "serving/test_many_clients.py",
     "serving/test_lm_eval.py",
     "serving/test_playground.py",
     "serving/test_playground_access.py",
