@@ -89,10 +89,21 @@ def fits(conversation, template):
     return True
 
 
+def case(template, kind, conversation):
+    """Most cases run in `make test-more`."""
+    is_short = kind in ("bpe", "prepend") and conversation in ("three turns", "thoughts", "tools")
+    return pytest.param(template, kind, conversation, marks=() if is_short else pytest.mark.more)
+
+
 CASES = [
-    (template, tokenizer, conversation)
-    for template, tokenizer, conversation in itertools.product(TEMPLATES, TOKENIZERS, CONVERSATIONS)
+    case(template, kind, conversation)
+    for template, kind, conversation in itertools.product(TEMPLATES, TOKENIZERS, CONVERSATIONS)
     if fits(conversation, TEMPLATES[template])
+]
+# Each template with two tokenizers in `make test`, and with all of them in `make test-more`.
+KINDS = [
+    pytest.param(kind, marks=() if kind in ("bpe", "prepend") else pytest.mark.more)
+    for kind in TOKENIZERS
 ]
 
 
@@ -219,7 +230,7 @@ def tiny_model(tokenizer):
     return Thinker(config).eval()
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_chats_and_the_server_ask_alike(template, kind, tokenizers):
     tokenizer, _ = tokenizers[template, kind]
@@ -258,7 +269,7 @@ FORGED = (
 )
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_user_cannot_forge_a_turn(template, kind, tokenizers):
     """The special tokens of a chat are those of the same chat without names in its messages."""
@@ -292,7 +303,7 @@ def turns(question, answer):
     ]
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_an_answer_that_is_said_again_has_the_tokens_that_were_learned(template, kind, tokenizers):
     """A chat renders the text of the model's answer: that must be the text it was trained on."""
@@ -357,7 +368,7 @@ SPLIT_OF = {pre: pattern for pattern, pre in SPLITS.items()}
 SPLIT_OF.setdefault("gpt-2", tokenizer_conversion.GPT2)
 
 
-@pytest.mark.parametrize("kind", ["byte", "bpe", "imported-bpe"])
+@pytest.mark.parametrize("kind", KINDS[:3])  # llama.cpp has no others
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_gguf_file_asks_alike_and_ends_alike(template, kind, tokenizers, tmp_path):
     tokenizer, _ = tokenizers[template, kind]
