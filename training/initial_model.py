@@ -133,7 +133,8 @@ def _with_chat_template(config: Config, tokenizer: Tokenizer | None) -> Tokenize
     """The tokenizer, with the chat template in data.chat_template if that is set."""
     path = config.data.chat_template
     if tokenizer is None:
-        is_file = is_path(config.data.tokenizer)
+        spec = config.data.tokenizer
+        is_file = is_path(spec) and check_spec(spec) == "path"
         if path is None and not is_file:
             return None
         if not is_file:

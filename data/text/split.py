@@ -24,8 +24,8 @@ def split_documents(
     """Yield every document or piece of a text with its split.
 
     Few files of text may be of very different lengths. If their hashes would hold out much more or
-    much less than val_fraction, the longest of them are cut, as a single text is: the end of each is
-    for validation.
+    much less than val_fraction, the longest of them are cut, as a single text is: the end of each
+    is for validation.
 
     val_documents: if any, they are the whole "val" split, and documents of the source that are the
     same are left out.

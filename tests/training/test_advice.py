@@ -113,13 +113,16 @@ def test_validation_on_one_conversation(make_trainer, tmp_path, capsys):
     started = capsys.readouterr().err
     assert f"tokens in {9 - n} conversations for training" in started
     assert f"advice: the validation split has only {n} conversation" in started
-    n_long = sum(
-        int((shard.offsets[1:] - shard.offsets[:-1] > 16).sum())
-        for shard in trainer.corpus.train.shards
-    )
+    n_lost = 0
+    n_all = -1  # the first BOS token is no target
+    for shard in trainer.corpus.train.shards:
+        offsets = shard.offsets[:]
+        lengths = offsets[1:] - offsets[:-1]
+        n_lost += int((lengths - 16).clip(min=0).sum())
+        n_all += shard.n_tokens
     assert (
-        f"advice: {n_long} of {9 - n} conversations are longer than data.seq_len=16 and get cut"
-        in started
+        f"advice: conversations are cut at data.seq_len=16: {n_lost} of {n_all} targets "
+        f"({n_lost / n_all:.1%}) are lost; raise data.seq_len" in started
     )
     close(trainer)
 

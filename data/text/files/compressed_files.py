@@ -24,8 +24,8 @@ BUFFER_BYTES = 1 << 20
 # Of a damaged or cut file. Those of the disk have an errno, and stay.
 _ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
-# Of an archive that is damaged (EINVAL: it names a place before its start), encrypted, or compressed
-# in a way that zipfile does not know.
+# Of an archive that is damaged (EINVAL: it names a place before its start), encrypted, or
+# compressed in a way that zipfile does not know.
 _ZIP_ERRORS = (zipfile.BadZipFile, struct.error, ValueError, OSError, RuntimeError)
 
 

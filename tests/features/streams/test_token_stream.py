@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from training_runs import wait_for
@@ -301,24 +300,26 @@ def test_a_process_that_waits_ends_when_the_run_does(folder, tmp_path):
         assert isinstance(result.exception(), StreamClosed)
 
 
+# Its questions leave room for answers in windows of SEQ_LEN bytes.
+SHORT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+
+
 @pytest.mark.parametrize("packing", ["documents", "best_fit"])
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_packings_and_conversations(tmp_path, packing, kind):
-    """Every target of the training split comes once per epoch, also from conversations, whose masks
-    stay."""
+    """Every target that fits comes once per epoch, also from conversations, whose masks stay."""
     some = texts(120)
     chats = [
-        [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:]}]
+        [{"role": "user", "content": text[:3]}, {"role": "assistant", "content": text[20:]}]
         for text in some
     ]
     values = some if kind == "text" else [{"messages": chat} for chat in chats]
     lines = [{"text": value} if kind == "text" else value for value in values]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tokenizer = (
-        BYTE.with_chat_template((ROOT / "configs" / "chat.jinja").read_text())
-        if kind == "chat"
-        else BYTE
-    )
+    tokenizer = BYTE.with_chat_template(SHORT_TEMPLATE) if kind == "chat" else BYTE
     options = {"tokenizer": tokenizer, "assistant_only_loss": kind == "chat"}
     source = open_source("jsonl", path=str(tmp_path / "a.jsonl"))
     stream = open_stream(tmp_path / "stream", source, packing=packing, **options)
