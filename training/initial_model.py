@@ -163,7 +163,10 @@ def _with_answer_end(
         return tokenizer
     from thinker.data.chat import chat  # texts do not need it
 
-    changed = chat.with_answer_end(tokenizer)
+    try:
+        changed = chat.with_answer_end(tokenizer)
+    except UserError:  # the template wants other conversations, or there will be none
+        return tokenizer
     if changed is not tokenizer and is_main:
         names = {number: name for name, number in changed.special_tokens.items()}
         name = names[changed.eos_ids[-1]]

@@ -22,6 +22,8 @@ from thinker.data.tokenizers.tokenizer import Span, Tokenizer
 from thinker.runtime.errors import UserError
 
 TRAINING_KEYS = ("weight", "train")  # of a message: whether the answer is trained
+# Of a message: what templates need not write. Most tell an answer of a tool by its place.
+NOT_RENDERED = ("role", "tool_call_id", "id", *TRAINING_KEYS)
 
 
 class Row(NamedTuple):
@@ -119,22 +121,26 @@ def encode(tokenizer: Tokenizer, conversation: Conversation) -> list[Row]:
     answers cannot be located.
     """
     messages = conversation.messages
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     cuts: list[Cut] = [(len(messages), False)]
-    for number in answers:
-        cuts.append((number, True))
-        cuts.append((number + 1, False))
+    trained = []
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" and is_trained(message):
+            trained.append(number)
+            # Before the answer as a part of the conversation, and where it starts; and behind it.
+            cuts += [(number, number == 0), (number, True), (number + 1, False)]
     is_marked = _marks_answers(tokenizer.chat_template or "")
     rendered = _render(tokenizer, conversation, cuts, is_marked)
+    _check_all_is_rendered(tokenizer, conversation, cuts, rendered)
     whole, *parts = [beginning.with_bos(tokenizer) for beginning in rendered]
     turns = []
-    for number, prompt, answered in zip(answers, parts[::2], parts[1::2]):
-        turns.append(_Turn(prompt, answered, is_marked, is_trained(messages[number])))
+    for number, before, prompt, answered in zip(trained, parts[::3], parts[1::3], parts[2::3]):
+        content = messages[number].get("content", "")
+        turns.append(_Turn(content, before, prompt, answered, is_marked))
 
     row = _whole_row(tokenizer, whole, turns)
     if row is not None:
         return [row]
-    return [_answer_row(tokenizer, turn) for turn in turns if turn.is_trained]
+    return [_answer_row(tokenizer, turn) for turn in turns]
 
 
 def find_answer_end(tokenizer: Tokenizer) -> int | None:
@@ -166,12 +172,13 @@ def is_trained(message: Message) -> bool:
 
 @dataclass(frozen=True)
 class _Turn:
-    """An answer, with what is rendered before it."""
+    """An answer that is trained, with what is rendered before it."""
 
+    content: str  # of its message
+    before: _Rendered  # the messages before it
     prompt: _Rendered  # ends where the answer starts
     answered: _Rendered  # ends with the answer
     is_marked: bool  # whether the template marks answers
-    is_trained: bool
 
     @property
     def begins_with_prompt(self) -> bool:
@@ -182,10 +189,12 @@ class _Turn:
         """The parts of answered.text that are the answer. Raises UserError if it cannot be
         located."""
         start = len(self.prompt.text)
-        if self.is_marked and not self.begins_with_prompt:
-            return self.answered.answers[-1:]
         if self.is_marked:
-            return [(first, last) for first, last in self.answered.answers if last > start]
+            spans = self.answered.answers[len(self.before.answers) :]
+            if self.begins_with_prompt:
+                spans = [(first, last) for first, last in self.answered.answers if last > start]
+            self._check_marks(spans)
+            return spans
         if not self.begins_with_prompt:
             raise UserError(
                 "the chat template renders an answer differently than it begins one, so answers "
@@ -193,7 +202,19 @@ class _Turn:
                 "your own data.chat_template"
             )
         answer = self.answered.text[start:]
-        return [(start, start + _answer_length(tokenizer, answer))]
+        return [(start, start + _answer_length(tokenizer, answer, self.content))]
+
+    def _check_marks(self, spans: list[Span]) -> None:
+        """Raise UserError if the marks of an answer cut its text, as they do in a macro or a block
+        of {% set %}, whose text is written later."""
+        content = self.content.strip()
+        if not spans or content not in self.answered.text:
+            return
+        if content not in self.answered.text[spans[0][0] : spans[-1][1]]:
+            raise UserError(
+                "the chat template marks another part of the text than an answer; write {% "
+                "generation %} outside of macros and {% set %} in your own data.chat_template"
+            )
 
 
 def _whole_row(tokenizer: Tokenizer, whole: _Rendered, turns: list[_Turn]) -> Row | None:
@@ -211,9 +232,10 @@ def _whole_row(tokenizer: Tokenizer, whole: _Rendered, turns: list[_Turn]) -> Ro
 
     is_target = np.zeros(len(ids), bool)
     for turn in turns:
-        if not turn.is_trained:
-            continue
-        if n_tokens(turn.prompt.text) is None or not whole.text.startswith(turn.answered.text):
+        asked = turn.prompt.encode(tokenizer)
+        if ids[: len(asked)] != asked or not whole.text.startswith(turn.answered.text):
+            return None
+        if not turn.begins_with_prompt:
             return None
         for start, end in turn.spans(tokenizer):
             first = n_tokens(whole.text[:start])
@@ -221,7 +243,7 @@ def _whole_row(tokenizer: Tokenizer, whole: _Rendered, turns: list[_Turn]) -> Ro
             if first is None or last is None:
                 return None
             is_target[first:last] = True
-            if last > first and not _is_special(tokenizer, ids[last - 1]):
+            if (start, end) == turn.spans(tokenizer)[-1] and ids[last - 1] not in tokenizer.eos_ids:
                 return None  # each answer is to learn where it ends
     return _row(tokenizer, ids, is_target)
 
@@ -272,11 +294,18 @@ def _marks_answers(template: str) -> bool:
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", code) is not None
 
 
-def _answer_length(tokenizer: Tokenizer, answer: str) -> int:
-    """Length of an answer including the special token that ends it, without what follows."""
+def _answer_length(tokenizer: Tokenizer, answer: str, content: str) -> int:
+    """Length of an answer including the special token that ends it, without what follows.
+
+    content: of the message. An added token that is not special ends an answer if it is all that
+    follows the content.
+    """
     stripped = answer.rstrip()
     ends = [*special_names(tokenizer), *tokenizer.special_tokens_map.values()]
-    if stripped.endswith(tuple(ends)):
+    tail = ""
+    if content.strip():
+        _, _, tail = stripped.rpartition(content.strip())
+    if stripped.endswith(tuple(ends)) or tail.strip() in tokenizer.special_tokens:
         return len(stripped)
     return len(answer)
 
@@ -291,7 +320,8 @@ def _render(
             "model, set run.init_from and data.chat_template=configs/chat.jinja"
         )
     messages = [_prepared(message) for message in conversation.messages]
-    values = [messages, clean(conversation.tools), clean(conversation.template_kwargs)]
+    tools = clean(conversation.tools)
+    variables = {name: clean(value) for name, value in conversation.template_kwargs.items()}
 
     def rendered(messages: list, tools: list | None, variables: dict) -> list:
         return chat_template.render(
@@ -303,14 +333,20 @@ def _render(
             mark_answers=mark_answers,
         )
 
-    plain = rendered(*values)
+    plain = rendered(messages, tools, variables)
     names = special_names(tokenizer)
-    if conversation.allow_special or not has_names(names, values):
+    texts = [messages, tools, [*variables.values()]]
+    if conversation.allow_special or not has_names(names, texts):
         return [_Rendered(text, spans, []) for text, spans in plain]
 
-    hidden = HiddenNames(names, [*values, tokenizer.chat_template])
+    hidden = HiddenNames(names, [*texts, tokenizer.chat_template])
+    with_marks = rendered(
+        hidden.hide(messages, is_messages=True),
+        hidden.hide(tools, is_messages=False),
+        {name: hidden.hide(value, is_messages=False) for name, value in variables.items()},
+    )
     revealed = []
-    for (text, spans), (expected, _) in zip(rendered(*map(hidden.hide, values)), plain):
+    for (text, spans), (expected, _) in zip(with_marks, plain):
         text, spans, literal = hidden.reveal(text, spans)
         if text != expected:
             raise UserError(
@@ -321,11 +357,66 @@ def _render(
     return revealed
 
 
+def _check_all_is_rendered(
+    tokenizer: Tokenizer, conversation: Conversation, cuts: list[Cut], rendered: list[_Rendered]
+) -> None:
+    """Raise UserError if a template leaves out a message, or a part of one, from all texts.
+
+    What is not found there as it is written may be written in another form: then the text changes
+    with it.
+    """
+    texts = [each.text for each in rendered]
+    for number, message in enumerate(conversation.messages):
+        for key, value in message.items():
+            if key in NOT_RENDERED or value in (None, "", [], {}):
+                continue
+            if isinstance(value, str) and any(value.strip() in text for text in texts):
+                continue
+            changed = list(conversation.messages)
+            changed[number] = _with_another(message, key)
+            other = Conversation(
+                changed, conversation.tools, conversation.template_kwargs, allow_special=True
+            )
+            if _texts(tokenizer, other, cuts) == texts:
+                what = f"the {key} of message {number + 1} ({message['role']})"
+                raise UserError(f"the chat template does not render {what}")
+    if conversation.tools:
+        without = Conversation(
+            conversation.messages, None, conversation.template_kwargs, allow_special=True
+        )
+        if _texts(tokenizer, without, cuts) == texts:
+            raise UserError("the chat template does not render the tools")
+
+
+def _with_another(message: Message, key: str) -> Message:
+    """The message with another value of a key."""
+    value = message[key]
+    if isinstance(value, str):
+        return message | {key: value + " x"}
+    return {other: message[other] for other in message if other != key}
+
+
+def _texts(tokenizer: Tokenizer, conversation: Conversation, cuts: list[Cut]) -> list[str] | None:
+    """The rendered texts; None if the template rejects the conversation."""
+    try:
+        return [each.text for each in _render(tokenizer, conversation, cuts)]
+    except UserError:
+        return None
+
+
 def _prepared(message: Message) -> Message:
-    """A message as templates expect it: without our keys, arguments of calls as an object."""
+    """A message as templates expect it: without our keys, arguments of calls as an object.
+
+    Raises UserError for a role that is more than a word, which could contain special tokens.
+    """
+    if not re.fullmatch(r"[\w .-]{1,64}", str(message["role"])):
+        raise UserError(f"the role {message['role']!r} of a message is not a word")
     prepared = {key: value for key, value in message.items() if key not in TRAINING_KEYS}
     calls = []
-    for call in prepared.get("tool_calls") or []:
+    given = prepared.get("tool_calls") or []
+    if not isinstance(given, list) or not all(isinstance(call, dict) for call in given):
+        raise UserError("the tool_calls of a message are not a list of objects")
+    for call in given:
         calls.append(_with_parsed_arguments(call))
     if calls:
         prepared["tool_calls"] = calls
@@ -334,8 +425,6 @@ def _prepared(message: Message) -> Message:
 
 def _with_parsed_arguments(call: Any) -> Any:
     """A call of a tool whose arguments are an object; OpenAI's API writes them as JSON text."""
-    if not isinstance(call, dict):
-        return call
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -53,8 +53,8 @@ class ChatReport:
                 f"row per answer ({self.n_rows:,} rows): the chat template or the tokenizer gives "
                 "their answers other contexts in a longer conversation than in a chat"
             )
+        eos = self.names.get(self.tokenizer.eos_id, str(self.tokenizer.eos_id))
         if self.n_open:
-            eos = self.names.get(self.tokenizer.eos_id, str(self.tokenizer.eos_id))
             lines.append(
                 f"the chat template ends {self.n_open:,} of {self.n_answers:,} answers with no "
                 f"special token; {eos} is added, which ends texts of this model"
@@ -62,8 +62,7 @@ class ChatReport:
         for name, count in self.other_ends.most_common():
             lines.append(
                 f"{count:,} of {self.n_answers:,} answers end with {name}, which does not end "
-                "texts of this model, so it goes on after them; end them with an EOS token in "
-                "your own data.chat_template"
+                f"texts of this model; {eos} is added"
             )
         return lines
 

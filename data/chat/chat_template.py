@@ -119,7 +119,7 @@ def render(
     """
     variables = dict(tokenizer.special_tokens_map)
     for name, value in (template_kwargs or {}).items():
-        if name in RESERVED:
+        if name in RESERVED or name in tokenizer.special_tokens_map:
             raise UserError(f"chat_template_kwargs cannot set {name}; remove it")
         variables[name] = value
     with _lock:  # a thread must not read the reply to another

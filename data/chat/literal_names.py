@@ -6,6 +6,7 @@ rendered, and the marks by the names afterwards.
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
@@ -35,16 +36,16 @@ class HiddenNames:
         self.hidden: list[str] = []  # the text behind each mark
         texts: set[str] = set()
         for value in values:
-            map_texts(value, lambda text: texts.add(text) or text)
+            map_texts(value, lambda text: texts.add(text) or text, is_messages=False)
         used = set("".join(texts))
         unused = (chr(code) for code in PRIVATE_USE if chr(code) not in used)
         self.sign = next(unused, None)
         if self.sign is None:
             raise UserError("a conversation uses all private characters of Unicode; remove some")
 
-    def hide(self, value: Any) -> Any:
+    def hide(self, value: Any, is_messages: bool) -> Any:
         """The value with marks in its texts."""
-        return map_texts(value, self._hide)
+        return map_texts(value, self._hide, is_messages)
 
     def _hide(self, text: str) -> str:
         # A name may also be put together from the ends of two texts.
@@ -84,11 +85,10 @@ class HiddenNames:
         parts.append(text[position:])
 
         def moved(place: int) -> int:
-            shift = 0
-            for end, longer in ends:
-                if end <= place:
-                    shift = longer
-            return place + shift
+            number = bisect_right(ends, place, key=lambda mark: mark[0])
+            if number == 0:
+                return place
+            return place + ends[number - 1][1]
 
         moved_spans = [(moved(start), moved(end)) for start, end in spans]
         return "".join(parts), moved_spans, literal
@@ -104,46 +104,52 @@ def has_names(names: tuple[str, ...], values: list[Any]) -> bool:
         return text
 
     for value in values:
-        map_texts(value, look)
+        map_texts(value, look, is_messages=False)
     return len(found) > 0
 
 
-def map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """A JSON value with changed texts: those of values, and inside of messages those of keys.
+def map_texts(value: Any, change: Callable[[str], str], is_messages: bool) -> Any:
+    """A JSON value with changed texts, those of keys included.
 
-    The roles of messages stay as they are: templates write names with them.
+    is_messages: the value is a list of messages, whose own keys and roles stay as they are:
+    templates read them, and write names with roles.
     """
+    if is_messages:
+        return [_map_message(message, change) for message in value]
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [map_texts(item, change, depth) for item in value]
+        return [map_texts(item, change, False) for item in value]
     if not isinstance(value, dict):
         return value
+    return {change(key): map_texts(item, change, False) for key, item in value.items()}
+
+
+def _map_message(message: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     changed = {}
-    for key, item in value.items():
-        if depth == 0 and key == "role":
-            changed[key] = item
-            continue
-        if depth > 0:
-            key = change(key)
-        changed[key] = map_texts(item, change, depth + 1)
+    for key, item in message.items():
+        changed[key] = item if key == "role" else map_texts(item, change, False)
     return changed
 
 
 def clean(value: Any) -> Any:
     """A JSON value without lone surrogates, which no tokenizer can encode."""
-    return map_texts(value, replace_surrogates)
+    return map_texts(value, replace_surrogates, is_messages=False)
 
 
 def _edges(text: str, names: tuple[str, ...]) -> Span:
-    """How many characters at the start of a text may end a name, and at its end begin one."""
+    """How many characters at the start of a text may end a name, and at its end begin one.
+
+    Spaces around the text do not matter, as many templates remove them.
+    """
     starts, ends, longest = _parts_of_names(names)
+    bare = text.strip()
     n_start = n_end = 0
-    for n in range(1, min(longest, len(text)) + 1):
-        if text[:n] in ends:
-            n_start = n
-        if text[-n:] in starts:
-            n_end = n
+    for n in range(1, min(longest, len(bare)) + 1):
+        if bare[:n] in ends:
+            n_start = n + len(text) - len(text.lstrip())
+        if bare[-n:] in starts:
+            n_end = n + len(text) - len(text.rstrip())
     if n_start + n_end > len(text):
         return len(text), 0
     return n_start, n_end

@@ -12,6 +12,7 @@ from thinker.runtime.errors import UserError, did_you_mean
 JSON = (str, int, float, bool, list, dict, type(None))
 
 PAIR = "prompt and completion"  # two columns that together are a conversation
+MAX_DEPTH = 100  # of lists and objects within each other
 BESIDE = ("system", "tools", "chat_template_kwargs")  # columns that belong to a conversation
 # Columns that would change a conversation, and that are not supported.
 REFUSED = {
@@ -99,23 +100,30 @@ def _parsed(row: dict[str, Any], column: str, kind: type, where: str) -> Any:
     if isinstance(value, str) and value:
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{where}: {column} is not valid JSON: {error}") from error
     if value in (None, ""):
         return None
     if not isinstance(value, kind):
         name = "a list" if kind is list else "an object"
         raise UserError(f"{where}: {column} is {type(value).__name__}; it must be {name}")
-    return without_nulls(value)
+    _check_json(value, where)
+    return value
 
 
-def without_nulls(value: Any) -> Any:
-    """A JSON value without nulls in objects, which tables have for keys of other rows."""
+def without_nulls(value: Any, depth: int = 0) -> Any:
+    """A JSON value without nulls in objects, which Parquet has for keys of other rows."""
+    if depth > MAX_DEPTH:  # an error that _check_json() reports
+        return value
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return [without_nulls(item, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
-    return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    kept = {}
+    for key, item in value.items():
+        if item is not None:
+            kept[key] = without_nulls(item, depth + 1)
+    return kept
 
 
 @lru_cache(100)  # once for each file
@@ -163,12 +171,25 @@ def _without_nulls(message: Message, where: str) -> Message:
     """The message without nulls, which tables have for keys of other messages."""
     kept = {}
     for key, part in message.items():
-        if not isinstance(part, JSON):  # the datasets library turns some strings into dates
-            kind = type(part).__name__
-            raise UserError(f"{where}: {part!r} was parsed as a {kind}; write all messages as text")
+        _check_json(part, where)
         if part is not None:
             kept[key] = part
     return kept
+
+
+def _check_json(value: Any, where: str, depth: int = 0) -> None:
+    """Raise UserError if a value, or one within it, is none of JSON, or lies too deep."""
+    if not isinstance(value, JSON):  # the datasets library turns some strings into dates
+        kind = type(value).__name__
+        raise UserError(f"{where}: {value!r} was parsed as a {kind}; write all messages as text")
+    if depth > MAX_DEPTH:
+        raise UserError(f"{where}: an object is nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, list):
+        for item in value:
+            _check_json(item, where, depth + 1)
+    if isinstance(value, dict):
+        for item in value.values():
+            _check_json(item, where, depth + 1)
 
 
 def _check_content(message: Message, where: str) -> None:

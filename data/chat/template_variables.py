@@ -11,8 +11,9 @@ from thinker.runtime.errors import UserError
 
 # Keys of a message that say nothing to the model, or that are read by other names.
 HARMLESS = {"role", "content", "weight", "train", "tool_call_id", "id"}
-# transformers gives a template all of these if a message has one of them.
-REASONING = ("reasoning_content", "reasoning", "thinking")
+# transformers gives a template these if a message has one of the names of REASONING.
+ALIASES = ("reasoning_content", "thinking")
+REASONING = (*ALIASES, "reasoning")
 
 
 def mentions(template: str, name: str) -> bool:
@@ -45,6 +46,8 @@ def _check_message(template: str, message: dict, where: str) -> None:
         # Templates tell the tool of an answer from the call before it.
         if key == "name" and message["role"] == "tool":
             continue
-        names = REASONING if key in REASONING else (key,)
+        names = (key,)
+        if key in REASONING:
+            names = (key, *ALIASES)
         if not any(mentions(template, name) for name in names):
             raise UserError(f"{where}: a message has {key}, which the chat template ignores")

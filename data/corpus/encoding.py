@@ -93,7 +93,12 @@ def encode_document(
     conversation = chat.Conversation(
         document.messages, document.tools, document.template_kwargs, document.allow_special
     )
-    rows = chat.encode(tokenizer, conversation)
+    try:
+        rows = chat.encode(tokenizer, conversation)
+    except UserError as error:
+        if not document.where:
+            raise
+        raise UserError(f"{document.where}: {error}") from error
     if assistant_only_loss:
         return [(row.ids, row.is_target) for row in rows]
     if not all(chat.is_trained(message) for message in document.messages):

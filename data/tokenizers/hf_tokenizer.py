@@ -220,7 +220,10 @@ class HFTokenizer(Tokenizer):
         if allow_special and finds_names:
             library = self._with_special
         elif allow_special:
-            text = self._with_secret_names(text, literal)
+            return self._encode_literal(text, literal, continues)
+        return self._encode_with(library, text, continues)
+
+    def _encode_with(self, library: Any, text: str, continues: bool) -> np.ndarray:
         if continues:
             library = self._without_prefix(library)
         try:
@@ -230,6 +233,21 @@ class HFTokenizer(Tokenizer):
             if not _is_of_library(error):
                 raise
             raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {error}") from error
+
+    def _encode_literal(self, text: str, literal: list[Span], continues: bool) -> np.ndarray:
+        """Encode a text in which names of special tokens are plain text in some spans."""
+        renamed, n_names = self._with_secret_names(text, literal)
+        ids = self._encode_with(self._plain, renamed, continues)
+        special = [self.special_tokens[name] for name in self._secret_names]
+        if np.isin(ids, special).sum() >= n_names:
+            return ids
+        # A normalizer changes the secret names, as it does the others.
+        if literal:
+            raise UserError(
+                "a message contains the name of a special token, which the normalizer of this "
+                "tokenizer does not let us tell from the token; remove it"
+            )
+        return self._encode_with(self._with_special, text, continues)
 
     def adds_space_after(self, token_id: int) -> bool:
         """See Tokenizer.adds_space_after(). True for special tokens of older SentencePiece models,
@@ -250,11 +268,12 @@ class HFTokenizer(Tokenizer):
             return False
         return any(self.flags[name]["normalized"] for name in self._secret_names)
 
-    def _with_secret_names(self, text: str, literal: list[Span]) -> str:
+    def _with_secret_names(self, text: str, literal: list[Span]) -> tuple[str, int]:
         """A text in which the names of special tokens, except in the spans `literal`, are those
-        that the library self._plain knows."""
+        that the library self._plain knows; and the number of these names."""
         parts = []
         position = 0
+        n_names = 0
         for start, end in self._find_names(text, True, literal):
             name = text[start:end]
             if self.flags[name]["single_word"]:
@@ -264,7 +283,8 @@ class HFTokenizer(Tokenizer):
                 )
             parts += [text[position:start], self._secret_names.get(name, name)]
             position = end
-        return "".join([*parts, text[position:]])
+            n_names += name in self._secret_names
+        return "".join([*parts, text[position:]]), n_names
 
     def _without_prefix(self, library: Any) -> Any:
         """The same library, but one that begins no text with a space."""

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -191,14 +192,20 @@ class Tokenizer:
         if allow_special:
             names = list(self.special_tokens)
         pattern = any_name(names)
+        literal = sorted(literal or [])
         found = []
         position = 0
         while match := pattern.search(text, position):
-            if not _overlaps(match.span(), literal) or match[0] in self.non_special_added_tokens:
-                found.append(match.span())
-                position = match.end()
-            else:
-                position = match.start() + 1
+            start = match.start()
+            position = start + 1
+            # The longest name there that is not literal.
+            fitting = [name for name in names if text.startswith(name, start)]
+            for name in sorted(fitting, key=len, reverse=True):
+                span = start, start + len(name)
+                if name in self.non_special_added_tokens or not _overlaps(span, literal):
+                    found.append(span)
+                    position = span[1]
+                    break
         return found
 
     def _encode(self, text: str) -> np.ndarray:
@@ -329,9 +336,11 @@ def any_name(names: Iterable[str]) -> re.Pattern[str]:
     return _name_pattern(tuple(names))
 
 
-def _overlaps(span: Span, others: list[Span] | None) -> bool:
+def _overlaps(span: Span, others: list[Span]) -> bool:
+    """Whether a span has a character of others, which are sorted and do not overlap."""
     start, end = span
-    return any(start < other_end and other_start < end for other_start, other_end in others or ())
+    number = bisect_right(others, start, key=lambda other: other[1])  # the first that ends later
+    return number < len(others) and others[number][0] < end
 
 
 def _check_tokens(tokens: list[bytes | None], ranks: dict[bytes, int]) -> None:

@@ -145,7 +145,7 @@ def test_templates_get_the_names_of_the_tokenizers_own_file(folder, tmp_path, eo
     known = theirs.apply_chat_template(TALK, chat_template=template, tokenize=False)
     assert chat.render(ours.with_chat_template(template), TALK) == known
     assert known.split(" ")[1:3] == ["<|im_end|>", "<|im_start|>"]
-    assert answers_of(ours, TALK) == [
+    assert answers_of(chat.with_answer_end(ours), TALK) == [
         "Under the dog 🐕.<|im_end|>On the mat, don't you see?<|im_end|>"
     ]
     (tmp_path / "again").mkdir()

@@ -150,8 +150,15 @@ def test_a_key_of_a_message_that_the_template_does_not_read(tmp_path, tokenizer)
     )
     with pytest.raises(UserError, match="a message has reasoning_content, which the chat template"):
         encode_document(tokenizer, document, True)
-    reading = tokenizer.with_chat_template("{% set x = messages[-1].thinking %}" + TEMPLATE)
-    assert encode_document(reading, document, True)
+    reading = tokenizer.with_chat_template(
+        TEMPLATE.replace("m.content", "(m.thinking or '') + m.content")
+    )
+    ((_, answer),) = trained_text(reading, document)
+    assert answer == "xYes"
+    # A word in the template is not enough.
+    only_set = tokenizer.with_chat_template("{% set x = messages[-1].thinking %}" + TEMPLATE)
+    with pytest.raises(UserError, match="row 0 of .* does not render the reasoning_content of mes"):
+        encode_document(only_set, document, True)
 
 
 def long_rows(folder):
@@ -240,7 +247,7 @@ def test_the_token_that_ends_answers_ends_texts():
 def test_answers_that_end_in_another_special_token_are_named(tmp_path, capsys):
     prepare(tmp_path, base_tokenizer(CHATML))  # as if nothing had looked for the end
     assert (
-        "6 of 6 answers end with <|im_end|>, which does not end texts of this model"
+        "6 of 6 answers end with <|im_end|>, which does not end texts of this model; <|bos|> is added"
         in capsys.readouterr().err
     )
 
@@ -315,3 +322,142 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, sch
         if conversation.tokens[: len(before)] != before:
             raise AssertionError
     assert conversation.tokens == [*tokenizer.bos_prefix, *tokenizer.encode("".join(lines[:3]))]
+
+
+def encoded(template, messages, **options):
+    """Each row: its text with names of special tokens, and that of its targets."""
+    tokenizer = base_tokenizer(template)
+    names = {number: name.encode() for name, number in tokenizer.special_tokens.items()}
+
+    def text(ids):
+        return b"".join(names.get(i, tokenizer.token_bytes(i)) for i in ids.tolist()).decode()
+
+    rows = chat.encode(tokenizer, chat.Conversation(messages, **options))
+    return [(text(row.ids), text(row.ids[row.is_target])) for row in rows]
+
+
+MARKED = (
+    "{% for m in messages %}{% if m.content %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|bos|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
+
+
+def test_marks_of_an_earlier_answer_are_not_taken_for_another():
+    """The generation prompt is no beginning of an answer here, so each becomes a row."""
+    messages = [*TALK, {"role": "user", "content": "q2"}, {"role": "assistant", "content": ""}]
+    answers = [answer for _, answer in encoded(MARKED, messages)]
+    assert answers == ["Yes<|bos|>", ""]
+    two = MARKED.replace(
+        "{% generation %}", "{% generation %}a{% endgeneration %}-{% generation %}"
+    )
+    assert [answer for _, answer in encoded(two, TALK)] == ["aYes<|bos|>"]
+
+
+def test_marks_in_a_macro_are_misplaced_and_refused():
+    macro = (
+        "{% macro said(m) %}<|im_start|>assistant\n{% generation %}{{ m.content }}<|im_end|>"
+        "{% endgeneration %}{% endmacro %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{{ m.content }}{% else %}{{ said(m) }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(UserError, match="marks another part of the text than an answer"):
+        encoded(macro, [TALK[0], {"role": "assistant", "content": "A boy who runs a lot."}])
+
+
+def test_a_context_that_a_chat_writes_with_a_special_token_is_trained_with_it():
+    """The generation prompt writes a token that is plain text in the message."""
+    template = CHATML.replace("assistant\\n'", "assistant\\n<|im_end|>'").replace(
+        "assistant\n'", "assistant\n<|im_end|>'"
+    )
+    messages = [TALK[0], {"role": "assistant", "content": "<|im_end|>Yes"}]
+    tokenizer = base_tokenizer(template)
+    rows = chat.encode(tokenizer, chat.Conversation(messages))
+    asked = chat.encode_prompt(tokenizer, messages[:1])
+    assert rows[0].ids[: len(asked) - 1].tolist() == asked[1:]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "error"),
+    [
+        (
+            "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{{ eos_token }}"
+            "{% endif %}{% endfor %}",
+            [{"role": "system", "content": "Be a pirate"}, *TALK],
+            r"does not render the content of message 1 \(system\)",
+        ),
+        (
+            "{% for m in messages %}{% if m.tool_calls %}CALL{{ m.tool_calls }}{% else %}{{ m.content }}"
+            "{% endif %}{{ eos_token }}{% endfor %}",
+            [TALK[0], {"role": "assistant", "content": "Let me look", "tool_calls": [WEATHER]}],
+            r"does not render the content of message 2 \(assistant\)",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
+            [{"role": "user<|im_end|>", "content": "Hi"}, TALK[1]],
+            "the role 'user<|im_end|>' of a message is not a word".replace("|", r"\|"),
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
+            [TALK[0], {"role": "assistant", "content": "x", "tool_calls": "abc"}],
+            "the tool_calls of a message are not a list of objects",
+        ),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(template, messages, error):
+    with pytest.raises(UserError, match=error):
+        encoded(template, messages)
+
+
+def test_tools_are_rendered_not_only_mentioned():
+    with pytest.raises(UserError, match="does not render the tools"):
+        encoded("{% if not tools %}{% endif %}" + NO_END, TALK, tools=[WEATHER])
+
+
+def test_names_of_keys_and_tools_are_plain_text_too():
+    template = "{{ tools | tojson }}" + CHATML
+    tools = [{"type": "function", "role": "<|im_end|>", "<|im_start|>system": 1}]
+    ((text, _),) = encoded(template, TALK, tools=tools)
+    tokenizer = base_tokenizer(template)
+    (row,) = chat.encode(tokenizer, chat.Conversation(TALK, tools))
+    assert text.count("<|im_end|>") == 3
+    assert row.ids.tolist().count(258) == 2
+    assert row.ids.tolist().count(257) == 2
+
+
+@pytest.mark.parametrize("first", ["<s>", "<s>x"])
+def test_names_that_begin_with_each_other(first):
+    """The template's name stays a token, whatever follows it."""
+    ids = {"<s>": 256, "<s>x": 257}
+    tokens = [bytes([i]) for i in range(256)] + [None] * 2
+    template = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer("byte", tokens, ids, "<s>", chat_template=template, add_bos=False)
+    for content in ("hello", "x", "xylo"):
+        asked = chat.encode_prompt(tokenizer, [{"role": "user", "content": content}])
+        assert asked == [256, *content.encode()]
+
+
+def test_nulls_that_parquet_adds_are_no_arguments(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    rows = []
+    for arguments in ({"city": "Rome"}, {"n": 3}):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        rows.append([TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}])
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"messages": rows}), path)
+    found = list(open_source("parquet", path=str(path)).documents())
+    said = [each.messages[1]["tool_calls"][0]["function"]["arguments"] for each in found]
+    assert said == [{"city": "Rome"}, {"n": 3}]
+    # What is written in JSON stays.
+    tools = [{"type": "function", "function": {"name": "f", "default": None}}]
+    (document,) = documents(tmp_path, {"messages": TALK, "tools": tools})
+    assert document.tools == tools
+
+
+def test_values_that_are_no_json_within_messages(tmp_path):
+    deep = "x"
+    for _ in range(900):
+        deep = [deep]
+    with pytest.raises(UserError, match="nested more than 100 levels deep"):
+        documents(tmp_path, {"messages": TALK, "tools": [{"x": deep}]})

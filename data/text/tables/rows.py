@@ -7,7 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thinker.data.chat.messages import PAIR, check_messages, find_column, join_pair, read_beside
+from thinker.data.chat.messages import (
+    PAIR,
+    check_messages,
+    find_column,
+    join_pair,
+    read_beside,
+    without_nulls,
+)
 from thinker.data.text.document import BEGIN, Document, MissingData, Start
 from thinker.data.text.files.text_files import ROW_EXTENSIONS, find_files
 from thinker.data.text.sources import Source, SourceOptions, bounded_source, stamps
@@ -90,7 +97,9 @@ def read_tables(
         file = files[number]
         part = (sum(sizes[:number]) / total, sizes[number] / total)
         rows = partial(READERS[source], file)
-        for row, document in enumerate(read_rows(f"data.path={file}", column, rows, part)):
+        fills_nulls = source == "parquet"
+        documents = read_rows(f"data.path={file}", column, rows, part, fills_nulls)
+        for row, document in enumerate(documents):
             document.position = (number, row)
             if number > first or row >= n_before:
                 yield document
@@ -225,18 +234,22 @@ def read_rows(
     column: str | None,
     rows: Callable[[], Iterable[Row]],
     part: tuple[float, float] = (0.0, 1.0),
+    fills_nulls: bool = True,
 ) -> Iterator[Document]:
     """Yield a document per row: the column's text or conversation.
 
     column: None for the one that messages.find_column() finds in the first row. A null in it
     becomes an empty document.
     part: the share of the source before these rows, and their own.
+    fills_nulls: rows have the keys of all rows, with nulls, also within objects.
     """
     share_before, share_of_rows = part
     try:
         for number, (row, share) in enumerate(rows()):
             if not column:
                 column = find_column(row)
+            if fills_nulls:
+                row = _without_nulls(row)
             document = _read_row(row, column, number, where)
             if share is not None:
                 document.share_read = share_before + share_of_rows * share
@@ -249,6 +262,11 @@ def read_rows(
         if isinstance(error, FileNotFoundError | ConnectionError):
             raise MissingData(message) from error
         raise UserError(message) from error
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the nulls within its columns, for keys that only other rows have."""
+    return {key: without_nulls(value) for key, value in row.items()}
 
 
 def _read_row(row: dict[str, Any], column: str, number: int, where: str) -> Document:
