@@ -9,6 +9,7 @@ the end of a context with the answer behind it.
 
 import json
 import re
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -65,6 +66,13 @@ class _Rendered:
         answers = [(start + n, end + n) for start, end in self.answers]
         literal = [(start + n, end + n) for start, end in self.literal]
         return _Rendered(bos + self.text, answers, literal)
+
+    def begins_with(self, other: "_Rendered") -> bool:
+        """Whether the text begins with another, with the same names as plain text."""
+        if not self.text.startswith(other.text):
+            return False
+        literal = [span for span in self.literal if span[0] < len(other.text)]
+        return literal == other.literal
 
     def encode(
         self, tokenizer: Tokenizer, start: int = 0, end: int | None = None, continues: bool = False
@@ -219,33 +227,54 @@ class _Turn:
 
 def _whole_row(tokenizer: Tokenizer, whole: _Rendered, turns: list[_Turn]) -> Row | None:
     """A conversation as one row; None if it gives an answer another context than a chat."""
-    ids = whole.encode(tokenizer)
-
-    def n_tokens(text: str) -> int | None:
-        """The number of tokens of a beginning of the text; None if it has other tokens."""
-        if not whole.text.startswith(text):
-            return None
-        beginning = whole.encode(tokenizer, end=len(text))
-        if ids[: len(beginning)] != beginning:
-            return None
-        return len(beginning)
-
+    beginnings = _Beginnings(tokenizer, whole)
+    ids = beginnings.ids
     is_target = np.zeros(len(ids), bool)
     for turn in turns:
-        asked = turn.prompt.encode(tokenizer)
-        if ids[: len(asked)] != asked or not whole.text.startswith(turn.answered.text):
+        if not turn.begins_with_prompt or not whole.begins_with(turn.answered):
             return None
-        if not turn.begins_with_prompt:
+        if not whole.begins_with(turn.prompt):  # the same text, but not the same special tokens
             return None
+        if beginnings.n_tokens(len(turn.prompt.text)) is None:
+            return None
+        last = None
         for start, end in turn.spans(tokenizer):
-            first = n_tokens(whole.text[:start])
-            last = n_tokens(whole.text[:end])
+            first = beginnings.n_tokens(start)
+            last = beginnings.n_tokens(end)
             if first is None or last is None:
                 return None
             is_target[first:last] = True
-            if (start, end) == turn.spans(tokenizer)[-1] and ids[last - 1] not in tokenizer.eos_ids:
-                return None  # each answer is to learn where it ends
+        if last is not None and ids[last - 1] not in tokenizer.eos_ids:
+            return None  # each answer is to learn where it ends
     return _row(tokenizer, ids, is_target)
+
+
+class _Beginnings:
+    """The tokens of a text, and of its beginnings."""
+
+    def __init__(self, tokenizer: Tokenizer, rendered: _Rendered) -> None:
+        self.tokenizer = tokenizer
+        self.rendered = rendered
+        self.ids = rendered.encode(tokenizer)
+        # Where the text is cut, and the tokens before: what is behind a special token does not
+        # depend on what is before it, so a beginning needs to be encoded only from there on.
+        self.cuts = [(0, 0)]
+        n_tokens = 0
+        position = 0
+        for start, end in tokenizer.special_spans(rendered.text, rendered.literal):
+            n_tokens += len(rendered.encode(tokenizer, position, start)) + 1
+            position = end
+            self.cuts.append((position, n_tokens))
+
+    def n_tokens(self, length: int) -> int | None:
+        """The number of tokens of the first characters; None if they have other tokens alone."""
+        number = bisect_right(self.cuts, length, key=lambda cut: cut[0]) - 1
+        position, n_before = self.cuts[number]
+        rest = self.rendered.encode(self.tokenizer, position, length)
+        end = n_before + len(rest)
+        if self.ids[n_before:end] != rest:
+            return None
+        return end
 
 
 def _answer_row(tokenizer: Tokenizer, turn: _Turn) -> Row:

@@ -249,6 +249,11 @@ class HFTokenizer(Tokenizer):
             )
         return self._encode_with(self._with_special, text, continues)
 
+    def special_spans(self, text: str, literal: list[Span]) -> list[Span]:
+        """See Tokenizer.special_spans(). None, as the library may treat the start of a text, or the
+        space around a special token, in a way of its own."""
+        return []
+
     def adds_space_after(self, token_id: int) -> bool:
         """See Tokenizer.adds_space_after(). True for special tokens of older SentencePiece models,
         which encode `</s>Yes` with a space that nobody wrote."""

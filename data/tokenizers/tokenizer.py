@@ -186,6 +186,13 @@ class Tokenizer:
         """Whether encoding adds a space to the text behind this special token."""
         return False
 
+    def special_spans(self, text: str, literal: list[Span]) -> list[Span]:
+        """The spans of special tokens at which a text can be cut: its parts are encoded alike.
+
+        literal: as in encode_array().
+        """
+        return self._find_names(text, True, literal)
+
     def _find_names(self, text: str, allow_special: bool, literal: list[Span] | None) -> list[Span]:
         """The spans of the names of tokens in a text."""
         names = self.non_special_added_tokens
