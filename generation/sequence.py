@@ -59,7 +59,9 @@ class Sequence:
     prompt_scores: PromptScores | None = None  # which a continuous batch completes, if wanted
 
     def __post_init__(self) -> None:
-        self.drops_space = self.tokenizer.adds_space_after(self.tokens[-1])
+        self.drops_space = False
+        if self.tokens:
+            self.drops_space = self.tokenizer.adds_space_after(self.tokens[-1])
         self.streamer = TextStreamer(self.tokenizer, self.params.stop, self.drops_space)
         # The parameters that shape the distribution: sequences with equal keys are sampled
         # together.

@@ -3,6 +3,7 @@ dropped and why."""
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -220,6 +221,9 @@ def test_of_a_group_over_both_splits_the_validation_document_stays(tmp_path):
 )
 def test_what_cannot_be_cleaned_says_so(tmp_path, options, message):
     path = write_rows(tmp_path / "a.jsonl", ["a", "b"])
+    if options["source"] == "text":
+        path = str(tmp_path / "a.txt")
+        Path(path).write_text("a\nb\n")
     with pytest.raises(UserError, match=message):
         prepare_corpus(
             path=path,
