@@ -2,6 +2,9 @@
 
 import pytest
 from installed import needs
+
+pytest.importorskip("langchain_openai")
+
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
