@@ -29,12 +29,6 @@ train:
   eval_sequences: 16
   save_every: 25
 """
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: "
-    '{% if message.role == "assistant" %}{% generation %}{{ message.content }}{{ eos_token }}'
-    '{% endgeneration %}{% else %}{{ message.content }}{% endif %}{{ "\\n" }}{% endfor %}'
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -57,16 +51,9 @@ def write_inputs(folder):
     texts = [" ".join(draw.choices(vocabulary, k=draw.randrange(5, 60))) for _ in range(400)]
     texts += texts[:40] + [text + " again" for text in texts[40:60]]  # duplicates to clean
     draw.shuffle(texts)
-    chats = []
-    for number in range(200):
-        question = {"role": "user", "content": f"Who is number {number % 23}?"}
-        answer = {"role": "assistant", "content": draw.choice(("A fox.", "A girl.", "An old man."))}
-        chats.append([question, answer])
     files = {
         "small.yaml": CONFIG,
         "rows.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts),
-        "chats.jsonl": "".join(json.dumps({"messages": chat}) + "\n" for chat in chats),
-        "chat.jinja": TEMPLATE,
         "schema.json": json.dumps(SCHEMA),
         "story.txt": STORY * 4,
     }
@@ -229,24 +216,19 @@ def flow(value):
 
 
 ROWS = words("data.source=jsonl data.path=rows.jsonl data.max_documents=null")
-CHATS = words(
-    "data.source=jsonl data.path=chats.jsonl data.max_documents=null data.tokenizer=null "
-    "data.chat_template=chat.jinja data.assistant_only_loss=true data.packing=documents"
-)
-INITIAL = ("run.init_from=runs/first",)
+# Not on conversations: since 1071b80, their tokens have changed on purpose.
+INITIAL = ("run.init_from=runs/first", *ROWS, "data.tokenizer=null")
 READ = ("--read-data",)
-CHAT = ("--chat", "--prompt", "Who is number 4?")
 RUNS = [
     Run("plain", SETUPS["fp32"]),
     Run("bf16 with patterns", SETUPS["bf16"], can_export=False),
     Run("dropout and accumulation", SETUPS["accumulation"]),
     Run("ema_decay", words("train.ema_decay=0.9")),
-    Run("fine-tuned", (*INITIAL, *CHATS), starts_from=True, text=CHAT, evaluation=READ),
+    Run("fine-tuned", INITIAL, starts_from=True, evaluation=READ),
     Run(
         "lora",
-        (*INITIAL, *CHATS, *words("train.lora_rank=4 train.lora_alpha=8")),
+        (*INITIAL, *words("train.lora_rank=4 train.lora_alpha=8")),
         starts_from=True,
-        text=CHAT,
         evaluation=READ,
     ),
     Run(
