@@ -129,7 +129,8 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(
     config = ROOT / "configs" / "finetune.yaml"
     without = run_script(TRAIN, config, *given)
     assert without.returncode == 2
-    assert without.stderr.splitlines()[-1].startswith("error: conversations need a chat template")
+    last = without.stderr.splitlines()[-1]
+    assert "conversations need a chat template" in last
     done = run_script(TRAIN, config, *given, "data.chat_template=configs/chat.jinja", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert f'generate.py {run} --chat --prompt "your message"' in done.stdout
