@@ -59,7 +59,7 @@ class Choice:
     def pieces(
         self, text: str, sampled: list[SampledToken], finish_reason: str | None
     ) -> Iterator[dict[str, Any]]:
-        """The choices of chunks: one per token, without those that would say nothing."""
+        """The choices of chunks, without those that would say nothing."""
         if self.is_chat:
             yield from self._chat_pieces(text, sampled, finish_reason)
         elif self.is_prompt_only:
@@ -134,7 +134,12 @@ class Choice:
     def _split(
         self, text: str, sampled: list[SampledToken]
     ) -> list[tuple[str, list[SampledToken]]]:
-        """Divide the text of several tokens into that of each."""
+        """Divide the text of several tokens into that of each, if the request asks for tokens.
+
+        Otherwise a chunk has all that one step added: clients need most of a fast stream's time.
+        """
+        if not self._has_token_fields:
+            return [(text, sampled)]
         parts = []
         for token in sampled[:-1]:
             part = self._streamer.feed(token[0])
@@ -147,8 +152,12 @@ class Choice:
 
     def _says_something(self, text: str, sampled: list[SampledToken]) -> bool:
         # A token without text, such as half a character, still has a log-probability and an id.
-        has_token_fields = self.body.has_logprobs or self.body.return_token_ids
-        return bool(text or (sampled and has_token_fields))
+        return bool(text or (sampled and self._has_token_fields))
+
+    @property
+    def _has_token_fields(self) -> bool:
+        """Whether the request asks for something about each token."""
+        return self.body.has_logprobs or self.body.return_token_ids
 
     def whole(self, sampled: list[SampledToken]) -> dict[str, Any]:
         """The choice of a response without a stream."""

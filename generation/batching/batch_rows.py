@@ -239,9 +239,19 @@ class JoinedRows:
         return logits[:, -1:]
 
     def sample(self, rows: list[Row], logits: Tensor, max_steps: int) -> list[list[SampledToken]]:
-        """Sample one token per row."""
-        sequences = [row.sequence for row in rows]
-        return self.generator.decoder.sample(sequences, self.cache, logits, 1)
+        """As PooledRows.sample(). Several steps are for all rows of the cache."""
+        assert max_steps == 1 or len(rows) == len(self.joined)
+        # A decoder that runs several steps takes the rows in the order of the cache.
+        order = sorted(range(len(rows)), key=lambda index: self.joined.index(rows[index]))
+        if order != list(range(len(rows))):
+            logits = logits[order]
+        sequences = [rows[index].sequence for index in order]
+        sampled = self.generator.decoder.sample(sequences, self.cache, logits, max_steps)
+        by_row: list[list[SampledToken]] = [[] for _ in rows]
+        for index, tokens in zip(order, sampled):
+            rows[index].n_read += len(tokens) - 1
+            by_row[index] = tokens
+        return by_row
 
     def copy(self, row: Row) -> KVCache:
         """A copy of what has been read of a sequence whose prompt was read."""

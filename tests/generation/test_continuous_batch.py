@@ -24,6 +24,7 @@ from pairwise import pairwise
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.batching.batch_rows import JoinedRows, PooledRows, common_prefix
 from thinker.generation.batching.continuous_batch import TOKENS_PER_STEP, ContinuousBatch
+from thinker.generation.decoders import native_decoder
 from thinker.generation.mixed_bits import matrix_names
 from thinker.generation.prompt_scores import PromptScores
 from thinker.runtime.errors import UserError
@@ -75,6 +76,31 @@ def test_both_kinds_of_rows_are_tested():
     generator = make_generator()
     if generator.is_batch_invariant:
         assert type(ContinuousBatch(generator, 2).rows) is PooledRows
+
+
+@pytest.mark.parametrize("kind", ["gqa", "int4 cache", "torch"])
+def test_joined_rows_sample_several_tokens_at_once(monkeypatch, kind):
+    monkeypatch.setattr(native_decoder, "MAX_SECONDS", 1e9)  # however slow this machine is
+    generator = make_generator(kind)
+    monkeypatch.setattr(generator.decoder, "steps_per_read", 8)  # as on a GPU
+    batch = ContinuousBatch(generator, 3)
+    batch.rows = JoinedRows(generator, 3)
+    long = new_sequence(generator, "ab" * 50, SamplingParams(40, seed=1))
+    short = new_sequence(generator, "a", SamplingParams(60, seed=2, temperature=0.7))
+    short.index = 1
+    for sequence in (long, short):
+        batch.add(sequence)
+    n_together = []
+    orders = set()
+    while not batch.is_idle:
+        steps = batch.step()
+        if len(steps) == 2:
+            n_together += [len(progress.sampled) for progress in steps]
+        for rows in (batch.running, batch.rows.joined):
+            orders.add(tuple(row.sequence.index for row in rows))
+    assert max(n_together) > 1
+    assert {(0, 1), (1, 0)} <= orders  # the long prompt came first, and joined last
+    check_equal(generator, [long, short])
 
 
 @pytest.mark.parametrize("kind", ["gqa", "torch", "window"])

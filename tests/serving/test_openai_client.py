@@ -500,13 +500,24 @@ def test_a_stream_of_an_answer_has_the_shape_of_openais(answer, n):
     assert n_tokens == last.usage.completion_tokens
 
 
-def test_a_stream_of_a_text_has_a_token_per_chunk(complete):
+def test_a_stream_with_tokens_has_one_per_chunk(complete):
     options = {"seed": 3, "max_tokens": 40, "extra_body": {"return_token_ids": True}}
     chunks = list(complete(prompt="Line", stream=True, **options))
     sizes = [len(chunk.choices[0].token_ids) for chunk in chunks]
     known = complete(prompt="Line", **options).choices[0]
     assert sizes == [1] * len(known.token_ids)
     assert chunks[-1].choices[0].finish_reason == known.finish_reason
+
+
+def test_a_stream_without_tokens_joins_what_a_step_adds(complete):
+    options = {"seed": 3, "max_tokens": 40, "prompt": "Line"}
+    pieces = [chunk.choices[0] for chunk in complete(stream=True, **options)]
+    known = complete(**options).choices[0]
+    assert "".join(piece.text for piece in pieces) == known.text
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == known.finish_reason
+    assert all(piece.text for piece in pieces[:-1])
+    assert len(pieces) <= 40
 
 
 def test_the_asynchronous_client(server, complete, answer):
