@@ -112,13 +112,14 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by uvicorn for a signal."""
         service = self._service
-        if service.is_draining:
+        is_second = service.is_draining
+        service.is_draining = True  # before the log, in which a second signal may interrupt this
+        if is_second:
             # The second signal. Neither requests nor threads can delay the default action.
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         elif service.n_active:
             self._log(f"finishing {service.n_active} request(s); Ctrl-C again to end now")
-        service.is_draining = True
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times per second. Returns whether to end."""
