@@ -10,14 +10,15 @@ the end of a context with the answer behind it.
 import json
 import re
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from thinker.data.chat import chat_template
 from thinker.data.chat.chat_template import Cut
-from thinker.data.chat.literal_names import HiddenNames, clean, has_names, special_names
+from thinker.data.chat.literal_names import clean, literal_spans, special_names
 from thinker.data.text.document import Message
 from thinker.data.tokenizers.tokenizer import Span, Tokenizer
 from thinker.runtime.errors import UserError
@@ -39,13 +40,15 @@ class Conversation:
     """Messages, and the variables that their template gets.
 
     tools: their JSON schemas. template_kwargs: more variables, by name. allow_special: names of
-    special tokens in the messages are these tokens; otherwise they are plain text.
+    special tokens in the messages are these tokens; otherwise they are plain text. now: what the
+    template's clock says.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     allow_special: bool = False
+    now: datetime = field(default_factory=datetime.now)
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,14 @@ class _Rendered:
 
     text: str
     answers: list[Span]  # that the template marks
-    literal: list[Span]  # names of special tokens that a message contains
+    literal: list[Span]  # of messages, in names of special tokens
 
     def with_bos(self, tokenizer: Tokenizer) -> "_Rendered":
         """The text, which begins with the BOS token if prompts do, as in an exported template."""
         bos = tokenizer.bos_token
-        is_written = self.text.startswith(bos) and (0, len(bos)) not in self.literal
+        is_written = self.text.startswith(bos)
+        if self.literal and self.literal[0][0] < len(bos):
+            is_written = False
         if not tokenizer.bos_prefix or is_written:
             return self
         n = len(bos)
@@ -352,38 +357,21 @@ def _render(
     tools = clean(conversation.tools)
     variables = {name: clean(value) for name, value in conversation.template_kwargs.items()}
 
-    def rendered(messages: list, tools: list | None, variables: dict) -> list:
-        return chat_template.render(
-            tokenizer,
-            messages,
-            cuts,
-            tools=tools,
-            template_kwargs=variables,
-            mark_answers=mark_answers,
-        )
-
-    plain = rendered(messages, tools, variables)
-    names = special_names(tokenizer)
-    texts = [messages, tools, [*variables.values()]]
-    if conversation.allow_special or not has_names(names, texts):
-        return [_Rendered(text, spans, []) for text, spans in plain]
-
-    hidden = HiddenNames(names, [*texts, tokenizer.chat_template])
-    with_marks = rendered(
-        hidden.hide(messages, is_messages=True),
-        hidden.hide(tools, is_messages=False),
-        {name: hidden.hide(value, is_messages=False) for name, value in variables.items()},
+    renderings = chat_template.render(
+        tokenizer,
+        messages,
+        cuts,
+        tools=tools,
+        template_kwargs=variables,
+        mark_answers=mark_answers,
+        now=conversation.now,
     )
-    revealed = []
-    for (text, spans), (expected, _) in zip(with_marks, plain):
-        text, spans, literal = hidden.reveal(text, spans)
-        if text != expected:
-            raise UserError(
-                "the chat template changes a message with the name of a special token, which "
-                "therefore cannot be told from the token; change the message or the template"
-            )
-        revealed.append(_Rendered(text, spans, literal))
-    return revealed
+    names = special_names(tokenizer)
+    found = []
+    for each in renderings:
+        literal = [] if conversation.allow_special else literal_spans(each, names)
+        found.append(_Rendered(each.text, each.answers, literal))
+    return found
 
 
 def _check_all_is_rendered(
@@ -403,16 +391,12 @@ def _check_all_is_rendered(
                 continue
             changed = list(conversation.messages)
             changed[number] = _with_another(message, key)
-            other = Conversation(
-                changed, conversation.tools, conversation.template_kwargs, allow_special=True
-            )
+            other = replace(conversation, messages=changed, allow_special=True)
             if _texts(tokenizer, other, cuts) == texts:
                 what = f"the {key} of message {number + 1} ({message['role']})"
                 raise UserError(f"the chat template does not render {what}")
     if conversation.tools:
-        without = Conversation(
-            conversation.messages, None, conversation.template_kwargs, allow_special=True
-        )
+        without = replace(conversation, tools=None, allow_special=True)
         if _texts(tokenizer, without, cuts) == texts:
             raise UserError("the chat template does not render the tools")
 

@@ -11,10 +11,11 @@ import os
 import subprocess
 import sys
 import threading
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.data.tokenizers.tokenizer import Span, Tokenizer
 from thinker.runtime.errors import UserError
 
 CPU_SECONDS = 10  # per conversation; real templates take less than a millisecond
@@ -34,7 +35,16 @@ RESERVED = (
 )
 
 Cut = tuple[int, bool]
-Rendered = tuple[str, list[tuple[int, int]]]
+
+
+class Rendering(NamedTuple):
+    """A rendered beginning of a conversation."""
+
+    text: str
+    answers: list[Span]  # that the template marks
+    of_messages: list[Span]  # what messages, tools and variables say
+    unclear: list[Span]  # what the template or they say
+
 
 # The program of the process, which uses the same sys.path.
 START = (
@@ -65,7 +75,7 @@ class Renderer:
         )
         atexit.register(self.close)
 
-    def render(self, **request: Any) -> list[Rendered]:
+    def render(self, **request: Any) -> list[Rendering]:
         """See render()."""
         reply = ""
         with contextlib.suppress(BrokenPipeError):  # the process has reached a limit
@@ -81,7 +91,10 @@ class Renderer:
         rendered, error = json.loads(reply)
         if error is not None:
             raise UserError(error)
-        return [(text, [(start, end) for start, end in spans]) for text, spans in rendered]
+        found = []
+        for text, *kinds_of_spans in rendered:
+            found.append(Rendering(text, *(list(map(tuple, spans)) for spans in kinds_of_spans)))
+        return found
 
     def close(self) -> None:
         """End the process."""
@@ -107,13 +120,14 @@ def render(
     tools: list[dict[str, Any]] | None = None,
     template_kwargs: dict[str, Any] | None = None,
     mark_answers: bool = False,
-) -> list[Rendered]:
+    now: datetime | None = None,
+) -> list[Rendering]:
     """Render beginnings of a conversation.
 
     cuts: of each beginning, the number of its messages, and whether the start of an answer follows
-    them. tools, template_kwargs: variables of the template.
+    them. tools, template_kwargs: variables of the template. mark_answers: find the answers that the
+    template marks. now: what the template's clock says.
 
-    Returns the text of each, and with mark_answers the spans of answers that the template marks.
     Raises UserError if the template rejects the conversation, is invalid or exceeds the limits, or
     if transformers is not installed.
     """
@@ -130,6 +144,8 @@ def render(
             messages=messages,
             cuts=cuts,
             mark_answers=mark_answers,
+            traced=["messages", "tools", *(template_kwargs or {})],
+            now=(now or datetime.now()).isoformat(),
         )
 
 
@@ -137,6 +153,8 @@ def serve(cpu_seconds: int) -> None:
     """Answer requests from standard input until it ends."""
     replies = sys.stdout
     sys.stdout = sys.stderr  # libraries may print
+    with contextlib.suppress(ImportError):  # an error that _reply() reports
+        _trace()
     for line in sys.stdin:
         _limit(cpu_seconds)
         try:
@@ -160,6 +178,15 @@ def _limit(cpu_seconds: int) -> None:
             resource.setrlimit(kind, (limit, maximum))
 
 
+def _trace() -> None:
+    """Let transformers compile templates in an environment that traces texts."""
+    import jinja2.sandbox
+
+    from thinker.data.chat.tracing_environment import TracingEnvironment
+
+    jinja2.sandbox.ImmutableSandboxedEnvironment = TracingEnvironment
+
+
 def _reply(
     template: str,
     variables: dict[str, Any],
@@ -167,11 +194,18 @@ def _reply(
     messages: list,
     cuts: list[Cut],
     mark_answers: bool,
-) -> tuple[list[Rendered], str | None]:
+    traced: list[str],
+    now: str,
+) -> tuple[list[Rendering], str | None]:
     """Return what render() returns, and an error message or None."""
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        from thinker.data.chat.traced_text import MESSAGE, UNCLEAR, joined, spans_of
+        from thinker.data.chat.tracing_environment import TracingEnvironment
+
+        TracingEnvironment.traced = frozenset(traced)
+        TracingEnvironment.now = datetime.fromisoformat(now)
         rendered = []
         for n_messages, add_generation_prompt in cuts:
             texts, spans = render_jinja_template(
@@ -182,7 +216,11 @@ def _reply(
                 return_assistant_tokens_mask=mark_answers,
                 **variables,
             )
-            rendered.append((texts[0], spans[0] if mark_answers else []))
+            text = joined(TracingEnvironment.rendered)
+            answers = spans[0] if mark_answers else []
+            rendered.append(
+                Rendering(texts[0], answers, spans_of(text, MESSAGE), spans_of(text, UNCLEAR))
+            )
     except ImportError:
         remedy = "run pip install transformers jinja2"
         return [], f"conversations need the transformers package; {remedy}"
@@ -190,7 +228,7 @@ def _reply(
         raise
     except Exception as error:  # a template can raise any error
         return [], f"the chat template rejects a conversation: {error or type(error).__name__}"
-    if sum(len(text) for text, _ in rendered) > MAX_TEXT_CHARS:
+    if sum(len(each.text) for each in rendered) > MAX_TEXT_CHARS:
         limit = f"{MAX_TEXT_CHARS:,} characters for one conversation"
         return [], f"the chat template renders more than {limit}"
     return rendered, None

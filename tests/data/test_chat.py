@@ -441,3 +441,27 @@ def test_transformers_renders_an_exported_chat_with_the_token_that_begins_texts(
     assert theirs.apply_chat_template(TALK, **options) == expected
     assert expected[0] == ours.bos_id != expected[1]
     assert chat.encode_prompt(load_tokenizer(tmp_path), TALK) == expected  # and not twice
+
+
+CLOCK = "{{ strftime_now('%H:%M:%S.%f') }} "
+
+
+def test_one_conversation_has_one_time(tokenizer):
+    """However long it takes to render its beginnings."""
+    talking = tokenizer.with_chat_template(CLOCK + CHATML)
+    (row,) = chat.encode(chat.with_answer_end(talking), chat.Conversation(TALK))
+    text = text_of(tokenizer, row.ids[row.is_target].tolist())
+    assert text == "Under the dog 🐕.<|im_end|>On the mat, don't you see?<|im_end|>"
+    now = datetime.datetime(2024, 2, 3, 4, 5, 6, 78)
+    (row,) = chat.encode(talking, chat.Conversation(TALK, now=now))
+    assert text_of(tokenizer, row.ids.tolist()).startswith("04:05:06.000078 <|im_start|>system")
+    before = datetime.datetime.now()
+    with_date = talking.with_chat_template("{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}")
+    assert before <= datetime.datetime.fromisoformat(chat.render(with_date, TALK))
+    assert datetime.datetime.fromisoformat(chat.render(with_date, TALK)) <= datetime.datetime.now()
+
+
+def test_a_clock_does_not_hide_what_a_template_leaves_out(tokenizer):
+    leaves_out = CLOCK + CHATML.replace("m.content", "(m.content if m.role != 'system' else '')")
+    with pytest.raises(UserError, match=r"does not render the content of message 1 \(system\)"):
+        chat.encode(tokenizer.with_chat_template(leaves_out), chat.Conversation(TALK))
