@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from thinker.generation.decoders.decoder import Decoder
-from thinker.generation.sampler import sample_tokens, top_logprobs
+from thinker.generation.ranking import top_logprobs
+from thinker.generation.sampler import sample_tokens
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache, ThinkerConfig
 from thinker.runtime.device import to_device

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from thinker.generation.ranking import top_tokens
+
 
 class PromptScores:
     """The log-probability of each token of a prompt, given all tokens before it.
@@ -36,7 +38,7 @@ class PromptScores:
         logprobs = logits.log_softmax(dim=-1).cpu()
         tops: list[dict[int, float]] = [{}] * len(targets)
         if self._n_top:
-            values, ids = logprobs.topk(self._n_top)
+            values, ids = top_tokens(logprobs, self._n_top)
             tops = [dict(zip(*pair)) for pair in zip(ids.tolist(), values.tolist())]
         for index, token in enumerate(targets):
             if start + index < self._n_visible:

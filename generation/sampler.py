@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from thinker.generation.ranking import rank, top_tokens
 from thinker.generation.sampling_params import SamplingParams
 from thinker.generation.sequence import SampledToken, Sequence, allowed_tokens
 from thinker.runtime.device import to_device
@@ -62,39 +63,19 @@ def _filter_ranked(scores: Tensor, probs: Tensor, params: SamplingParams) -> Ten
     V = scores.shape[1]
     top_p = 1.0 if params.top_p is None else params.top_p
     if params.top_k is not None:
-        tokens = _rank(scores, min(params.top_k, V))  # (B, k)
+        tokens = rank(scores, min(params.top_k, V))  # (B, k)
         ranked = scores.gather(1, tokens).softmax(dim=-1)
     else:
         n_candidates = V if scores.is_cuda else TOP_P_CANDIDATES
-        tokens = _rank(scores, n_candidates)
+        tokens = rank(scores, n_candidates)
         ranked = probs.gather(1, tokens)
         if tokens.shape[1] < V and (ranked.cumsum(dim=-1)[:, -1] < top_p).any():
-            tokens = _rank(scores, V)  # the candidates were not enough
+            tokens = rank(scores, V)  # the candidates were not enough
             ranked = probs.gather(1, tokens)
     if top_p < 1:
         before = ranked.cumsum(dim=-1) - ranked
         ranked = ranked.masked_fill(before >= top_p * (1 - ROUNDING), 0)
     return torch.zeros_like(scores).scatter_(1, tokens, ranked)
-
-
-def _rank(scores: Tensor, count: int) -> Tensor:
-    """The `count` highest-scoring tokens, (B, count), best first, ties by id; at most V."""
-    V = scores.shape[1]
-    if 4 * count >= V:  # sorting a large vocabulary would dominate sampling time
-        return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    best, tokens = scores.topk(count)
-    is_above = scores > best[:, -1:]  # (B, V)
-    is_tied = scores == best[:, -1:]  # (B, V)
-    # topk() chooses any of the tied tokens. A GPU always chooses again: to ask whether that is
-    # needed would synchronize it with the host.
-    if scores.is_cuda or (is_above | is_tied).sum() > tokens.numel():
-        n_missing = count - is_above.sum(dim=-1, keepdim=True)
-        is_kept = is_above | (is_tied & (is_tied.cumsum(dim=-1) <= n_missing))
-        ids = torch.arange(V, device=scores.device)
-        tokens = torch.where(is_kept, V - ids, 0).topk(count).indices
-    tokens = tokens.sort(dim=-1).values
-    order = scores.gather(1, tokens).sort(dim=-1, descending=True, stable=True).indices
-    return tokens.gather(1, order)
 
 
 def _adjust(
@@ -255,7 +236,7 @@ def sample_steps(
         logits = logits[:, 0, :vocab_size].float()  # (B, V); ids above the tokenizer's are padding
         tokens = sampler(logits).to(logits.device)  # (B,)
         logprobs = logits.log_softmax(dim=-1)
-        top = logprobs.topk(n_top) if n_top else ()
+        top = top_tokens(logprobs, n_top) if n_top else ()
         steps.append((tokens, logprobs.gather(1, tokens[:, None])[:, 0], *top))
         if len(steps) == n_steps:
             break
@@ -286,11 +267,3 @@ def banned_tokens(allowed: Tensor, vocab_size: int, device: torch.device) -> Ten
 def sample_tokens(contexts: list[tuple[Sequence, list[int]]], logits: Tensor) -> list[int]:
     """Sample one token per row of logits (N, V). `contexts`: as in BatchSampler."""
     return BatchSampler(contexts, logits.shape[1], logits.device)(logits).tolist()
-
-
-def top_logprobs(logprobs: Tensor, n: int) -> dict[int, float]:
-    """The n most likely tokens of (V,) with their log-probabilities, in descending order."""
-    if not n:
-        return {}
-    values, tokens = logprobs.topk(min(n, len(logprobs)))
-    return dict(zip(tokens.tolist(), values.tolist()))

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from thinker.data.tokenizers.text_bytes import count_bytes
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation.decoders.decoder import pass_lengths
-from thinker.generation.sampler import top_logprobs
+from thinker.generation.ranking import top_logprobs
 from thinker.generation.sampling_params import check_text
 from thinker.model import KVCache, Thinker
 from thinker.runtime.checks import check_computed, describe

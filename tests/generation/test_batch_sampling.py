@@ -21,7 +21,9 @@ from sampling_cases import (
 
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.chat.conversation import Conversation
-from thinker.generation.sampler import _rank
+from thinker.generation.prompt_scores import PromptScores
+from thinker.generation.ranking import rank
+from thinker.model import Thinker, ThinkerConfig
 
 ALL_SHAPES = [*SHAPES, {"attention": "window(6)"}, {"attention": "linear(8)"}]
 
@@ -73,4 +75,21 @@ def test_the_likeliest_tokens_of_rows_with_ties():
     scores[3] = torch.arange(64)
     for count in (1, 2, 7, 15, 16, 40, 64):
         expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-        assert torch.equal(_rank(scores, count), expected)
+        assert torch.equal(rank(scores, count), expected)
+
+
+@pytest.mark.parametrize("n_top", [1, 5, 20])
+def test_equally_likely_tokens_are_reported_by_id_in_any_batch(n_top):
+    """A model that has not been trained finds all tokens equally likely."""
+    shape = {"d_model": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "max_seq_len": 64}
+    generator = Generator(Thinker(ThinkerConfig(vocab_size=257, **shape)), TOKENIZER)
+    first_ids = list(range(n_top))
+    own = SamplingParams(2, logprobs=n_top)
+    for n_top_of_other in (0, 3, 20):
+        other = SamplingParams(2, logprobs=n_top_of_other)
+        completion, _ = generator.generate(["ab", "cd"], [own, other])
+        assert [list(top) for top in completion.top_logprobs] == [first_ids, first_ids]
+    assert [list(top) for top in generator.score("ab", n_top).top_logprobs] == [first_ids] * 2
+    scores = PromptScores([5, 6, 7], n_top, TOKENIZER.vocab_size, 0)
+    scores.add(torch.zeros(2, 257))
+    assert [list(top) for top in scores.top_logprobs[1:]] == [first_ids] * 2
