@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
@@ -32,6 +34,13 @@ class Constraint(Protocol):
         Raises UserError if the text becomes too complex to be checked.
         """
 
+    def append_bytes(self, data: bytes) -> bool:
+        """Add bytes to the text, which need not be those of whole tokens.
+
+        Returns whether the text can still match; if not, the constraint is of no more use. Raises
+        UserError as append() does.
+        """
+
 
 class ConstraintSource(Protocol):
     """What a feature offers for SamplingParams.json_schema and SamplingParams.regex."""
@@ -52,3 +61,10 @@ class ConstraintSource(Protocol):
 def constraint_source() -> ConstraintSource:
     """What the installed feature offers. Raises UserError if none is installed."""
     return only_offer("constraint", "json_schema and regex")
+
+
+def pack_tokens(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
+    """A set of tokens in the form of Constraint.allowed."""
+    is_member = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
+    is_member[list(tokens)] = True
+    return np.packbits(is_member, bitorder="little").view(np.int32)

@@ -173,11 +173,17 @@ class Generator:
         return [*self.tokenizer.bos_prefix, *ids] or [self.tokenizer.bos_id]
 
     def new_sequence(
-        self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]
+        self,
+        index: int,
+        completion: Completion,
+        params: SamplingParams,
+        tokens: list[int],
+        tokenizer: Tokenizer | None = None,
     ) -> Sequence:
         """A sequence that starts with `tokens`.
 
-        Raises UserError if the tokens or the parameters are invalid.
+        `tokenizer`: what decodes the text, if not the model's own. Raises UserError if the tokens
+        or the parameters are invalid.
         """
         hint = ""
         if self.supports_window:
@@ -187,7 +193,8 @@ class Generator:
         completion.prompt_tokens = len(tokens)
         # The model does not read the last token, so n positions allow n + 1 tokens.
         n_new = min(params.max_new_tokens, limit + 1 - len(tokens))
-        sequence = Sequence(index, completion, params, list(tokens), n_new, self.tokenizer)
+        decoding = self.tokenizer if tokenizer is None else tokenizer
+        sequence = Sequence(index, completion, params, list(tokens), n_new, decoding)
         if self.slide:
             sequence.n_after_sliding = params.max_new_tokens - n_new
         if params.json_schema is not None or params.regex is not None:

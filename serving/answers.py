@@ -12,8 +12,8 @@ from typing import Any
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.generation.streaming import TextStreamer
+from thinker.serving.calls.call_readers import Delta, ForcedCall, FreeCalls, join
 from thinker.serving.protocol import TOKEN_PREFIX, ChatRequest, CompletionRequest
-from thinker.serving.tool_calls import Delta, ForcedCall, FreeCalls, join
 
 ScoredToken = tuple[int, "float | None", dict[int, float]]  # as SampledToken, or without a score
 
@@ -31,8 +31,13 @@ class Choice:
     """Writes one choice of a request, piece by piece."""
 
     def __init__(
-        self, sequence: Sequence, body: CompletionRequest | ChatRequest, prompt: Prompt
+        self,
+        sequence: Sequence,
+        body: CompletionRequest | ChatRequest,
+        prompt: Prompt,
+        calls: ForcedCall | FreeCalls | None = None,
     ) -> None:
+        """`calls`: what finds calls of tools."""
         self.sequence = sequence
         self.body = body
         self.tokenizer = sequence.tokenizer
@@ -40,9 +45,7 @@ class Choice:
         self.is_echo = not self.is_chat and body.echo
         self.is_prompt_only = not self.is_chat and body.max_tokens == 0
         self._prompt = prompt
-        self._calls: ForcedCall | FreeCalls | None = None  # what finds calls of tools
-        if isinstance(body, ChatRequest) and body.callable_tools:
-            self._calls = _call_reader(body)
+        self._calls = calls
         self._streamer = TextStreamer(self.tokenizer, sequence.params.stop, sequence.drops_space)
         self._has_begun = False
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -98,7 +101,7 @@ class Choice:
         """Why an answer ended: a model stops to call a tool."""
         has_calls = self._calls is not None and self._calls.n_calls > 0
         # A stop string of the request may end a call that had to come.
-        is_cut = self.sequence.constraint is not None and not self._meets_constraint
+        is_cut = isinstance(self._calls, ForcedCall) and not self._meets_constraint
         return "tool_calls" if has_calls and reason == "stop" and not is_cut else reason
 
     @property
@@ -275,13 +278,6 @@ class Choice:
         if not data:  # a special token
             data = None
         return {"token": self._name(token), "logprob": logprob, "bytes": data}
-
-
-def _call_reader(body: ChatRequest) -> ForcedCall | FreeCalls:
-    if body.must_call:
-        return ForcedCall()
-    max_calls = None if body.parallel_tool_calls else 1
-    return FreeCalls(list(body.callable_tools), max_calls)
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from thinker.generation.sequence import Completion
 from thinker.runtime.errors import UserError
 from thinker.serving.answers import Choice, Prompt
 from thinker.serving.api_errors import ApiError
+from thinker.serving.calls.calling import Calling
 from thinker.serving.chat_prompts import encode_chat
 from thinker.serving.engine_thread import EngineThread
 from thinker.serving.protocol import ChatRequest, CompletionRequest, invalid, refusal
@@ -119,12 +121,22 @@ class ServedModel:
         params: SamplingParams,
     ) -> Choice:
         generator = self.generator
-        sequence = generator.new_sequence(index, Completion(""), params, prompt.tokens)
+        completion = Completion("")
+        if isinstance(body, ChatRequest) and body.callable_tools:
+            tokenizer = self._calling.tokenizer
+            sequence = generator.new_sequence(index, completion, params, prompt.tokens, tokenizer)
+            return Choice(sequence, body, prompt, self._calling.prepare(sequence, body))
+        sequence = generator.new_sequence(index, completion, params, prompt.tokens)
         if isinstance(body, CompletionRequest) and body.echo and body.has_logprobs:
             n_ids = generator.tokenizer.vocab_size
             n_visible = generator.config.prefix
             sequence.prompt_scores = PromptScores(prompt.tokens, body.n_top, n_ids, n_visible)
         return Choice(sequence, body, prompt)
+
+    @cached_property
+    def _calling(self) -> Calling:
+        """How this model calls tools."""
+        return Calling(self.generator.tokenizer)
 
     def _encoded_prompts(self, body: CompletionRequest | ChatRequest) -> list[Prompt]:
         if isinstance(body, ChatRequest):

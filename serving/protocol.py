@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from thinker.generation.sampling_params import SamplingParams
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.serving.api_errors import ApiError
-from thinker.serving.tool_calls import call_or_answer_schema, call_schema
+from thinker.serving.calls.call_schemas import call_or_answer_schema, call_schema
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -304,7 +304,7 @@ class Function(Fields):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # forced calls follow the schema anyway, others never have to
+    strict: bool | None = None  # the arguments of all calls follow the schema anyway
 
 
 class Tool(Fields):
@@ -466,7 +466,19 @@ class ChatRequest(Sampling):
     @property
     def schema_field(self) -> str:
         """As Sampling.schema_field."""
-        return "tools" if self.callable_tools and self.must_call else "response_format"
+        is_of_tools = self.must_call or self.may_call
+        return "tools" if is_of_tools else "response_format"
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may be any text, or calls of tools."""
+        has_form = super()._json_schema() is not None
+        return bool(self.callable_tools) and not (self.must_call or has_form)
+
+    @property
+    def max_calls(self) -> int | None:
+        """How many calls an answer may have; None: any number."""
+        return None if self.parallel_tool_calls else 1
 
     @property
     def n_top(self) -> int:

@@ -58,17 +58,40 @@ CALLED = {
 }
 RESULT = {"role": "tool", "tool_call_id": "call12345", "content": "sunny"}
 GREETED = [{"role": "user", "content": "Hi"}]
+KNOWN = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": CITY | {"properties": {"city": {"enum": ["Rome", "Oslo"]}}},
+    },
+}
+# What they call wrongly, with KNOWN, unless the server prevents it.
+WRONG = {
+    "arguments": (
+        [{"role": "user", "content": "Weather in Oz?"}],
+        '{"name": "weather", "arguments": {"town": 7}}',
+    ),
+    "tool": (
+        [{"role": "user", "content": "Snow in Rome?"}],
+        '{"name": "snow", "arguments": {"city": "Rome"}}',
+    ),
+}
 # What they say before a call.
 SAID = {"knows": "Let me see.\n", "plain": ""}
-TAGGED = {"knows": f"<tool_call>{CALL}</tool_call>", "plain": CALL}
 
 
 def examples_of(name):
-    """What a model learns by heart: messages, and the answer."""
+    """What a model learns by heart: messages, the tool, and the answer."""
     called = {**CALLED, "content": SAID[name]}
-    yield ASKED, SAID[name] + TAGGED[name]
-    yield [*ASKED, called, RESULT], "It is sunny."
-    yield GREETED, "Hello!"
+    yield ASKED, WEATHER, SAID[name] + _tagged(name, CALL)
+    yield [*ASKED, called, RESULT], WEATHER, "It is sunny."
+    yield GREETED, WEATHER, "Hello!"
+    for messages, call in WRONG.values():
+        yield messages, KNOWN, SAID[name] + _tagged(name, call)
+
+
+def _tagged(name, call):
+    return f"<tool_call>{call}</tool_call>" if name == "knows" else call
 
 
 def write_models(folder):
@@ -79,8 +102,8 @@ def write_models(folder):
     for name, template in (("knows", WITH_TOOLS), ("plain", WITHOUT_TOOLS)):
         tokenizer = make_tokenizer("byte", []).with_chat_template(template)
         tokenizers[name] = tokenizer
-        for messages, text in examples_of(name):
-            body = ChatRequest(model=name, messages=messages, tools=[WEATHER])
+        for messages, tool, text in examples_of(name):
+            body = ChatRequest(model=name, messages=messages, tools=[tool])
             answer = [*tokenizer.encode(text), tokenizer.eos_id]
             examples.append((encode_chat(tokenizer, body), answer))
     model = memorize(examples)

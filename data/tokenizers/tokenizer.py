@@ -150,6 +150,14 @@ class Tokenizer:
         vars(other).pop("content_hash", None)
         return other
 
+    def with_written_names(self, names: Iterable[str]) -> Tokenizer:
+        """Return a copy that decodes these special tokens as their names, for reading an answer."""
+        other = copy.copy(self)
+        other._added_bytes = dict(self._added_bytes)
+        for name in names:
+            other._added_bytes[self.special_tokens[name]] = name.encode()
+        return other
+
     def encode(
         self, text: str, allow_special: bool = False, *, continues: bool = False
     ) -> list[int]:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.generation.constraint import pack_tokens
 from thinker.runtime.errors import UserError
 
 N_GRAMMARS = 32  # kept per tokenizer
@@ -25,7 +26,7 @@ DEAD_END = "NoExtensionBias"  # how llguidance's error begins if no token fits
 # text with more.
 WHITESPACE = r" |\n[ \t]{0,20}"
 
-_compilers: WeakKeyDictionary[Tokenizer, Callable[[str, str], "_Grammar"]] = WeakKeyDictionary()
+_compilers: WeakKeyDictionary[Tokenizer, "_Compiler"] = WeakKeyDictionary()
 
 
 class _Grammar:
@@ -54,6 +55,30 @@ class _Grammar:
         return self._compile()
 
 
+class _Compiler:
+    """Compiles grammars for a tokenizer.
+
+    Each byte is a token for llguidance. Those that are none of the tokenizer's have ids behind its
+    vocabulary, beyond the words of the mask that are used.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises UserError if llguidance is missing, or the tokenizer has no EOS without text."""
+        tokens = _token_bytes(tokenizer)
+        self.token_of_byte = [0] * 256
+        found = {data[0]: token for token, data in enumerate(tokens) if len(data) == 1}
+        tokens += [b""] * (-len(tokens) % 32)
+        for byte in range(256):
+            if byte not in found:
+                found[byte] = len(tokens)
+                tokens.append(bytes([byte]))
+            self.token_of_byte[byte] = found[byte]
+        self.n_ids = len(tokens)
+        vocabulary = _vocabulary(tokenizer, tokens)
+        self.grammar: Callable[[str, str], _Grammar]
+        self.grammar = lru_cache(N_GRAMMARS)(partial(_Grammar, vocabulary))
+
+
 class GrammarConstraint:
     """What may follow in one text, as a set of allowed tokens (see Constraint)."""
 
@@ -72,17 +97,19 @@ class GrammarConstraint:
         if json_schema is None:
             kind, source = "regex", regex
         if tokenizer not in _compilers:
-            compiler = lru_cache(N_GRAMMARS)(partial(_Grammar, _vocabulary(tokenizer)))
-            _compilers[tokenizer] = compiler
+            _compilers[tokenizer] = _Compiler(tokenizer)
+        compiler = _compilers[tokenizer]
         self._kind = kind
-        self._grammar = _compilers[tokenizer](kind, source)
+        self._grammar = compiler.grammar(kind, source)
+        self._token_of_byte = compiler.token_of_byte
         self._matcher = self._grammar.new_matcher()
         self._is_alone = False  # whether the matcher shares nothing with other texts
         self._tokens: list[int] = []
-        self._allowed = np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)
-        self.allowed = torch.from_numpy(self._allowed)  # shares its memory
-        self._address = self._allowed.ctypes.data
-        self._n_bytes = self._allowed.nbytes
+        mask = np.zeros(-(-compiler.n_ids // 32), dtype=np.int32)
+        self._address = mask.ctypes.data
+        self._n_bytes = mask.nbytes
+        self._allowed = mask[: -(-tokenizer.vocab_size // 32)]  # shares its memory
+        self.allowed = torch.from_numpy(self._allowed)
         self._permitted: np.ndarray | None = None
         banned = [token for token, bias in logit_bias if bias == -np.inf]
         if banned:
@@ -105,6 +132,15 @@ class GrammarConstraint:
         self._tokens.append(token)
         self._matcher.consume_token(token)
         self._update()
+
+    def append_bytes(self, data: bytes) -> bool:
+        """Add bytes to the text; see Constraint."""
+        tokens = [self._token_of_byte[byte] for byte in data]
+        self._tokens += tokens
+        if self._matcher.try_consume_tokens(tokens) < len(tokens):
+            return False
+        self._update()
+        return True
 
     def _update(self) -> None:
         self._compute_allowed()
@@ -139,18 +175,19 @@ class GrammarConstraint:
             self._compute_allowed()
 
 
-def pack_tokens(tokens: list[int], vocab_size: int) -> np.ndarray:
-    """A set of tokens in the form of Constraint.allowed."""
-    is_member = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
-    is_member[tokens] = True
-    return np.packbits(is_member, bitorder="little").view(np.int32)
-
-
-def _vocabulary(tokenizer: Tokenizer) -> Any:
-    """llguidance's view of a tokenizer.
+def _token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """The bytes of each token as llguidance sees them.
 
     Special tokens and gaps have no bytes, so of them only EOS is ever allowed.
     """
+    tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+    for token in tokenizer.eos_ids:
+        tokens[token] = b""
+    return tokens
+
+
+def _vocabulary(tokenizer: Tokenizer, tokens: list[bytes]) -> Any:
+    """llguidance's view of a tokenizer. Raises UserError."""
     try:
         import llguidance
     except ModuleNotFoundError:
@@ -160,9 +197,6 @@ def _vocabulary(tokenizer: Tokenizer) -> Any:
     if not eos_ids:
         needed = "json_schema and regex need one without text"
         raise UserError(f"the tokenizer's EOS token is ordinary text; {needed}")
-    tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-    for token in tokenizer.eos_ids:
-        tokens[token] = b""
     view = SimpleNamespace(
         tokens=tokens, special_token_ids=[], eos_token_id=eos_ids[0], bos_token_id=None
     )

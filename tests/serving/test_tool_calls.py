@@ -13,20 +13,25 @@ from tool_models import (
     CALLED,
     DROPS_SYSTEM,
     GREETED,
+    KNOWN,
     NO_SYSTEM,
     RESULT,
     SAID,
     WEATHER,
     WITH_TOOLS,
     WITHOUT_TOOLS,
+    WRONG,
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.serving.api_errors import ApiError
+from thinker.serving.calls.call_constraint import MAX_HELD
+from thinker.serving.calls.call_format import CallFormat
+from thinker.serving.calls.call_readers import ForcedCall, FreeCalls, join
+from thinker.serving.calls.call_schemas import call_schema
 from thinker.serving.chat_prompts import encode_chat
 from thinker.serving.protocol import ChatRequest
-from thinker.serving.tool_calls import MAX_HELD, ForcedCall, FreeCalls, call_schema, join
 
 TREE = {
     "type": "object",
@@ -180,6 +185,46 @@ def test_a_stream_says_the_same(client, answer, model, messages):
     assert found == [(call.function.name, call.function.arguments) for call in calls]
 
 
+def read_stream(chunks):
+    """The content of a stream, the names and arguments of its calls, and why it ended."""
+    content = ""
+    calls = []
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        for part in choice.delta.tool_calls or ():
+            if part.index == len(calls):
+                calls.append([part.function.name, ""])
+            calls[part.index][1] += part.function.arguments
+    return content, calls, choice.finish_reason
+
+
+@needs("structured_output")
+@pytest.mark.parametrize("model", ["knows", "plain"])
+@pytest.mark.parametrize("mistake", WRONG)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_call_that_may_come_fits_the_schema(answer, model, mistake, stream):
+    """The models have learned to call with wrong arguments, and a tool that is not there."""
+    messages, _ = WRONG[mistake]
+    options = {"tools": [KNOWN]}
+    if stream:
+        content, calls, reason = read_stream(answer(model, messages, stream=True, **options))
+    else:
+        (choice,) = answer(model, messages, **options).choices
+        content, reason = choice.message.content or "", choice.finish_reason
+        calls = [
+            (call.function.name, call.function.arguments)
+            for call in choice.message.tool_calls or ()
+        ]
+    if model == "plain" and mistake == "tool":  # which without marks is only a text
+        assert (content, calls, reason) == (WRONG["tool"][1], [], "stop")
+        return
+    assert (content, reason) == (SAID[model], "tool_calls")
+    ((name, arguments),) = calls
+    assert name == "weather"
+    jsonschema.validate(json.loads(arguments), KNOWN["function"]["parameters"])
+
+
 @needs("structured_output")
 @pytest.mark.parametrize("model", ["knows", "plain"])
 @pytest.mark.parametrize(
@@ -260,7 +305,7 @@ def test_a_form_leaves_room_for_calls(answer):
     schema["additionalProperties"] = False
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     kinds = set()
-    for seed in range(12):
+    for seed in range(40):
         options = {"response_format": form, "seed": seed, "temperature": 3.0, "logit_bias": BRIEF}
         (choice,) = answer("plain", GREETED, **options).choices
         kinds.add(choice.finish_reason)
@@ -313,9 +358,10 @@ def test_mistakes(client, fields, param, message):
 
 
 @needs("structured_output")
-def test_parameters_that_cannot_be_enforced(client):
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_parameters_that_cannot_be_enforced(client, choice):
     tool = {"name": "a", "parameters": {"type": "object", "not": {}}}
-    body = {"model": "knows", "messages": ASKED, "tool_choice": "required"}
+    body = {"model": "knows", "messages": ASKED, "tool_choice": choice}
     body["tools"] = [{"type": "function", "function": tool}]
     with pytest.raises(openai.BadRequestError, match="keyword 'not'") as caught:
         client.post("/chat/completions", body=body, cast_to=object)
@@ -323,6 +369,11 @@ def test_parameters_that_cannot_be_enforced(client):
 
 
 # ---- the text of answers ------------------------------------------------------------------------
+
+
+def free_calls(max_calls=None):
+    return FreeCalls(["f"], max_calls, CallFormat(), lambda call: True)
+
 
 F = '{"name": "f", "arguments": {"a": {"b": "}"}}}'
 ARGUMENTS = '{"a": {"b": "}"}}'
@@ -362,7 +413,7 @@ TEXTS = {  # text, content, arguments of the calls
 @pytest.mark.parametrize(("text", "content", "arguments"), TEXTS.values(), ids=TEXTS)
 def test_free_calls(text, content, arguments):
     for pieces in ([text], list(text)):
-        reader = FreeCalls(["f"], None)
+        reader = free_calls()
         deltas = []
         for piece in pieces:
             deltas += reader.feed(piece)
@@ -386,8 +437,21 @@ def test_the_arguments_of_a_forced_call_come_at_once():
     assert list(reader.finish(True)) == []
 
 
+def test_an_answer_that_only_begins_like_a_list_comes_at_once():
+    reader = free_calls()
+    pieces = [join(reader.feed(piece))["content"] for piece in ("[", "a", "](b) {", "}")]
+    assert pieces == ["", "[a", "](b) {", "}"]
+
+
+def test_calls_that_do_not_fit_are_text():
+    for text in (F, f"<tool_call>{F}</tool_call>", f"[{F}]"):
+        reader = FreeCalls(["f"], None, CallFormat(), lambda call: False)
+        deltas = [*reader.feed(text), *reader.finish(True)]
+        assert join(deltas) == {"content": text}
+
+
 def test_text_before_a_tag_comes_at_once():
-    reader = FreeCalls(["f"], None)
+    reader = free_calls()
     pieces = [
         join(reader.feed(piece))["content"] for piece in ("He", "llo ", "<b", "> <tool_", "x")
     ]
@@ -395,7 +459,7 @@ def test_text_before_a_tag_comes_at_once():
 
 
 def test_only_one_call_without_parallel_ones():
-    reader = FreeCalls(["f"], 1)
+    reader = free_calls(1)
     deltas = [*reader.feed(f"<tool_call>{F}</tool_call>" * 3), *reader.finish(True)]
     assert len(join(deltas)["tool_calls"]) == 1
 

@@ -563,7 +563,7 @@ def test_grammars_are_compiled_once_and_freed_with_the_tokenizer(model):
     generator = Generator(model, tokenizer)
     for seed in range(3):
         generator.generate(["", "b"], SamplingParams(regex="ab|cd", seed=seed))
-    assert constraints._compilers[tokenizer].cache_info().misses == 1
+    assert constraints._compilers[tokenizer].grammar.cache_info().misses == 1
     reference = weakref.ref(tokenizer)
     del tokenizer, generator
     gc.collect()

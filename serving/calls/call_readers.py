@@ -1,4 +1,4 @@
-"""Calls of tools: the schema of a call, and how calls are found in the text of an answer."""
+"""How calls of tools are found in the text of an answer."""
 
 from __future__ import annotations
 
@@ -6,82 +6,19 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from thinker.serving.calls.call_constraint import MAX_HELD
+from thinker.serving.calls.call_format import CallFormat
 
 Delta = dict[str, Any]  # of a message: {"content": ...} or {"tool_calls": [...]}
 
-OPENING = "<tool_call>"
-CLOSING = "</tool_call>"
-MAX_CALL_CHARS = 1 << 15  # of a call that the model makes freely; a longer text is no call
-MAX_HELD = 64  # characters of whitespace that wait for what follows them
+MAX_CALL_CHARS = 1 << 15  # of a call that need not come; a longer text is no call
 ID_CHARS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # the templates of Mistral accept no other
 # Up to the arguments of a call that follows call_schema().
 BEFORE_ARGUMENTS = re.compile(r'\s*\{\s*"name"\s*:\s*("[^"]*")\s*,\s*"arguments"\s*:\s*')
-
-
-def call_schema(parameters: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The JSON schema of {"name": ..., "arguments": {...}}, a call of one of these tools.
-
-    `parameters`: the schema of the arguments, by the name of the tool.
-    """
-    calls = []
-    for name in parameters:
-        properties = {"name": {"const": name}, "arguments": {"$ref": _pointer(name)}}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    return any_of(calls, parameters)
-
-
-def any_of(choices: list[dict[str, Any]], definitions: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The schema of any of the choices, which refer to the definitions by their _pointer()."""
-    moved = {name: _with_moved_root(schema, name) for name, schema in definitions.items()}
-    if len(choices) == 1:
-        return {**choices[0], "$defs": moved}
-    return {"anyOf": choices, "$defs": moved}
-
-
-def call_or_answer_schema(
-    parameters: dict[str, dict[str, Any]], answer: dict[str, Any]
-) -> dict[str, Any]:
-    """The schema of a call of a tool, or of an answer with a schema of its own."""
-    name = "!answer"  # which is no name of a tool
-    calls = call_schema(parameters)
-    choices = calls.get("anyOf", [{key: calls[key] for key in calls if key != "$defs"}])
-    return any_of([*choices, {"$ref": _pointer(name)}], {**parameters, name: answer})
-
-
-def _pointer(name: str) -> str:
-    return f"#/$defs/{name}"
-
-
-def _with_moved_root(schema: Any, name: str) -> Any:
-    """A schema whose references from its root still hold when it is a definition."""
-    if isinstance(schema, list):
-        return [_with_moved_root(one, name) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {}
-    for key, value in schema.items():
-        if key in ("const", "enum", "default", "examples"):  # data
-            moved[key] = value
-        elif key in ("properties", "patternProperties", "$defs", "definitions"):
-            # Their keys are names of the user, not keywords.
-            moved[key] = value
-            if isinstance(value, dict):
-                moved[key] = {inner: _with_moved_root(value[inner], name) for inner in value}
-        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = _pointer(name) + value[1:]
-        else:
-            moved[key] = _with_moved_root(value, name)
-    return moved
 
 
 class ForcedCall:
@@ -128,17 +65,27 @@ class ForcedCall:
 
 
 class FreeCalls:
-    """Finds calls in the text of an answer that nothing constrains, piece by piece.
+    """Finds calls in the text of an answer that may have some, piece by piece.
 
-    A call is {"name": ..., "arguments": {...}} (or "parameters") with the name of a tool. Calls are
-    between <tool_call> and </tool_call>, or they are the whole answer. Other text is content.
+    A call is {"name": ..., "arguments": {...}} (or "parameters") with the name of a tool; a list of
+    them is also several calls. Calls stand between the marks of a CallFormat, or they are the whole
+    answer. Other text is content, and so are calls that do not fit.
     """
 
-    def __init__(self, names: list[str], max_calls: int | None) -> None:
-        """`max_calls`: further ones are dropped; None: no limit."""
+    def __init__(
+        self,
+        names: list[str],
+        max_calls: int | None,
+        call_format: CallFormat,
+        fits: Callable[[str], bool],
+    ) -> None:
+        """`max_calls`: further ones are dropped; None: no limit. `fits`: checks the JSON of a call,
+        with the name first."""
         self.n_calls = 0
         self._names = names
         self._max_calls = max_calls
+        self._format = call_format
+        self._fits = fits
         self._text = ""  # that has not been given to the client
         self._find = self._at_start  # in what comes next
         self._has_content = False  # since the last call
@@ -155,21 +102,20 @@ class FreeCalls:
         """End the text. Yields the rest of it."""
         text = self._text
         self._text = ""
-        is_whole_answer = self._find == self._in_json
         calls = None
-        if is_whole_answer:
-            calls = self._read_calls(text)
-        elif self._find == self._in_tags:
-            calls = self._read_calls(text.removeprefix(OPENING))
+        if self._find in (self._in_json, self._in_marks):
+            calls = self._read_calls(text.removeprefix(self._format.opening))
         if calls is not None:
             yield from self._call(calls)
         elif not self.n_calls or text.strip():
             yield from self._content(text)
 
     def _at_start(self) -> Iterator[Delta]:
-        begin = self._text[: MAX_HELD + 1].lstrip()[:1]
-        if begin == "{":
+        begin = self._text[: MAX_HELD + 1].lstrip()
+        if begin[:1] == "{" or re.match(r"\[\s*\{", begin):
             self._find = self._in_json
+        elif re.fullmatch(r"\[\s*", begin) and len(self._text) <= MAX_HELD:
+            return iter(())  # perhaps a list of calls
         elif begin or len(self._text) > MAX_HELD:
             self._find = self._in_content
         return iter(())
@@ -185,12 +131,14 @@ class FreeCalls:
         self._text = ""
 
     def _in_content(self) -> Iterator[Delta]:
-        before, opening, _ = self._text.partition(OPENING)
-        if opening:
+        opening = self._format.opening
+        before = self._text
+        if opening and opening in before:
+            before = before.partition(opening)[0]
             self._text = self._text[len(before) :]
-            self._find = self._in_tags
+            self._find = self._in_marks
         else:
-            before = before[: len(before) - _n_begun(before, OPENING)]
+            before = before[: len(before) - _n_begun(before, opening)]
             if self._is_blank(before):
                 return
             self._text = self._text[len(before) :]
@@ -201,22 +149,40 @@ class FreeCalls:
         """Whether a text is whitespace that is no content if a call follows."""
         return not (self._has_content or text.strip() or len(text) > MAX_HELD)
 
-    def _in_tags(self) -> Iterator[Delta]:
-        body, closing, rest = self._text.removeprefix(OPENING).partition(CLOSING)
+    def _in_marks(self) -> Iterator[Delta]:
+        body, is_closed, rest = self._split_marked()
         if len(body) > MAX_CALL_CHARS:
             self._find = self._in_plain_text
             return
-        if not closing:
+        if not is_closed:
             return
         calls = self._read_calls(body)
         self._text = rest
         self._find = self._in_content
         if calls is None:
-            yield from self._content(OPENING + body + CLOSING)
+            yield from self._content(self._format.opening + body + self._format.closing)
         else:
             yield from self._call(calls)
 
+    def _split_marked(self) -> tuple[str, bool, str]:
+        """What follows an opening, whether it is closed, and what comes then."""
+        body = self._text.removeprefix(self._format.opening)
+        if self._format.closing:
+            body, closing, rest = body.partition(self._format.closing)
+            return body, bool(closing), rest
+        # Without a closing, the end of the JSON is that of the call.
+        begin = body.lstrip()
+        if begin and begin[0] not in "{[":
+            return "", True, body
+        try:
+            _, end = DECODER.raw_decode(begin)
+        except (ValueError, RecursionError):
+            return body, False, ""
+        return begin[:end], True, begin[end:]
+
     def _content(self, text: str) -> Iterator[Delta]:
+        for name in self._format.hidden:  # other special tokens have no text either
+            text = text.replace(name, "")
         if text:
             self._has_content = True
             yield {"content": text}
@@ -237,10 +203,13 @@ class FreeCalls:
                 value, end = DECODER.raw_decode(text)
             except (ValueError, RecursionError):
                 return None
-            call = self._read_call(value)
-            if call is None:
-                return None
-            calls.append(call)
+            if not isinstance(value, list):
+                value = [value]
+            for one in value:
+                call = self._read_call(one)
+                if call is None:
+                    return None
+                calls.append(call)
             text = text[end:].lstrip()
         return calls or None
 
@@ -250,7 +219,13 @@ class FreeCalls:
         arguments = value.get("arguments", value.get("parameters"))
         if not isinstance(arguments, dict):
             return None
-        return value["name"], json.dumps(arguments, ensure_ascii=False)
+        name = value["name"]
+        try:
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            is_fitting = self._fits(f'{{"name": {json.dumps(name)}, "arguments": {text}}}')
+        except ValueError:  # a number beyond all, or half a character
+            return None
+        return (name, text) if is_fitting else None
 
 
 def new_call(index: int, name: str, arguments: str) -> Delta:
