@@ -334,12 +334,14 @@ def evaluate_text(
     is_limited = arguments.source is not None or arguments.max_tokens is not None
     is_part = is_limited and tokens.n_tokens > max_tokens
     losses = []
+    lost = []  # lines about targets that are not counted
     for T in lengths:
         stride = T - T // 2 if has_halves else arguments.stride
         windows = PackedDataset(tokens, T, **text.layout, stride=stride, prefix_len=prefix)
         limit = 0
         if is_part and arguments.source is None:
             limit = -(-max_tokens // windows.stride)
+        lost += windows.lost_targets(limit or None).lines(f"context {T}", prefix)
         losses.append(text_loss(model, windows, byte_lengths, confidence, trained, limit))
 
     first, last = losses[0], losses[-1]
@@ -355,7 +357,7 @@ def evaluate_text(
         "rope_scaling": arguments.rope_scaling,
         "confidence": confidence,
     }
-    values = header | {"losses": [loss.to_dict() for loss in losses]}
+    values = header | {"losses": [loss.to_dict() for loss in losses], "lost_targets": lost}
     header["confidence"] = f"{confidence:.4g}, for the [intervals]"
     header["bytes"] = f"{first.n_bytes:,}"
     if has_halves:
@@ -364,7 +366,8 @@ def evaluate_text(
         floor = f"{first.entropy_floor:.4f} nats per token"
         header["entropy_floor"] = f"{floor} (the lowest possible loss)"
     by_position = f"loss by position, context {lengths[-1]}\n{last.by_position.format_table()}"
-    shown = f"{format_header(header)}\n\n{format_table(losses)}\n\n{by_position}"
+    table = "\n".join([format_table(losses), *lost])
+    shown = f"{format_header(header)}\n\n{table}\n\n{by_position}"
     draw = partial(plot, last.by_position, [], arguments, text.source)
     return Report(values, shown, draw)
 

@@ -1,7 +1,7 @@
 """Windows of tokens: a split of a corpus cut into sequences, packed in one of three ways."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -13,6 +13,29 @@ from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
 Packing = Literal["contiguous", "documents", "best_fit"]
+
+
+class LostTargets(NamedTuple):
+    """Targets of conversations that are not trained, and how many there are in all."""
+
+    n_cut: int  # behind the window in which their conversation starts
+    n_in_prefix: int  # in the bidirectional prefix of a window
+    n_targets: int  # with the others
+
+    def lines(self, limit: str, prefix_len: int) -> list[str]:
+        """What a user should know. limit: the name and value of the length of windows."""
+        lines = []
+        if self.n_cut:
+            lines.append(f"conversations are cut at {limit}: {self._share(self.n_cut)} are lost")
+        if self.n_in_prefix:
+            lines.append(
+                f"{self._share(self.n_in_prefix)} are lost in the bidirectional prefix of "
+                f"{prefix_len} tokens"
+            )
+        return lines
+
+    def _share(self, n: int) -> str:
+        return f"{n:,} of {self.n_targets:,} targets ({n / self.n_targets:.1%})"
 
 
 class PackedDataset:
@@ -158,22 +181,49 @@ class PackedDataset:
             targets[: self.seq_len - self.stride] = IGNORE_INDEX
         return inputs, targets
 
-    def lost_targets(self) -> tuple[int, int]:
-        """The targets of conversations that are in no window, and all of them."""
-        n_lost = 0
-        n_targets = 0
-        for shard in self.tokens.shards:
-            if not _is_chat(shard):
+    def lost_targets(self, limit: int | None = None) -> LostTargets:
+        """The targets of conversations that no window counts.
+
+        limit: of the conversations in the first windows only.
+        """
+        n_left = len(self)
+        if limit is not None:
+            n_left = min(limit, n_left)
+        n_cut = n_in_prefix = n_targets = 0
+        for number, shard in enumerate(self.tokens.shards):
+            n_windows = min(n_left, int(np.diff(self._first_window)[number]))
+            n_left -= n_windows
+            if n_windows == 0 or not _is_chat(shard):
                 continue
-            mask = shard.loss_mask[:]
-            n_targets += int(mask[1:].sum())
-            if self.stride < self.seq_len:
+            n_until = np.cumsum(shard.loss_mask[:], dtype=np.int64)  # targets up to each token
+            if self.stride < self.seq_len:  # the next window goes on with what does not fit
+                last = min((n_windows - 1) * self.stride + self.seq_len, shard.n_tokens - 1)
+                n_targets += n_until[last] - n_until[0]
                 continue
+            starts, ends, n_before = self._segments(number, n_windows)
             offsets = shard.offsets[:]
-            for number in np.flatnonzero(np.diff(offsets) > self.seq_len).tolist():
-                first = offsets[number] + self.seq_len + 1
-                n_lost += int(mask[first : offsets[number + 1] + 1].sum())
-        return n_lost, n_targets
+            document_ends = offsets[np.searchsorted(offsets, ends)]
+            in_prefix = np.maximum(0, self.prefix_len - 1 - n_before)
+            trained_from = np.minimum(starts + in_prefix, ends)
+            n_cut += (n_until[document_ends] - n_until[ends]).sum()
+            n_in_prefix += (n_until[trained_from] - n_until[starts]).sum()
+            n_targets += (n_until[document_ends] - n_until[starts]).sum()
+        return LostTargets(int(n_cut), int(n_in_prefix), int(n_targets))
+
+    def _segments(
+        self, number: int, n_windows: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | int]:
+        """The parts of the first windows of a shard that is packed: the position of the first
+        input, of the last target, and the number of tokens before them in their window."""
+        if number in self.starts:
+            table = self.starts[number][: n_windows + 1]
+            return table[:-1], np.minimum(table[1:], table[:-1] + self.seq_len), 0
+        segments, firsts = self.segments[number]
+        first = firsts[: n_windows + 1]
+        starts, ends = segments[: 2 * int(first[-1])].reshape(-1, 2).T
+        lengths = ends - starts
+        n_before = np.cumsum(lengths) - lengths
+        return starts, ends, n_before - np.repeat(n_before[first[:-1]], np.diff(first))
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
         """(inputs, targets) of these windows, each (B, T) int64."""

@@ -6,10 +6,11 @@ import shutil
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, random_model
 
 from thinker import interop
 from thinker.data.tokenizers import tokenizer_conversion
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.evaluation import needle
 from thinker.interop import huggingface
 from thinker.runtime.errors import UserError
@@ -395,3 +396,48 @@ def test_the_same_loss_as_in_training(
     assert command(tmp_path / "run", "--device", "cpu", "--json") == 0
     (found,) = json.loads(capsys.readouterr().out)["losses"]
     assert found["nats_per_token"]["mean"] == pytest.approx(lines[-1]["val_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("prefix", [0, 20])
+def test_targets_of_long_conversations_that_are_not_counted_are_named(
+    command, tmp_path, capsys, prefix
+):
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '?' }}{% endfor %}"
+    tokenizer = make_tokenizer("byte", []).with_chat_template(template)
+    attention = {"attention": f"prefix({prefix})"} if prefix else {}
+    interop.save(
+        random_model(vocab_size=tokenizer.vocab_size, **attention), tokenizer, tmp_path / "model"
+    )
+    rows = []
+    for number in range(1, 7):
+        answer = "y" * 10 * number
+        rows.append(
+            [{"role": "user", "content": "where"}, {"role": "assistant", "content": answer}]
+        )
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    n_all = sum(10 * number + 1 for number in range(1, 7))
+    arguments = [tmp_path / "model", "--source", "jsonl", "--path", path, "--device", "cpu"]
+    assert command(*arguments, "--context", "32,48,60", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    expected = []
+    for length, loss in zip((32, 48, 60), result["losses"], strict=True):
+        n_cut = sum(max(0, 7 + 10 * number - length) for number in range(1, 7))
+        n_counted = loss["n_tokens"]
+        if prefix == 0:
+            assert n_counted == n_all - n_cut
+        n_in_prefix = n_all - n_cut - n_counted
+        if n_cut:
+            expected.append(
+                f"conversations are cut at context {length}: {n_cut} of {n_all} targets "
+                f"({n_cut / n_all:.1%}) are lost"
+            )
+        if n_in_prefix:
+            expected.append(
+                f"{n_in_prefix} of {n_all} targets ({n_in_prefix / n_all:.1%}) are lost in the "
+                f"bidirectional prefix of {prefix} tokens"
+            )
+    assert result["lost_targets"] == expected
+    assert (n_in_prefix > 0) == (prefix > 0)
+    assert command(*arguments, "--context", "32,48,60") == 0
+    assert "\n".join(expected) in capsys.readouterr().out

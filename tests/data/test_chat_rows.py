@@ -203,8 +203,35 @@ def test_no_answer_is_trained_without_its_question(tmp_path, tokenizer, packing)
     assert n_counted == expected
     n_all = int(mask[1:].sum())
     assert expected < n_all
-    assert windows.lost_targets() == (n_all - expected, n_all)
-    assert PackedDataset(corpus.train, 400, packing).lost_targets() == (0, n_all)
+    assert windows.lost_targets() == (n_all - expected, 0, n_all)
+    assert PackedDataset(corpus.train, 400, packing).lost_targets() == (0, 0, n_all)
+
+
+@pytest.mark.parametrize("packing", ["contiguous", "documents", "best_fit"])
+@pytest.mark.parametrize("prefix_len", [0, 1, 2, 23, 40])
+def test_lost_targets_are_those_that_no_window_counts(tmp_path, tokenizer, packing, prefix_len):
+    """Also those in the bidirectional prefix of a window, which depends on where it begins."""
+    corpus = prepare_corpus(
+        source="jsonl", path=str(long_rows(tmp_path)), tokenizer=tokenizer, cache_dir=tmp_path,
+        progress=False, assistant_only_loss=True, val_fraction=0,
+    )  # fmt: skip
+    (shard,) = corpus.train.shards
+    n_all = int(shard.loss_mask[1:].sum())
+    for seq_len in (60, 90, 400):
+        windows = PackedDataset(corpus.train, seq_len, packing, prefix_len=prefix_len)
+        all_windows = PackedDataset(corpus.train, seq_len, packing)
+        n_trained = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in windows)
+        n_inside = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in all_windows)
+        assert windows.lost_targets() == (n_all - n_inside, n_inside - n_trained, n_all)
+        assert (n_inside > n_trained) == (prefix_len > 22)  # questions have 22 characters
+        # Of the first windows.
+        first = [windows[index][1] for index in range(3)]
+        lost = windows.lost_targets(limit=3)
+        n_counted = sum(int((targets != IGNORE_INDEX).sum()) for targets in first)
+        assert lost.n_targets - lost.n_cut - lost.n_in_prefix == n_counted
+    if prefix_len == 40:
+        line = f"targets ({(n_inside - n_trained) / n_all:.1%}) are lost in the bidirectional pre"
+        assert line in windows.lost_targets().lines("data.seq_len=400", 40)[0]
 
 
 CHATML = (

@@ -127,6 +127,31 @@ def test_validation_on_one_conversation(make_trainer, tmp_path, capsys):
     close(trainer)
 
 
+def test_targets_in_a_bidirectional_prefix_are_named(make_trainer, tmp_path, capsys):
+    tokenizer = make_tokenizer("byte", [])
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    tokenizer.with_chat_template(template).save(tmp_path)
+    answer = {"role": "assistant", "content": "yes yes"}
+    rows = [[{"role": "user", "content": str(i)}, answer] for i in range(10, 60)]
+    text = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+    given = [
+        "data.source=jsonl",
+        f"data.tokenizer={tmp_path}",
+        "data.packing=documents",
+        "data.assistant_only_loss=true",
+        "data.val_fraction=0.2",
+        "model.attention=prefix(6)",
+    ]
+    trainer = make_trainer(text, *given, "train.max_steps=2", name="talks.jsonl")
+    n = trainer.corpus.train.n_documents
+    # Of each window, whose only conversation is <bos>12<eos>yes yes<eos>, the first 5 targets.
+    assert (
+        f"advice: {2 * n} of {8 * n} targets (25.0%) are lost in the bidirectional prefix of 6 "
+        "tokens" in capsys.readouterr().err
+    )
+    close(trainer)
+
+
 def test_char_explains_its_number_of_tokens(make_trainer, capsys):
     trainer = make_trainer(
         "Schöne Grüße\n" * 200, "data.source=text", "data.tokenizer=char", "train.max_steps=1"

@@ -14,6 +14,7 @@ from thinker.training.settings.settings import Settings
 MIN_VAL_TOKENS = 2000  # with fewer, the standard error of the loss is several hundredths of a nat
 MIN_VAL_CONVERSATIONS = 10
 MANY_CUT = 0.01  # of the documents
+RAISE = "raise data.seq_len (and model.max_seq_len if it is lower)"
 
 
 def before_training(
@@ -34,7 +35,7 @@ def before_training(
         lines.append(_describe_characters(corpus.tokenizer.vocab_size))
 
     advice = [
-        _too_many_cut(settings, corpus.train),
+        *_too_many_cut(settings, corpus.train),
         _too_long_warmup(settings),
         _too_few_to_validate(corpus.val),
     ]
@@ -78,36 +79,34 @@ def _describe_characters(vocab_size: int) -> str:
     )
 
 
-def _too_many_cut(settings: Settings, tokens: TokenShards) -> str:
-    """Advice if many documents are longer than a sequence, or ""."""
+def _too_many_cut(settings: Settings, tokens: TokenShards) -> list[str]:
+    """Advice if many documents are longer than a sequence."""
     seq_len = settings.data.seq_len
     if tokens.has_conversations:
         return _lost_targets(settings, tokens)
     if settings.data.packing == "contiguous":
-        return ""
+        return []
     n_cut = 0
     for shard in tokens.shards:
         n_cut += int((np.diff(shard.offsets[:]) > seq_len).sum())
     if n_cut <= MANY_CUT * tokens.n_documents:
-        return ""
-    return (
+        return []
+    return [
         f"{n_cut:,} of {tokens.n_documents:,} {_kind(tokens)}s are longer than "
-        f"data.seq_len={seq_len} and get cut; raise data.seq_len (and model.max_seq_len if it is "
-        f"lower)"
-    )
+        f"data.seq_len={seq_len} and get cut; {RAISE}"
+    ]
 
 
-def _lost_targets(settings: Settings, tokens: TokenShards) -> str:
-    """Advice if targets of conversations do not fit into a sequence, or ""."""
+def _lost_targets(settings: Settings, tokens: TokenShards) -> list[str]:
+    """Advice if targets of conversations do not fit into a sequence, or are in a prefix."""
     seq_len = settings.data.seq_len
-    n_lost, n_targets = PackedDataset(tokens, seq_len, settings.data.packing).lost_targets()
-    if n_lost == 0:
-        return ""
-    return (
-        f"conversations are cut at data.seq_len={seq_len}: {n_lost:,} of {n_targets:,} targets "
-        f"({n_lost / n_targets:.1%}) are lost; raise data.seq_len (and model.max_seq_len if it is "
-        f"lower)"
-    )
+    prefix_len = settings.model.prefix
+    windows = PackedDataset(tokens, seq_len, settings.data.packing, prefix_len=prefix_len)
+    lost = windows.lost_targets()
+    lines = lost.lines(f"data.seq_len={seq_len}", prefix_len)
+    if lost.n_cut:
+        lines[0] += f"; {RAISE}"
+    return lines
 
 
 def _too_long_warmup(settings: Settings) -> str:
