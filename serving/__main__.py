@@ -86,6 +86,12 @@ def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
     group.add_argument(
         "--max-body", type=int, default=1 << 20, metavar="BYTES", help="size of a request"
     )
+    group = parser.add_argument_group("chats")
+    group.add_argument(
+        "--allow-special-tokens",
+        action="store_true",
+        help="read names of special tokens in messages as these tokens (default: as plain text)",
+    )
     group = parser.add_argument_group("performance and context")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     precisions = ["auto", "fp32", "bf16", "fp16"]
@@ -273,8 +279,16 @@ def main() -> int:
         )
         words = describe_bits(arguments.bits, arguments.cache_bits, precision)
         engine = EngineThread(name, generator, arguments.max_batch, arguments.max_queue, metrics)
-        limits = (arguments.max_prompt, arguments.max_tokens)
-        model = ServedModel(name, checkpoint, engine, words, n_parameters, *limits)
+        model = ServedModel(
+            name,
+            checkpoint,
+            engine,
+            words,
+            n_parameters,
+            prompt_limit=arguments.max_prompt,
+            max_tokens=arguments.max_tokens,
+            allow_special=arguments.allow_special_tokens,
+        )
         models[name] = model
         slow = ""
         if generator.kernel_problem:

@@ -19,8 +19,11 @@ HOW_TO_CALL = (
 )
 
 
-def encode_chat(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
-    """The tokens of a conversation up to where the model answers. Raises ApiError."""
+def encode_chat(tokenizer: Tokenizer, body: ChatRequest, allow_special: bool = False) -> list[int]:
+    """The tokens of a conversation up to where the model answers. Raises ApiError.
+
+    allow_special: names of special tokens in messages are these tokens.
+    """
     template = tokenizer.chat_template
     variables = body.chat_template_kwargs or {}
     for name in variables:
@@ -35,7 +38,11 @@ def encode_chat(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
             messages = _with_described_tools(tokenizer, messages, tools, variables)
             tools = []
         return chat.encode_prompt(
-            tokenizer, messages, tools=tools or None, template_kwargs=variables
+            tokenizer,
+            messages,
+            tools=tools or None,
+            template_kwargs=variables,
+            allow_special=allow_special,
         )
     except UserError as error:  # of the chat template
         param = "messages"

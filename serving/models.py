@@ -32,6 +32,7 @@ class ServedModel:
     n_parameters: int  # of the model as it was trained
     prompt_limit: int | None = None  # tokens; None: the context
     max_tokens: int | None = None  # generated tokens of a text; None: any number
+    allow_special: bool = False  # names of special tokens in messages of chats are these tokens
 
     @property
     def generator(self) -> Generator:
@@ -176,7 +177,7 @@ class ServedModel:
         if tokenizer.chat_template is None:
             reason = "has no chat template: it was not trained on chats; use /v1/completions"
             raise ApiError(400, f"the model {self.name} {reason}", "model")
-        tokens = encode_chat(tokenizer, body)
+        tokens = encode_chat(tokenizer, body, self.allow_special)
         self._check_length(tokens, "messages")
         return tokens
 
