@@ -1,4 +1,4 @@
-"""The most likely tokens, in an order that does not depend on the batch: ties go to the lower id."""
+"""The most likely tokens. Ties go to the lower id, so that they do not depend on the batch."""
 
 import torch
 from torch import Tensor

@@ -3,20 +3,17 @@
 An untrusted template is a program that may never end.
 """
 
-import atexit
 import contextlib
 import functools
 import json
-import os
-import subprocess
 import sys
 import threading
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from thinker.data.tokenizers.tokenizer import Span, Tokenizer
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.limited_process import LimitedProcess, limit_next_request
 
 CPU_SECONDS = 10  # per conversation; real templates take less than a millisecond
 MEMORY_BYTES = 2 << 30  # for the whole process; the libraries use less than a tenth
@@ -46,14 +43,7 @@ class Rendering(NamedTuple):
     unclear: list[Span]  # what the template or they say
 
 
-# The program of the process, which uses the same sys.path.
-START = (
-    "import sys; sys.path[:] = {path!r}; "
-    "from thinker.data.chat import chat_template; chat_template.serve({seconds})"
-)
-
-
-class Renderer:
+class Renderer(LimitedProcess):
     """A process that renders conversations, one per line of JSON.
 
     Linux limits it to CPU_SECONDS per conversation and to MEMORY_BYTES, macOS only to CPU_SECONDS.
@@ -61,29 +51,13 @@ class Renderer:
     """
 
     def __init__(self) -> None:
-        path = [str(Path(entry).resolve()) for entry in sys.path]
-        program = START.format(path=path, seconds=CPU_SECONDS)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # each thread uses address space
-            text=True,
-            encoding="ascii",
-            start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
-        )
-        atexit.register(self.close)
+        program = "from thinker.data.chat import chat_template; chat_template.serve({})"
+        super().__init__(program.format(CPU_SECONDS))
 
     def render(self, **request: Any) -> list[Rendering]:
         """See render()."""
-        reply = ""
-        with contextlib.suppress(BrokenPipeError):  # the process has reached a limit
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            reply = self.process.stdout.readline()
-        if not reply:
-            self.close()
+        reply = self.ask(json.dumps(request))
+        if reply is None:
             limits = f"{CPU_SECONDS} s or {MEMORY_BYTES >> 30} GB of memory"
             raise UserError(
                 f"the chat template needs more than {limits} for one conversation; fix the template"
@@ -98,10 +72,8 @@ class Renderer:
 
     def close(self) -> None:
         """End the process."""
-        atexit.unregister(self.close)
         _renderer.cache_clear()
-        self.process.kill()
-        self.process.communicate()
+        super().close()
 
 
 _lock = threading.Lock()
@@ -136,7 +108,7 @@ def render(
         if name in RESERVED or name in tokenizer.special_tokens_map:
             raise UserError(f"chat_template_kwargs cannot set {name}; remove it")
         variables[name] = value
-    with _lock:  # a thread must not read the reply to another
+    with _lock:  # so that a new process is started once
         return _renderer().render(
             template=tokenizer.chat_template,
             variables=variables,
@@ -156,26 +128,13 @@ def serve(cpu_seconds: int) -> None:
     with contextlib.suppress(ImportError):  # an error that _reply() reports
         _trace()
     for line in sys.stdin:
-        _limit(cpu_seconds)
+        limit_next_request(cpu_seconds, MEMORY_BYTES)
         try:
             reply = _reply(**json.loads(line))
         except MemoryError:
             break
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
-
-
-def _limit(cpu_seconds: int) -> None:
-    """Limit the memory of this process, and its CPU time for the next conversation."""
-    # Windows has no limits, macOS no limit of memory.
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-        import time
-
-        seconds = int(time.process_time()) + 1 + cpu_seconds
-        for kind, limit in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, MEMORY_BYTES)):
-            _, maximum = resource.getrlimit(kind)
-            resource.setrlimit(kind, (limit, maximum))
 
 
 def _trace() -> None:

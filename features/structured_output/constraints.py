@@ -17,11 +17,13 @@ import numpy as np
 import torch
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.features.structured_output.compile_limit import check_compile_time
 from thinker.generation.constraint import pack_tokens
 from thinker.runtime.errors import UserError
 
 N_GRAMMARS = 32  # kept per tokenizer
 DEAD_END = "NoExtensionBias"  # how llguidance's error begins if no token fits
+SHARED_LIMIT = "lexer error"  # and if a limit is reached to which other texts may have contributed
 # Wherever JSON allows whitespace: a space, or a line break and indentation. A model could fill a
 # text with more.
 WHITESPACE = r" |\n[ \t]{0,20}"
@@ -144,7 +146,8 @@ class GrammarConstraint:
 
     def _update(self) -> None:
         self._compute_allowed()
-        if self._is_at_limit and not self._is_alone:
+        is_shared = not self._is_alone and self._matcher.get_error().startswith(SHARED_LIMIT)
+        if self._is_at_limit and is_shared:
             # Perhaps because of the texts that shared the grammar: what it is alone counts.
             self._begin_alone()
         if self._is_at_limit:
@@ -216,6 +219,7 @@ def _compile(vocabulary: Any, kind: str, source: str) -> Any:
     # Without no_forcing, llguidance asks the tokenizer to encode what must come next, and allows
     # only that.
     grammar = f'%llguidance {{"no_forcing": true}}\nstart: {body}'
+    check_compile_time(kind, grammar)
     matcher = LLMatcher(vocabulary, grammar, log_level=0)
     problems = matcher.get_grammar_warnings()
     if matcher.is_error():
