@@ -11,10 +11,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 try:
+    from thinker.data.text.files.whole_text import read_text_or_stdin
     from thinker.generation.command_flags import CommandFlags, ModelSource, add_feature_flags
     from thinker.runtime.cli import ArgumentParser, parse_bits, unescape
     from thinker.runtime.errors import UserError, run_command
-    from thinker.runtime.reading import read_text_or_stdin
 except ModuleNotFoundError:
     print(
         "error: run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt",
@@ -159,7 +159,7 @@ def add_input_flags(parser: ArgumentParser) -> None:
     prompt = group.add_mutually_exclusive_group()
     prompt_help = "prompt to continue (default: empty)"
     prompt.add_argument("--prompt", default="", metavar="TEXT", help=prompt_help)
-    file_help = "read the prompt from FILE (UTF-8; - for stdin)"
+    file_help = "read the prompt from FILE (UTF-8, also compressed; - for stdin)"
     prompt.add_argument("--prompt-file", metavar="FILE", help=file_help)
     add("--num-samples", type=int, default=1, help="number of samples, separated by ---")
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")

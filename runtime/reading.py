@@ -1,9 +1,9 @@
 """Read untrusted files: only regular files of bounded size."""
 
+import codecs
 import hashlib
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,19 @@ def read_bytes(path: Path, error_type: type[Exception] = UserError) -> bytes:
 
 def read_text(path: Path) -> str:
     """Read a file of UTF-8 text. Raises UserError."""
+    return decode_text(read_bytes(path), str(path))
+
+
+def decode_text(content: bytes, name: str, encoding: str = "utf-8") -> str:
+    """Decode the text of a file, as "utf-8" or "utf-8-sig". Raises UserError for other bytes."""
     try:
-        return read_bytes(path).decode()
+        return content.decode(encoding)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not valid UTF-8; convert it, for example with iconv") from error
+        byte = error.object[error.start]
+        what = f"not UTF-8 text (byte {byte:#04x} at {error.start})"
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            what = "UTF-16 text"
+        raise UserError(f"{name} is {what}; save it as UTF-8") from None
 
 
 def sha256_of_file(path: Path) -> str:
@@ -50,22 +59,6 @@ def sha256_of_file(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def read_text_or_stdin(name: str) -> str:
-    """Read a UTF-8 file, or standard input for "-". Raises UserError if that fails."""
-    try:
-        if name == "-":
-            content = sys.stdin.buffer.read()
-        else:
-            content = Path(name).read_bytes()
-        return content.decode("utf-8-sig")  # without a byte order mark
-    except OSError as error:
-        raise UserError(f"cannot read {name}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{name} is not valid UTF-8 (byte {error.start}); convert it, for example with iconv"
-        ) from None
 
 
 def read_json(path: Path, error_type: type[Exception] = UserError) -> dict[str, Any]:

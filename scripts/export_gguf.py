@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from thinker.data.text.files.whole_text import read_text_or_stdin
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
 from thinker.runtime.files import output_file
-from thinker.runtime.reading import read_text
 from thinker.runtime.registry import offers_by_name
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def main() -> int:
     _check_new(out, beside)
     text = None
     if arguments.score is not None:
-        text = read_text(arguments.score)
+        text = read_text_or_stdin(str(arguments.score))
         if not text:
             raise UserError(f"--score {arguments.score} is empty; use a file with text")
 

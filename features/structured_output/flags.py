@@ -3,9 +3,9 @@
 import argparse
 from typing import ClassVar
 
+from thinker.data.text.files.whole_text import read_text_or_stdin
 from thinker.generation.command_flags import CommandFlags
 from thinker.runtime.cli import ArgumentParser
-from thinker.runtime.reading import read_text_or_stdin
 
 
 class StructuredOutputFlags(CommandFlags):

@@ -1,6 +1,10 @@
 """generate.py as a user meets it. Every test starts the real command."""
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import math
 import os
 import select
@@ -8,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 from conftest import ROOT, run_script
@@ -186,15 +191,50 @@ def test_user_errors_are_one_line_and_status_2(tiny_run, arguments):
     assert completed.stderr.startswith("error: ")
 
 
-def test_a_prompt_file_that_is_not_utf8(tiny_run, tmp_path):
-    latin = tmp_path / "latin.txt"
-    latin.write_bytes(b"caf\xe9")
+TWO_FILES = io.BytesIO()
+with zipfile.ZipFile(TWO_FILES, "w") as archive:
+    archive.writestr("a.txt", "a")
+    archive.writestr("b.txt", "b")
+NO_TEXTS = {  # the content of a file, and what it is
+    "latin": (b"caf\xe9", "{} is not UTF-8 text (byte 0xe9 at 3); save it as UTF-8"),
+    "utf-16": ("café".encode("utf-16"), "{} is UTF-16 text; save it as UTF-8"),
+    "latin in gzip": (
+        gzip.compress(b"caf\xe9"),
+        "{} is not UTF-8 text (byte 0xe9 at 3); save it as UTF-8",
+    ),
+    "cut": (gzip.compress(b"a" * 99)[:-9], "cannot read {}: Compressed file ended before"),
+    "two files": (
+        TWO_FILES.getvalue(),
+        "cannot read {}: the file is a zip archive of 2 files; unpack it",
+    ),
+    "LZ4": (b"\x04\x22\x4d\x18", "cannot read {}: the file is compressed with LZ4; unpack it"),
+    "Parquet": (b"PAR1\x15", "cannot read {}: the file is a Parquet file\n"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_TEXTS)
+def test_a_prompt_file_that_is_no_text(tiny_run, tmp_path, kind):
+    content, message = NO_TEXTS[kind]
+    file = tmp_path / "prompt"
+    file.write_bytes(content)
     for flag in ("--prompt-file", "--score"):
-        completed = run_script(GENERATE, tiny_run, flag, latin)
+        completed = run_script(GENERATE, tiny_run, flag, file)
         assert (completed.returncode, completed.stdout) == (2, "")
-        assert completed.stderr.splitlines() == [
-            f"error: {latin} is not valid UTF-8 (byte 3); convert it, for example with iconv"
-        ]
+        assert completed.stderr.startswith(f"error: {message.format(file)}")
+        assert completed.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_prompt_file_may_be_compressed(tiny_run, tmp_path, compress):
+    (tmp_path / "plain").write_text("Line 7")
+    (tmp_path / "compressed").write_bytes(compress(b"Line 7"))
+    for flag in ("--prompt-file", "--score"):
+        given = ["--greedy", "--max-new-tokens", "8"] if flag == "--prompt-file" else []
+        plain, read = (
+            run_script(GENERATE, tiny_run, flag, tmp_path / name, *given)
+            for name in ("plain", "compressed")
+        )
+        assert (read.returncode, read.stdout) == (0, plain.stdout)
 
 
 def test_prompts_from_file_pipe_and_none(tiny_run, tmp_path):

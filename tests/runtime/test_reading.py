@@ -36,7 +36,7 @@ def test_a_file_that_is_too_large_or_no_text(tmp_path, read):
     with pytest.raises(UserError, match="is too large; the limit is 64 MB"):
         read(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="is not valid UTF-8|is not valid JSON"):
+    with pytest.raises(UserError, match="is UTF-16 text|is not valid JSON"):
         read(path)
 
 
