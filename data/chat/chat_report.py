@@ -1,10 +1,15 @@
 """What is worth saying about the conversations of a corpus, once it is tokenized."""
 
+import re
 from collections import Counter
 
 import numpy as np
 
+from thinker.data.chat.chat import is_trained
+from thinker.data.text.document import Document, Message
 from thinker.data.tokenizers.tokenizer import Tokenizer
+
+MARKER = re.compile(r"<\|[^|<>\s{}'\"]{1,40}\|>")  # such as <|im_end|>
 
 
 class ChatReport:
@@ -20,11 +25,16 @@ class ChatReport:
         self.n_rows = 0
         self.n_answers = 0
         self.n_open = 0  # answers that no special token ends
+        self.n_empty = 0  # answers that are trained, and have no text
+        self.unread: dict[str, None] = {}  # what was said about columns of rows, in order
         self.other_ends: Counter[str] = Counter()  # special tokens that do not end texts
 
-    def add(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    def add(self, document: Document, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
         """Count a conversation: the ids of its rows, and which of them are targets."""
         self.n_conversations += 1
+        self.n_empty += sum(map(_is_empty_answer, document.messages))
+        if document.unread:
+            self.unread[document.unread] = None
         self.n_rows += len(rows)
         if len(rows) > 1:
             self.n_split += 1
@@ -47,6 +57,18 @@ class ChatReport:
     def lines(self) -> list[str]:
         """What a user should know; nothing for ordinary conversations."""
         lines = []
+        unknown = unknown_markers(self.tokenizer)
+        if unknown:
+            lines.append(
+                f"the chat template writes {', '.join(unknown)}, for which this tokenizer has no "
+                "tokens: they are plain text of several tokens, which messages can contain, too"
+            )
+        if self.n_empty:
+            plural = "" if self.n_empty == 1 else "s"
+            lines.append(
+                f"{self.n_empty:,} trained answer{plural} without text: the model learns to end "
+                "at once"
+            )
         if self.n_split:
             lines.append(
                 f"{self.n_split:,} of {self.n_conversations:,} conversations are trained as one "
@@ -65,6 +87,18 @@ class ChatReport:
                 f"texts of this model; {eos} is added"
             )
         return lines
+
+
+def unknown_markers(tokenizer: Tokenizer) -> list[str]:
+    """What looks like a special token in the chat template, and is none of the tokenizer."""
+    found = dict.fromkeys(MARKER.findall(tokenizer.chat_template or ""))
+    return [name for name in found if len(tokenizer.encode(name, allow_special=True)) > 1]
+
+
+def _is_empty_answer(message: Message) -> bool:
+    if message["role"] != "assistant" or not is_trained(message):
+        return False
+    return not message.get("content", "").strip() and not message.get("tool_calls")
 
 
 def answer_ends(ids: np.ndarray, is_target: np.ndarray) -> np.ndarray:

@@ -1,10 +1,13 @@
 """Conversations in table rows: three ways to write them, what may stand beside them, and the
 validation of their messages."""
 
+import difflib
 import json
 import sys
 from functools import lru_cache
 from typing import Any
+
+from tqdm import tqdm
 
 from thinker.data.text.document import Message
 from thinker.runtime.errors import UserError, did_you_mean
@@ -66,19 +69,15 @@ def read_beside(
     """What stands in a row beside a conversation.
 
     Returns the messages with the system text in the column `system`, the tools, and the variables
-    in chat_template_kwargs. Prints the names of columns that are not read. Raises UserError for
-    columns that would change the conversation, and that are not supported.
+    in chat_template_kwargs. Raises UserError for columns that would change the conversation, and
+    that are not supported.
     """
-    used = {"prompt", "completion"} if column == PAIR else {column}
-    others = {key for key in row.keys() - used - {*BESIDE} if row[key] is not None}
-    refused = sorted(others & REFUSED)
+    refused = sorted(REFUSED.intersection(_other_columns(row, column)))
     if refused:
         hint = ""
         if set(refused) & {"weight", "train"}:
             hint = "; write them in the messages"
         raise UserError(f"{where}: the column {refused[0]} is not supported{hint}")
-    if others:
-        _say_unread(where.rpartition(" of ")[2], tuple(sorted(others)))
 
     system = row.get("system")
     if system is not None and not isinstance(system, str):
@@ -92,6 +91,20 @@ def read_beside(
     variables = _parsed(row, "chat_template_kwargs", dict, where) or {}
     variables = {name: value for name, value in variables.items() if value is not None}
     return messages, tools or None, variables
+
+
+def describe_unread(row: dict[str, Any], column: str, where: str) -> str:
+    """Say which columns of a row with a conversation are not read, or "". Prints it, too."""
+    columns = _other_columns(row, column)
+    if not columns:
+        return ""
+    return _say_unread(where.rpartition(" of ")[2], tuple(columns))
+
+
+def _other_columns(row: dict[str, Any], column: str) -> list[str]:
+    """The columns of a row with values that are no part of its conversation."""
+    used = {"prompt", "completion"} if column == PAIR else {column}
+    return sorted(key for key in row.keys() - used - {*BESIDE} if row[key] is not None)
 
 
 def _parsed(row: dict[str, Any], column: str, kind: type, where: str) -> Any:
@@ -127,8 +140,14 @@ def without_nulls(value: Any, depth: int = 0) -> Any:
 
 
 @lru_cache(100)  # once for each file
-def _say_unread(where: str, columns: tuple[str, ...]) -> None:
-    print(f"{where}: not read: {', '.join(columns)}", file=sys.stderr)
+def _say_unread(where: str, columns: tuple[str, ...]) -> str:
+    line = f"{where}: not read: {', '.join(columns)}"
+    for column in columns:
+        close = difflib.get_close_matches(column, BESIDE, n=1, cutoff=0.7)
+        if close:
+            line += f"; did you mean {close[0]} instead of {column}?"
+    tqdm.write(line, file=sys.stderr)  # a bar may be shown
+    return line
 
 
 def check_messages(value: list, where: str) -> list[Message]:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ class Corpus:
     sha256: str = field(repr=False)
     folder: Path
     parts: Mapping[str, Corpus] = field(default_factory=dict)  # by name; empty if it has none
+    notes: Sequence[str] = ()  # what was said about its conversations
 
 
 def prepare_corpus(
@@ -121,6 +122,9 @@ def prepare_corpus(
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / key
     corpus = _open_cached(folder)
+    if corpus is not None and progress:
+        for line in corpus.notes:
+            print(line, file=sys.stderr)
     if corpus is None:
         make_folder(folder.parent, "data.cache_dir")
         # Only if nothing is cached.
@@ -189,6 +193,7 @@ def _open(folder: Path) -> Corpus:
         tokenizer = load_tokenizer(folder)
         train = TokenShards.open(folder, index["train"], tokenizer)
         val = TokenShards.open(folder, index["val"], tokenizer)
-        return Corpus(tokenizer, train, val, str(index["sha256"]), folder)
+        notes = [str(note) for note in index.get("notes", [])]
+        return Corpus(tokenizer, train, val, str(index["sha256"]), folder, notes=notes)
     except (OSError, ValueError, KeyError, TypeError, UserError) as error:
         raise DamagedShard(f"{folder}: {error}") from error

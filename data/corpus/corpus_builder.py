@@ -85,7 +85,7 @@ def build_corpus(
             writer.add_rows(encoded, n_bytes, document.log_prob, continues)
             n_texts += 1
             if document.messages is not None:
-                report.add(encoded)
+                report.add(document, encoded)
             elif loses_text(tokenizer, document.text, encoded[0][0]):
                 n_lost += 1
             bar.update(document, n_bytes, sum(len(ids) for ids, _ in encoded))
@@ -105,7 +105,8 @@ def build_corpus(
     train = writers["train"]
     val = writers["val"]
     digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
-    index = {"train": train.files, "val": val.files, "sha256": digest}
+    notes = [*report.unread, *report.lines()]
+    index = {"train": train.files, "val": val.files, "sha256": digest, "notes": notes}
     if document_filter is not None:
         index["dropped"] = document_filter.report
     write_index(folder, index)

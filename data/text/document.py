@@ -23,6 +23,7 @@ class Document:
 
     tools, template_kwargs: variables of the chat template, which some conversations have.
     allow_special: names of special tokens in messages are these tokens.
+    unread: what is said about the columns of its row that are not read, or "".
     """
 
     text: str
@@ -32,6 +33,7 @@ class Document:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     allow_special: bool = False
     continues: bool = False  # the text of the document before, in one whole text
+    unread: str = ""
     where: str = ""  # the table row, for messages about a conversation
     share_read: float | None = None  # of the source, up to and with this document, if known
     number: int = 0  # in the source

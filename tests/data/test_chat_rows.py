@@ -294,6 +294,57 @@ def test_answers_without_an_end_get_one_and_are_named(tmp_path, capsys):
     assert shard.tokens[int(starts[1]) : int(starts[1]) + len(asked)].tolist() == asked
 
 
+def test_what_was_said_is_said_again_when_the_tokens_are_cached(tmp_path, capsys):
+    tokenizer = base_tokenizer(NO_END)
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": [*TALK, *TALK], "systm": "Be kind."}) + "\n")
+
+    def prepare_again(progress):
+        prepare_corpus(
+            source="jsonl", path=str(path), tokenizer=tokenizer, cache_dir=tmp_path,
+            assistant_only_loss=True, val_fraction=0, progress=progress,
+        )  # fmt: skip
+
+    prepare_again(True)
+    first = capsys.readouterr().err
+    prepare_again(True)
+    second = capsys.readouterr().err.splitlines()
+    assert len(second) == 3
+    for line, part in zip(second, ["not read: systm", "one row per answer", "no special token"]):
+        assert part in line
+        assert line in first
+    prepare_again(False)
+    assert capsys.readouterr().err == ""
+
+
+def test_an_unread_column_with_a_misspelled_name_is_pointed_out(tmp_path, capsys):
+    documents(tmp_path, {"messages": TALK, "systm": "Be kind.", "tool": [WEATHER], "source": "web"})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "not read: source, systm, tool; did you mean system instead of systm?" in line
+    assert line.endswith("; did you mean tools instead of tool?")
+
+
+def test_markers_that_are_no_tokens_are_named(tmp_path, capsys):
+    tokenizer = make_tokenizer("byte", []).with_chat_template(CHATML)
+    prepare(tmp_path, tokenizer)
+    said = capsys.readouterr().err
+    assert "the chat template writes <|im_start|>, <|im_end|>, for which this tokenizer" in said
+    prepare(tmp_path, base_tokenizer(CHATML))
+    assert "the chat template writes" not in capsys.readouterr().err
+
+
+def test_answers_without_text_are_counted(tmp_path, tokenizer, capsys):
+    empty = {"role": "assistant", "content": " "}
+    rows = [[*TALK], [TALK[0], empty], [TALK[0], {**empty, "weight": 0}, *TALK]]
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    prepare_corpus(
+        source="jsonl", path=str(path), tokenizer=tokenizer, cache_dir=tmp_path, progress=False,
+        assistant_only_loss=True, val_fraction=0,
+    )  # fmt: skip
+    assert "1 trained answer without text: the model learns to end" in capsys.readouterr().err
+
+
 def test_ordinary_conversations_need_no_words(tmp_path, capsys):
     prepare(tmp_path, base_tokenizer(TEMPLATE))
     assert capsys.readouterr().err == ""

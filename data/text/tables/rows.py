@@ -10,6 +10,7 @@ from typing import Any
 from thinker.data.chat.messages import (
     PAIR,
     check_messages,
+    describe_unread,
     find_column,
     join_pair,
     read_beside,
@@ -296,5 +297,6 @@ def _read_row(row: dict[str, Any], column: str, number: int, where: str) -> Docu
         if tools or variables:
             content = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
         text = json.dumps(content, ensure_ascii=False)
-        return Document(text, None, messages, tools, variables, where=name)
+        unread = describe_unread(row, column, name)
+        return Document(text, None, messages, tools, variables, unread=unread, where=name)
     raise UserError(f"{name} is {type(value).__name__}, not text")
