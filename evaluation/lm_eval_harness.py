@@ -17,6 +17,7 @@ from thinker.evaluation.long_context import hidden_states
 from thinker.generation import Generator, SamplingParams
 from thinker.model import Thinker
 from thinker.runtime.checks import check_computed
+from thinker.runtime.common_prefix import common_prefix
 from thinker.runtime.errors import RunError, UserError, did_you_mean
 
 MAX_NEW_TOKENS = 256  # unless the task sets it
@@ -95,7 +96,7 @@ class ThinkerLM(TemplateLM):
         rows = []
         for context, continuation in pairs:
             before, whole = self._encode_whole(context, continuation)
-            n_shared = _n_equal(before, whole)
+            n_shared = common_prefix(before, whole)
             if continuation and n_shared == len(whole):
                 text = repr(continuation[:40])
                 raise UserError(f"the tokenizer gives no token to the continuation {text}")
@@ -123,7 +124,7 @@ class ThinkerLM(TemplateLM):
         begins_with_prefix = whole[:1] == [self.prefix_token_id] and len(whole) > 1
         if not has_context and begins_with_prefix:
             before = whole[:1]
-        elif _n_equal(before, whole) == 0:
+        elif common_prefix(before, whole) == 0:
             before = [self.prefix_token_id, *before]
             whole = [self.prefix_token_id, *whole]
         return before, whole
@@ -243,16 +244,6 @@ class ThinkerLM(TemplateLM):
             completions = self.generator.generate([context], params, [tokens])
             texts.append(completions[0].text)
         return texts
-
-
-def _n_equal(tokens: list[int], others: list[int]) -> int:
-    """The number of equal tokens at the start of both lists."""
-    n = 0
-    for token, other in zip(tokens, others):
-        if token != other:
-            break
-        n += 1
-    return n
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:

@@ -8,6 +8,7 @@ from torch import Tensor
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.model import Thinker
+from thinker.runtime.common_prefix import common_prefix
 from thinker.runtime.errors import RunError
 
 PROMPT = "The"  # short enough for any context
@@ -49,7 +50,7 @@ def verify_text(model: Thinker, tokenizer: Tokenizer, hf_model: Any, hf_tokenize
         return f"identical text after {PROMPT!r}"
 
     prompt = [*tokenizer.bos_prefix, *tokenizer.encode(PROMPT)]
-    n_equal = _n_equal(output.tolist(), prompt + new)
+    n_equal = common_prefix(output.tolist(), prompt + new)
     if len(prompt) <= n_equal < len(output):
         logits = model(torch.tensor([output[:n_equal].tolist()]))[0, -1, : tokenizer.vocab_size]
         if is_likeliest(logits, int(output[n_equal])):
@@ -59,13 +60,3 @@ def verify_text(model: Thinker, tokenizer: Tokenizer, hf_model: Any, hf_tokenize
         f"transformers continues {PROMPT!r} as {text!r}, generate.py as {known!r}; "
         "nothing was written"
     )
-
-
-def _n_equal(tokens: list[int], others: list[int]) -> int:
-    """The number of equal tokens at the start of both lists."""
-    n = 0
-    for token, other in zip(tokens, others):
-        if token != other:
-            break
-        n += 1
-    return n

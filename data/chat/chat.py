@@ -19,8 +19,10 @@ import numpy as np
 from thinker.data.chat import chat_template
 from thinker.data.chat.chat_template import Cut
 from thinker.data.chat.literal_names import clean, literal_spans, special_names
+from thinker.data.chat.traced_text import MESSAGE, VARIABLE
 from thinker.data.text.document import Message
 from thinker.data.tokenizers.tokenizer import Span, Tokenizer
+from thinker.runtime.common_prefix import common_prefix
 from thinker.runtime.errors import UserError
 
 TRAINING_KEYS = ("weight", "train")  # of a message: whether the answer is trained
@@ -58,6 +60,7 @@ class _Rendered:
     text: str
     answers: list[Span]  # that the template marks
     literal: list[Span]  # of messages, in names of special tokens
+    origins: list[tuple[int, int, int]]  # of the parts that are not the template's
 
     def with_bos(self, tokenizer: Tokenizer) -> "_Rendered":
         """The text, which begins with the BOS token if prompts do, as in an exported template."""
@@ -70,7 +73,8 @@ class _Rendered:
         n = len(bos)
         answers = [(start + n, end + n) for start, end in self.answers]
         literal = [(start + n, end + n) for start, end in self.literal]
-        return _Rendered(bos + self.text, answers, literal)
+        origins = [(start + n, end + n, origin) for start, end, origin in self.origins]
+        return _Rendered(bos + self.text, answers, literal, origins)
 
     def begins_with(self, other: "_Rendered") -> bool:
         """Whether the text begins with another, with the same names as plain text."""
@@ -125,13 +129,14 @@ def encode_prompt(
     return rendered.with_bos(tokenizer).encode(tokenizer)
 
 
-def encode(tokenizer: Tokenizer, conversation: Conversation) -> list[Row]:
+def encode(tokenizer: Tokenizer, conversation: Conversation, all_tokens: bool = False) -> list[Row]:
     """Encode a conversation for training: one row, or one for each answer (see above).
 
     An answer includes the token that ends it. Answers are what the template marks with
     {% generation %}, or else what a message adds to the conversation before it with the generation
-    prompt. Answers with `"weight": 0` or `"train": false` are no targets. Raises UserError if
-    answers cannot be located.
+    prompt. Answers with `"weight": 0` or `"train": false` are no targets. all_tokens: the rest of
+    the conversation is trained as well, each message once. Raises UserError if answers cannot be
+    located.
     """
     messages = conversation.messages
     cuts: list[Cut] = [(len(messages), False)]
@@ -148,12 +153,18 @@ def encode(tokenizer: Tokenizer, conversation: Conversation) -> list[Row]:
     turns = []
     for number, before, prompt, answered in zip(trained, parts[::3], parts[1::3], parts[2::3]):
         content = messages[number].get("content", "")
-        turns.append(_Turn(content, before, prompt, answered, is_marked))
+        turns.append(_Turn(number, content, before, prompt, answered, is_marked))
 
     row = _whole_row(tokenizer, whole, turns)
-    if row is not None:
-        return [row]
-    return [_answer_row(tokenizer, turn) for turn in turns]
+    if row is None:
+        rows = [_answer_row(tokenizer, turn) for turn in turns]
+        if all_tokens:
+            rows = _with_all_tokens(tokenizer, whole, turns, rows)
+    else:
+        if all_tokens:
+            row.is_target[:] = True
+        rows = [row]
+    return [_without_bos(tokenizer, row) for row in rows]
 
 
 def find_answer_end(tokenizer: Tokenizer) -> int | None:
@@ -187,6 +198,7 @@ def is_trained(message: Message) -> bool:
 class _Turn:
     """An answer that is trained, with what is rendered before it."""
 
+    number: int  # of its message
     content: str  # of its message
     before: _Rendered  # the messages before it
     prompt: _Rendered  # ends where the answer starts
@@ -251,7 +263,7 @@ def _whole_row(tokenizer: Tokenizer, whole: _Rendered, turns: list[_Turn]) -> Ro
             is_target[first:last] = True
         if last is not None and ids[last - 1] not in tokenizer.eos_ids:
             return None  # each answer is to learn where it ends
-    return _row(tokenizer, ids, is_target)
+    return Row(np.array(ids, np.uint32), is_target)
 
 
 class _Beginnings:
@@ -297,7 +309,7 @@ def _answer_row(tokenizer: Tokenizer, turn: _Turn) -> Row:
             ids += part
             is_target += [is_answer] * len(part)
         position = end
-    return _row(tokenizer, ids, np.array(is_target, bool))
+    return Row(np.array(ids, np.uint32), np.array(is_target, bool))
 
 
 def _continuation(
@@ -311,11 +323,73 @@ def _continuation(
     return turn.answered.encode(tokenizer, start, end, continues=bool(ids))
 
 
-def _row(tokenizer: Tokenizer, ids: list[int], is_target: np.ndarray) -> Row:
-    first = 0
-    if ids[:1] == [tokenizer.bos_id]:  # rendered by the template; each row of a corpus begins so
-        first = 1
-    return Row(np.array(ids[first:], np.uint32), is_target[first:])
+def _with_all_tokens(
+    tokenizer: Tokenizer, whole: _Rendered, turns: list[_Turn], rows: list[Row]
+) -> list[Row]:
+    """The rows of answers with all tokens of the conversation as targets, each in one row.
+
+    A row trains what follows the answer of the row before. What follows the last answer is in its
+    row, or in one more if that answer is rendered differently once others follow.
+    """
+    texts = [turn.answered for turn in turns]
+    all_ids = [row.ids.tolist() for row in rows]
+    whole_ids = whole.encode(tokenizer)
+    if common_prefix(whole_ids, all_ids[-1]) == len(all_ids[-1]):
+        texts[-1] = whole
+        all_ids[-1] = whole_ids
+    else:
+        texts.append(whole)
+        all_ids.append(whole_ids)
+
+    first = np.array(all_ids[0], np.uint32)
+    found = [Row(first, np.ones(len(first), bool))]
+    for number in range(1, len(all_ids)):
+        ids = all_ids[number]
+        is_target = np.ones(len(ids), bool)
+        is_target[: common_prefix(all_ids[number - 1], ids)] = False
+        for start, end in _trained_before(tokenizer, texts[number], turns[number - 1]):
+            n_before = common_prefix(texts[number].encode(tokenizer, end=start), ids)
+            n_until = common_prefix(texts[number].encode(tokenizer, end=end), ids)
+            is_target[n_before:n_until] = False
+        if is_target.any():
+            found.append(Row(np.array(ids, np.uint32), is_target))
+    return found
+
+
+def _trained_before(tokenizer: Tokenizer, text: _Rendered, turn: _Turn) -> list[Span]:
+    """The parts of a text that the rows up to the answer of a turn have trained."""
+    begin = _end_of_message(text, turn.number)
+    # The answer's row also has the mark of its end.
+    start = _end_of_message(turn.answered, turn.number)
+    spans = turn.spans(tokenizer)
+    if spans:
+        end_mark = turn.answered.text[start : spans[-1][1]]
+        if text.text.startswith(end_mark, begin):
+            begin += len(end_mark)
+    parts = [(0, begin)]
+    for first, last, origin in text.origins:
+        # Told again, as by templates that write the system message before the newest question.
+        is_old = origin == VARIABLE or MESSAGE <= origin <= MESSAGE + turn.number
+        if is_old and first >= begin:
+            parts.append((first, last))
+    return parts
+
+
+def _end_of_message(rendered: _Rendered, number: int) -> int:
+    """Where a message ends in a rendered conversation, or where the last before it does if nothing
+    of it is rendered."""
+    ends = {origin: end for _, end, origin in rendered.origins}  # the last of each
+    for origin in range(MESSAGE + number, MESSAGE - 1, -1):
+        if origin in ends:
+            return ends[origin]
+    return 0
+
+
+def _without_bos(tokenizer: Tokenizer, row: Row) -> Row:
+    """The row without a BOS token at its start, which each row of a corpus gets."""
+    if row.ids[:1].tolist() == [tokenizer.bos_id]:  # rendered by the template
+        return Row(row.ids[1:], row.is_target[1:])
+    return row
 
 
 def _is_special(tokenizer: Tokenizer, token_id: int) -> bool:
@@ -370,7 +444,7 @@ def _render(
     found = []
     for each in renderings:
         literal = [] if conversation.allow_special else literal_spans(each, names)
-        found.append(_Rendered(each.text, each.answers, literal))
+        found.append(_Rendered(each.text, each.answers, literal, each.origins))
     return found
 
 

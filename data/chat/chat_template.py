@@ -39,8 +39,8 @@ class Rendering(NamedTuple):
 
     text: str
     answers: list[Span]  # that the template marks
-    of_messages: list[Span]  # what messages, tools and variables say
-    unclear: list[Span]  # what the template or they say
+    # What is not the template's, in order: (start, end, origin); see traced_text.
+    origins: list[tuple[int, int, int]]
 
 
 class Renderer(LimitedProcess):
@@ -116,7 +116,7 @@ def render(
             messages=messages,
             cuts=cuts,
             mark_answers=mark_answers,
-            traced=["messages", "tools", *(template_kwargs or {})],
+            traced=["tools", *(template_kwargs or {})],
             now=(now or datetime.now()).isoformat(),
         )
 
@@ -160,7 +160,7 @@ def _reply(
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        from thinker.data.chat.traced_text import MESSAGE, UNCLEAR, joined, spans_of
+        from thinker.data.chat.traced_text import joined, origin_spans
         from thinker.data.chat.tracing_environment import TracingEnvironment
 
         TracingEnvironment.traced = frozenset(traced)
@@ -177,9 +177,7 @@ def _reply(
             )
             text = joined(TracingEnvironment.rendered)
             answers = spans[0] if mark_answers else []
-            rendered.append(
-                Rendering(texts[0], answers, spans_of(text, MESSAGE), spans_of(text, UNCLEAR))
-            )
+            rendered.append(Rendering(texts[0], answers, origin_spans(text)))
     except ImportError:
         remedy = "run pip install transformers jinja2"
         return [], f"conversations need the transformers package; {remedy}"

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from typing import Any
 
 from thinker.data.chat.chat_template import Rendering
+from thinker.data.chat.traced_text import UNCLEAR
 from thinker.data.tokenizers.tokenizer import Span, Tokenizer, any_name, replace_surrogates
 from thinker.runtime.errors import UserError
 
@@ -27,26 +28,28 @@ def literal_spans(rendered: Rendering, names: tuple[str, ...]) -> list[Span]:
     position = 0
     while match := pattern.search(rendered.text, position):
         position = match.start() + 1  # names may overlap
-        parts = _common(match.span(), rendered.of_messages)
-        if not parts and _common(match.span(), rendered.unclear):
+        parts = _common(match.span(), rendered.origins)
+        said = [(start, end) for start, end, origin in parts if origin != UNCLEAR]
+        if parts and not said:
             raise UserError(
                 f"the chat template changes a message in a way that leaves unclear whether "
                 f"{match[0]} is a part of it or a special token; change the message or the template"
             )
-        for start, end in parts:
+        for start, end in said:
             if literal and start < literal[-1][1]:
                 start = literal.pop()[0]
             literal.append((start, end))
     return literal
 
 
-def _common(span: Span, others: list[Span]) -> list[Span]:
-    """The parts of a span that are in others, which are in order."""
+def _common(span: Span, others: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The parts of a span that have an origin."""
     start, end = span
     found = []
     number = bisect_right(others, start, key=lambda other: other[1])  # the first that ends later
     while number < len(others) and others[number][0] < end:
-        found.append((max(start, others[number][0]), min(end, others[number][1])))
+        first, last, origin = others[number]
+        found.append((max(start, first), min(end, last), origin))
         number += 1
     return found
 

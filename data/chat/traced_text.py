@@ -9,10 +9,8 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, SupportsIndex
 
-from thinker.data.tokenizers.tokenizer import Span
-
-# Where a character comes from.
-TEMPLATE, MESSAGE, UNCLEAR = range(3)
+# Where a character comes from. The numbers from MESSAGE on are those of the messages.
+TEMPLATE, UNCLEAR, VARIABLE, MESSAGE = range(4)
 
 # The methods whose result has a character for each character, unless it has another length.
 CHANGE_CASE = ("capitalize", "casefold", "lower", "swapcase", "title", "upper")
@@ -34,11 +32,11 @@ class TracedText(str):
 
     __slots__ = ("_origins",)  # with an underscore, as templates must not see it
 
-    def __new__(cls, text: str = "", origins: bytes | None = None) -> "TracedText":
-        """origins: TEMPLATE, MESSAGE or UNCLEAR for each character; None: UNCLEAR."""
+    def __new__(cls, text: str = "", origins: str | None = None) -> "TracedText":
+        """origins: chr() of the origin of each character; None: UNCLEAR."""
         traced = super().__new__(cls, text)
         if origins is None:
-            origins = bytes([UNCLEAR]) * len(traced)
+            origins = chr(UNCLEAR) * len(traced)
         traced._origins = origins
         return traced
 
@@ -50,10 +48,7 @@ class TracedText(str):
             yield self[number : number + 1]
 
     def __getitem__(self, key: SupportsIndex | slice) -> str:
-        text = super().__getitem__(key)
-        if isinstance(key, slice):
-            return TracedText(text, self._origins[key])
-        return TracedText(text, bytes([self._origins[key]]))
+        return TracedText(super().__getitem__(key), self._origins[key])
 
     def __add__(self, other: str) -> str:
         if not isinstance(other, str):
@@ -164,11 +159,11 @@ for _name in NOT_TRACED:
     _define(_name, keeps_length=False)
 
 
-def origins_of(text: str) -> bytes:
-    """The origin of each character."""
+def origins_of(text: str) -> str:
+    """chr() of the origin of each character."""
     if isinstance(text, TracedText):
         return text._origins
-    return bytes([TEMPLATE]) * len(text)
+    return chr(TEMPLATE) * len(text)
 
 
 def traced(text: str) -> TracedText:
@@ -182,22 +177,25 @@ def joined(texts: Iterable[str]) -> str:
     text = "".join(texts)
     if not any(isinstance(part, TracedText) for part in texts):
         return text
-    return TracedText(text, b"".join(map(origins_of, texts)))
+    return TracedText(text, "".join(map(origins_of, texts)))
 
 
-def spans_of(text: str, origin: int) -> list[Span]:
-    """The parts of a text with an origin."""
-    return [match.span() for match in re.finditer(b"[%c]+" % origin, origins_of(text))]
+def origin_spans(text: str) -> list[tuple[int, int, int]]:
+    """The parts of a text that are not the template's, in order: start, end and origin."""
+    found = []
+    for match in re.finditer(r"([^\0])\1*", origins_of(text)):
+        found.append((*match.span(), ord(match[1])))
+    return found
 
 
-def from_message(value: Any) -> Any:
-    """A JSON value whose texts, those of keys included, come from a message."""
+def with_origin(value: Any, origin: int) -> Any:
+    """A JSON value whose texts, those of keys included, have an origin."""
     if isinstance(value, str):
-        return TracedText(value, bytes([MESSAGE]) * len(value))
+        return TracedText(value, chr(origin) * len(value))
     if isinstance(value, list | tuple):
-        return [from_message(item) for item in value]
+        return [with_origin(item, origin) for item in value]
     if isinstance(value, dict):
-        return {from_message(key): from_message(item) for key, item in value.items()}
+        return {with_origin(key, origin): with_origin(item, origin) for key, item in value.items()}
     return value
 
 
@@ -205,10 +203,10 @@ def from_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages whose texts are traced, but not their own keys and roles: templates read them, and
     write names of special tokens with roles."""
     found = []
-    for message in messages:
+    for number, message in enumerate(messages):
         texts = {}
         for key, item in message.items():
-            texts[key] = item if key == "role" else from_message(item)
+            texts[key] = item if key == "role" else with_origin(item, MESSAGE + number)
         found.append(texts)
     return found
 
@@ -284,13 +282,12 @@ def _quoted(text: TracedText, write: Callable[[Any], str]) -> str:
     n_inside = len(quoted) - 2
     origins = text._origins
     if len(origins) != n_inside:
-        origins = b""
+        origins = ""
         for character, origin in zip(plain(text), text._origins):
-            origins += bytes([origin]) * (len(write(character)) - 2)
+            origins += origin * (len(write(character)) - 2)
     if len(origins) != n_inside:  # quotes that are escaped only beside others
-        origins = bytes([UNCLEAR]) * n_inside
-    template = bytes([TEMPLATE])
-    return TracedText(quoted, template + origins + template)
+        origins = chr(UNCLEAR) * n_inside
+    return TracedText(quoted, chr(TEMPLATE) + origins + chr(TEMPLATE))
 
 
 def as_text(value: Any) -> Any:

@@ -17,18 +17,18 @@ from jinja2.nodes import Concat, EvalContext
 from jinja2.runtime import Context, Macro
 
 from thinker.data.chat.traced_text import (
-    MESSAGE,
-    UNCLEAR,
+    TEMPLATE,
+    VARIABLE,
     TracedText,
     as_text,
     call,
-    from_message,
     from_messages,
     holds_traced,
     joined,
     origins_of,
     plain,
     traced,
+    with_origin,
 )
 
 # Filters that use only methods of texts.
@@ -100,7 +100,7 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _TracingTemplate(Template):
-    """A template that traces the texts of messages, and of the variables in environment.traced."""
+    """A template that traces the texts of messages, and of the variables in `traced`."""
 
     def render(self, **variables: Any) -> str:
         text = super().render(**self._traced(variables))
@@ -114,12 +114,10 @@ class _TracingTemplate(Template):
             yield part
 
     def _traced(self, variables: dict[str, Any]) -> dict[str, Any]:
-        names = self.environment.traced
-        found = {"strftime_now": self.environment.now.strftime}
-        for name, value in variables.items():
-            if name in names:
-                value = from_messages(value) if name == "messages" else from_message(value)
-            found[name] = value
+        found = variables | {"strftime_now": self.environment.now.strftime}
+        for name in self.environment.traced:
+            found[name] = with_origin(variables[name], VARIABLE)
+        found["messages"] = from_messages(variables["messages"])
         return found
 
 
@@ -150,7 +148,7 @@ class TracingEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """The operator %, which may format a text."""
-        if isinstance(left, TracedText) and not set(origins_of(left)) & {MESSAGE, UNCLEAR}:
+        if isinstance(left, TracedText) and set(origins_of(left)) <= {chr(TEMPLATE)}:
             left = plain(left)
         if isinstance(left, TracedText) or not isinstance(left, str):
             return left % right

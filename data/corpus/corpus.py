@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from thinker.data.corpus.document_filter import DocumentFilter
 
 INDEX_FORMAT = 5  # changes with corpus.json, and with the text that a tokenizer is trained on
-CONVERSATION_FORMAT = 3  # changes with the tokens of conversations
+CONVERSATION_FORMAT = 4  # changes with the tokens of conversations
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def encode_document(
     """Encode a text, or a conversation, which may become several rows (see chat.py).
 
     assistant_only_loss: the targets of a conversation are its answers; otherwise they are all
-    tokens, those that several rows begin with only once.
+    tokens, each in one row.
     """
     if document.messages is None:
         ids = tokenizer.encode_array(document.text, continues=document.continues)
@@ -93,36 +93,18 @@ def encode_document(
     conversation = chat.Conversation(
         document.messages, document.tools, document.template_kwargs, document.allow_special
     )
-    try:
-        rows = chat.encode(tokenizer, conversation)
-    except UserError as error:
-        if not document.where:
-            raise
-        raise UserError(f"{document.where}: {error}") from error
-    if assistant_only_loss:
-        return [(row.ids, row.is_target) for row in rows]
-    if not all(chat.is_trained(message) for message in document.messages):
+    if not assistant_only_loss and not all(map(chat.is_trained, document.messages)):
         raise UserError(
             f"{document.where}: the answer with weight 0 would be trained; set "
             "data.assistant_only_loss=true"
         )
-    encoded: list[Encoded] = []
-    before = np.zeros(0, np.uint32)
-    for row in rows:
-        is_target = np.ones(len(row.ids), bool)
-        is_target[: _n_equal(before, row.ids)] = False
-        encoded.append((row.ids, is_target))
-        before = row.ids
-    return encoded
-
-
-def _n_equal(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of equal tokens at the start of two texts."""
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    if len(differs) == 0:
-        return n
-    return int(differs[0])
+    try:
+        rows = chat.encode(tokenizer, conversation, all_tokens=not assistant_only_loss)
+    except UserError as error:
+        if not document.where:
+            raise
+        raise UserError(f"{document.where}: {error}") from error
+    return [(row.ids, row.is_target) for row in rows]
 
 
 def _encode_chunk(

@@ -15,6 +15,7 @@ from thinker.generation.decoders.decoder import RowDecoder, pass_lengths
 from thinker.generation.engine import Generator
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache
+from thinker.runtime.common_prefix import common_prefix
 
 KEPT_TEXTS = 8  # that JoinedRows remembers
 
@@ -36,20 +37,6 @@ class Row:
     def next_tokens(self, n: int) -> list[int]:
         """The next n tokens for the model to read."""
         return self.sequence.tokens[self.n_read : self.n_read + n]
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """Number of equal tokens at the start of two texts."""
-    # Comparing slices by bisection is faster than comparing tokens one by one.
-    low = 0
-    high = min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class PooledRows:

@@ -10,6 +10,7 @@ from thinker.generation.engine import Generator
 from thinker.generation.sampling_params import SamplingParams, check_text
 from thinker.generation.sequence import Completion, Sequence, kept_when_sliding
 from thinker.model import KVCache
+from thinker.runtime.common_prefix import common_prefix
 
 
 class Conversation:
@@ -111,7 +112,7 @@ class Conversation:
         cache = self._cache
         (sequence,) = sequences
         tokens = sequence.tokens
-        n_cached = _n_equal(self._read[:-1], tokens[:-1])  # the last token has to be read
+        n_cached = common_prefix(self._read[:-1], tokens[:-1])  # the last token has to be read
         if n_cached < generator.config.prefix:
             n_cached = 0  # a bidirectional prefix must be read in one pass
         self._read = []  # invalid until the passes are done
@@ -125,13 +126,3 @@ class Conversation:
         self._cache = cache
         self._read = tokens  # both grow with every sampled token
         return cache, logits
-
-
-def _n_equal(a: list[int], b: list[int]) -> int:
-    """Number of equal tokens at the start of two texts."""
-    n = 0
-    for x, y in zip(a, b):
-        if x != y:
-            break
-        n += 1
-    return n

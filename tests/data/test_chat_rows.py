@@ -402,7 +402,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, sch
     assert conversation.tokens == [*tokenizer.bos_prefix, *tokenizer.encode("".join(lines[:3]))]
 
 
-def encoded(template, messages, **options):
+def encoded(template, messages, all_tokens=False, **options):
     """Each row: its text with names of special tokens, and that of its targets."""
     tokenizer = base_tokenizer(template)
     names = {number: name.encode() for name, number in tokenizer.special_tokens.items()}
@@ -410,7 +410,7 @@ def encoded(template, messages, **options):
     def text(ids):
         return b"".join(names.get(i, tokenizer.token_bytes(i)) for i in ids.tolist()).decode()
 
-    rows = chat.encode(tokenizer, chat.Conversation(messages, **options))
+    rows = chat.encode(tokenizer, chat.Conversation(messages, **options), all_tokens)
     return [(text(row.ids), text(row.ids[row.is_target])) for row in rows]
 
 
@@ -539,3 +539,88 @@ def test_values_that_are_no_json_within_messages(tmp_path):
         deep = [deep]
     with pytest.raises(UserError, match="nested more than 100 levels deep"):
         documents(tmp_path, {"messages": TALK, "tools": [{"x": deep}]})
+
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+ASK = {"role": "user", "content": "Why is that so?"}
+ANSWERS = [
+    {"role": "assistant", "content": "It is a long word."},
+    {"role": "assistant", "content": "No, it is not long."},
+]
+# Earlier answers lose what was thought, of a message or within it.
+FORGETFUL = CHATML.replace(
+    "m.content +", "(m.content if loop.last or m.role != 'assistant' else m.content[6:]) +"
+)
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and "
+    "loop.index0 == messages | map(attribute='role') | list | length - 1 %}<think>{{ m.content[:6] }}"
+    "</think>{% endif %}{{ m.content.split('is')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Mistral's: the system message stands before the newest question.
+MOVES_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'user' %}[{% if not messages[loop.index0 + 1:] | "
+    "selectattr('role', 'equalto', 'user') | list and messages[0].role == 'system' %}"
+    "{{ messages[0].content }}/{% endif %}{{ m.content }}]{% elif m.role == 'assistant' %}"
+    "{{ m.content }}<|bos|>{% endif %}{% endfor %}"
+)
+
+
+def joined_targets(template, messages):
+    return "".join(answer for _, answer in encoded(template, messages, all_tokens=True))
+
+
+def test_every_token_of_a_conversation_is_trained_once():
+    """Whichever row it is in, and whatever comes after the last answer."""
+    for n in range(1, 7):
+        messages = [SYSTEM, ASK, ANSWERS[0], ASK, ANSWERS[1], ASK, SYSTEM][:n]
+        expected = "".join(
+            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+            for message in messages
+        )
+        for template in (CHATML, FORGETFUL):
+            assert joined_targets(template, messages) == expected
+        without_end = "".join(f"{each['role']}: {each['content']}\n" for each in messages)
+        assert joined_targets(NO_END, messages) == without_end
+
+
+def test_an_answer_is_trained_once_however_it_is_told_again():
+    messages = [ASK, ANSWERS[0], ASK, ANSWERS[1], ASK]
+    rows = encoded(THINKS, messages, all_tokens=True)
+    head = "<|im_start|>user\n that so?<|im_end|>\n"
+    answers = ["<|im_start|>assistant\n<think>It is </think> a long word.<|im_end|>",
+               "<|im_start|>assistant\n<think>No, it</think> not long.<|im_end|>"]  # fmt: skip
+    assert [targets for _, targets in rows] == [
+        f"{head}{answers[0]}",
+        f"\n{head}{answers[1]}",
+        f"\n{head}",
+    ]
+    assert rows[1][0].startswith(f"{head}<|im_start|>assistant\n a long word.<|im_end|>\n{head}")
+
+
+def test_a_system_message_that_moves_is_trained_once():
+    messages = [SYSTEM, ASK, ANSWERS[0], ASK, ANSWERS[1], ASK]
+    rows = encoded(MOVES_SYSTEM, messages, all_tokens=True)
+    first = f"[Be kind./{ASK['content']}]{ANSWERS[0]['content']}<|bos|>"
+    second = f"[/{ASK['content']}]{ANSWERS[1]['content']}<|bos|>"
+    assert [targets for _, targets in rows] == [first, second, f"[/{ASK['content']}]"]
+    assert rows[2][0].endswith(f"[Be kind./{ASK['content']}]")
+
+
+def test_all_tokens_of_a_corpus_are_trained(tmp_path):
+    """Each with the end that the last answer needs."""
+    messages = [ASK, ANSWERS[0], ASK, ANSWERS[1], ASK]
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    tokenizer = chat.with_answer_end(base_tokenizer(FORGETFUL))
+    corpus = prepare_corpus(
+        source="jsonl", path=str(path), tokenizer=tokenizer, cache_dir=tmp_path, progress=False,
+        val_fraction=0,
+    )  # fmt: skip
+    (shard,) = corpus.train.shards
+    assert shard.n_documents == 3
+    counted = shard.tokens[:][shard.loss_mask[:] == 1].tolist()
+    for message in messages:
+        said = list(message["content"].encode())
+        n_found = sum(counted[i : i + len(said)] == said for i in range(len(counted)))
+        assert n_found == sum(each == message for each in messages)

@@ -13,15 +13,25 @@ from thinker.data.chat.traced_text import (
     TracedText,
     as_text,
     call,
-    from_message,
     joined,
+    origin_spans,
     origins_of,
-    spans_of,
+    with_origin,
 )
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 
 pytest.importorskip("transformers")
+
+
+def said(text):
+    return with_origin(text, MESSAGE)
+
+
+def origins_by_case(text):
+    """Capital letters come from a message, and all else from the template."""
+    return "".join(chr(MESSAGE if x.isupper() else TEMPLATE) for x in text)
+
 
 NAMES = {"<|bos|>": 256, "<|im_start|>": 257, "<|im_end|>": 258, "<|IM_END|>": 259}
 
@@ -162,11 +172,10 @@ METHODS = [
 
 
 def test_methods_of_traced_texts_give_the_same_texts_and_keep_origins():
-    """Capital letters come from a message, and all else from the template."""
     draw = random.Random(0)
 
     def made(text):
-        return TracedText(text, bytes(MESSAGE if x.isupper() else TEMPLATE for x in text))
+        return TracedText(text, origins_by_case(text))
 
     for _ in range(2000):
         text = "".join(draw.choices("aAbB \n\r", k=draw.randrange(3, 14)))
@@ -177,14 +186,12 @@ def test_methods_of_traced_texts_give_the_same_texts_and_keep_origins():
             if type(found) is str:  # a plain separator joined them
                 continue
             assert isinstance(found, TracedText)
-            assert origins_of(found) == bytes(
-                MESSAGE if x.isupper() else TEMPLATE for x in expected
-            )
+            assert origins_of(found) == origins_by_case(expected)
 
 
 def test_all_methods_of_texts_are_traced():
     """Those that return a text, also in later versions of Python."""
-    text = from_message("Ab c")
+    text = said("Ab c")
     arguments = {"join": [["x", "y"]], "replace": ["b", "c"], "center": [9], "ljust": [9], "rjust": [9], "zfill": [9],
                  "removeprefix": ["A"], "removesuffix": ["c"], "partition": ["b"], "rpartition": ["b"],
                  "translate": [{}], "format_map": [{}]}  # fmt: skip
@@ -200,7 +207,7 @@ def test_all_methods_of_texts_are_traced():
 
 
 def test_json_and_repr_keep_origins():
-    value = {"a": [from_message("x\"y'\n🐕"), 1, None], from_message("kéy"): {"b": "t"}}
+    value = {"a": [said("x\"y'\n🐕"), 1, None], said("kéy"): {"b": "t"}}
     for write in (
         lambda item: json.dumps(item, ensure_ascii=False),
         lambda item: json.dumps(item, indent=2),
@@ -208,11 +215,11 @@ def test_json_and_repr_keep_origins():
     ):
         text = call(write, value, is_quoted=True)
         assert text == write(value)
-        parts = [text[start:end] for start, end in spans_of(text, MESSAGE)]
+        parts = [text[start:end] for start, end, _ in origin_spans(text)]
         assert parts == [write("x\"y'\n🐕")[1:-1], write("kéy")[1:-1]] or write is repr
-    unsorted = {from_message("b"): 1, from_message("a"): 2, from_message("d"): 3}
+    unsorted = {said("b"): 1, said("a"): 2, said("d"): 3}
     text = call(lambda item: json.dumps(item, sort_keys=True)[::-1], unsorted, is_quoted=True)
-    assert spans_of(text, UNCLEAR) == [(0, len(text))]
-    assert as_text([from_message("it's")]) == '["it\'s"]'
-    assert spans_of(as_text([from_message("it's")]), MESSAGE) == [(2, 6)]
+    assert origin_spans(text) == [(0, len(text), UNCLEAR)]
+    assert as_text([said("it's")]) == '["it\'s"]'
+    assert origin_spans(as_text([said("it's")])) == [(2, 6, MESSAGE)]
     assert joined(["a", "b"]) == "ab"

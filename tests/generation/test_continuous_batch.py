@@ -22,7 +22,7 @@ from installed import if_installed
 from pairwise import pairwise
 
 from thinker.generation import Completion, Generator, SamplingParams
-from thinker.generation.batching.batch_rows import JoinedRows, PooledRows, common_prefix
+from thinker.generation.batching.batch_rows import JoinedRows, PooledRows
 from thinker.generation.batching.continuous_batch import TOKENS_PER_STEP, ContinuousBatch
 from thinker.generation.decoders import native_decoder
 from thinker.generation.mixed_bits import matrix_names
@@ -363,14 +363,6 @@ def test_refuses_what_it_does_not_support():
             ContinuousBatch(Generator(model, TOKENIZER, **options), 2)
     with pytest.raises(UserError, match="memory"):
         ContinuousBatch(Generator(model, TOKENIZER), 10**7)
-
-
-def test_common_prefix():
-    numbers = random.Random(1)
-    for _ in range(200):
-        a, b = ([numbers.randrange(2) for _ in range(numbers.randrange(9))] for _ in range(2))
-        known = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-        assert common_prefix(a, b) == known
 
 
 @torch.no_grad()
