@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from thinker.data.tokenizers.common_prefix import common_prefix
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.long_context import hidden_states
 from thinker.generation import Generator, SamplingParams
 from thinker.model import Thinker
 from thinker.runtime.checks import check_computed
-from thinker.runtime.common_prefix import common_prefix
 from thinker.runtime.errors import RunError, UserError, did_you_mean
 
 MAX_NEW_TOKENS = 256  # unless the task sets it

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinker.data.tokenizers.common_prefix import common_prefix
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.model import Thinker
-from thinker.runtime.common_prefix import common_prefix
 from thinker.runtime.errors import RunError
 
 PROMPT = "The"  # short enough for any context

@@ -21,8 +21,8 @@ from thinker.data.chat.chat_template import Cut
 from thinker.data.chat.literal_names import clean, literal_spans, special_names
 from thinker.data.chat.traced_text import MESSAGE, VARIABLE
 from thinker.data.text.document import Message
+from thinker.data.tokenizers.common_prefix import common_prefix
 from thinker.data.tokenizers.tokenizer import Span, Tokenizer
-from thinker.runtime.common_prefix import common_prefix
 from thinker.runtime.errors import UserError
 
 TRAINING_KEYS = ("weight", "train")  # of a message: whether the answer is trained

@@ -41,8 +41,20 @@ class ChatReport:
         if not self.knows_answers:
             return
         for ids, is_target in rows:
-            for token_id in answer_ends(ids, is_target):
-                self._count_end(int(token_id))
+            for token_id in self._answer_ends(ids, is_target, is_one=len(rows) > 1):
+                self._count_end(token_id)
+
+    def _answer_ends(self, ids: np.ndarray, is_target: np.ndarray, is_one: bool) -> list[int]:
+        """The last token of each answer in a row. A template may mark several parts of an answer.
+
+        is_one: the row has one answer. In a row with several, each ends with an EOS token.
+        """
+        is_last = is_target & ~np.append(is_target[1:], False)
+        ends = ids[is_last].tolist()
+        answers = ends[-1:]
+        if not is_one:
+            answers = [end for end in ends[:-1] if end in self.tokenizer.eos_ids] + answers
+        return answers
 
     def _count_end(self, token_id: int) -> None:
         self.n_answers += 1
@@ -99,9 +111,3 @@ def _is_empty_answer(message: Message) -> bool:
     if message["role"] != "assistant" or not is_trained(message):
         return False
     return not message.get("content", "").strip() and not message.get("tool_calls")
-
-
-def answer_ends(ids: np.ndarray, is_target: np.ndarray) -> np.ndarray:
-    """The last token of each answer that is a target."""
-    is_last = is_target & ~np.append(is_target[1:], False)
-    return ids[is_last]

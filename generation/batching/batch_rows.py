@@ -9,13 +9,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from thinker.data.tokenizers.common_prefix import common_prefix
 from thinker.generation.caches.cache_factory import copy_row
 from thinker.generation.caches.quantized_cache import MAX_PER_PASS
 from thinker.generation.decoders.decoder import RowDecoder, pass_lengths
 from thinker.generation.engine import Generator
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache
-from thinker.runtime.common_prefix import common_prefix
 
 KEPT_TEXTS = 8  # that JoinedRows remembers
 

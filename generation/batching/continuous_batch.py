@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from thinker.data.tokenizers.common_prefix import common_prefix
 from thinker.generation.batching.batch_rows import JoinedRows, PooledRows, Row
 from thinker.generation.engine import Generator
 from thinker.generation.sequence import SampledToken, Sequence
-from thinker.runtime.common_prefix import common_prefix
 from thinker.runtime.errors import RunError, UserError
 
 TOKENS_PER_STEP = 64  # to read in one pass: the newest of each text, and pieces of prompts

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from thinker.data.tokenizers.common_prefix import common_prefix
 from thinker.generation.command.terminal import describe_context_end, describe_unmet
 from thinker.generation.engine import Generator
 from thinker.generation.sampling_params import SamplingParams, check_text
 from thinker.generation.sequence import Completion, Sequence, kept_when_sliding
 from thinker.model import KVCache
-from thinker.runtime.common_prefix import common_prefix
 
 
 class Conversation:

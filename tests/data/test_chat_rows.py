@@ -9,8 +9,10 @@ from metaspace_tokenizer import metaspace_tokenizer
 
 from thinker.data.batches.windows import PackedDataset
 from thinker.data.chat import chat
+from thinker.data.chat.chat_report import ChatReport
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.corpus.encoding import encode_document
+from thinker.data.text.document import Document
 from thinker.data.text.files import text_files
 from thinker.data.text.sources import open_source
 from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
@@ -624,3 +626,22 @@ def test_all_tokens_of_a_corpus_are_trained(tmp_path):
         said = list(message["content"].encode())
         n_found = sum(counted[i : i + len(said)] == said for i in range(len(counted)))
         assert n_found == sum(each == message for each in messages)
+
+
+@pytest.mark.parametrize(("end", "n_rows"), [("<|bos|>", 1), ("<|im_end|>", 2), ("", 2)])
+def test_marked_parts_of_one_answer_are_one_answer(tmp_path, capsys, end, n_rows):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}so: {% endgeneration %}|{% generation %}{{ m.content }}END"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = base_tokenizer(template.replace("END", end))
+    report = ChatReport(tokenizer, knows_answers=True)
+    for _ in range(3):
+        rows = chat.encode(tokenizer, chat.Conversation([*TALK, *TALK]))
+        assert len(rows) == n_rows
+        report.add(Document("", messages=[*TALK, *TALK]), rows)
+    assert report.n_answers == 3 * 2
+    assert report.n_open == (6 if end == "" else 0)
+    assert dict(report.other_ends) == ({end: 6} if end == "<|im_end|>" else {})

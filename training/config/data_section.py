@@ -25,7 +25,8 @@ class DataConfig(TextSource):
     run.init_from."""
     packing: Literal["contiguous", "documents", "best_fit"] = "contiguous"
     """contiguous: cut the text anywhere. documents: whole documents in order. best_fit: in any
-    order, less padding."""
+    order, less padding. Conversations are never cut anywhere: for them, contiguous means
+    documents."""
     shift_windows: bool = False
     """With contiguous packing, cut the stream at other positions in each epoch after the first."""
     assistant_only_loss: bool = False

@@ -2,7 +2,7 @@
 
 import random
 
-from thinker.runtime.common_prefix import common_prefix
+from thinker.data.tokenizers.common_prefix import common_prefix
 
 
 def test_common_prefix():
