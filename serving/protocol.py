@@ -66,10 +66,14 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """Free text, any JSON object, or JSON of a schema."""
+    """Free text, any JSON object, or JSON of a schema.
+
+    `schema`, with the type json_object, is how other servers wrote it before OpenAI did.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    object_schema: dict[str, Any] | None = Field(None, alias="schema")
 
 
 Item = TypeVar("Item")
@@ -189,8 +193,11 @@ class Sampling(Labels):
         if (form.type == "json_schema") != (form.json_schema is not None):
             message = "response_format: json_schema goes with the type json_schema"
             raise ApiError(400, message, "response_format")
+        if form.object_schema is not None and form.type != "json_object":
+            message = "response_format: schema goes with the type json_object"
+            raise ApiError(400, message, "response_format")
         if form.type == "json_object":
-            return True
+            return True if form.object_schema is None else form.object_schema
         if form.type == "json_schema":
             return form.json_schema.json_schema
         return None

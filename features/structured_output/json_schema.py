@@ -69,15 +69,27 @@ def canonical_schema(schema: Any) -> str:
         if isinstance(value, str):
             value = json.loads(value)
         value = ANY_OBJECT if value is True else value
-        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(value, allow_nan=False)
         if isinstance(value, dict):
-            _check_keywords(json.loads(text))  # with the keys as JSON has them
-            return text
+            value = json.loads(text)  # with the keys as JSON has them
+            _drop_names_of_strings(value)
+            _check_keywords(value)
+            return json.dumps(value, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(
             f"json_schema is {describe(schema)}, which is not valid JSON ({error}); {EXPECTED}"
         ) from None
     raise UserError(f"json_schema is {describe(schema)}; {EXPECTED}")
+
+
+def _drop_names_of_strings(schema: Any) -> None:
+    """Remove what Zod writes for records: that the names of properties are strings, as all are."""
+    for keyword in list(schema) if isinstance(schema, dict) else ():
+        if keyword == "propertyNames" and schema[keyword] == {"type": "string"}:
+            del schema[keyword]
+            continue
+        for inner in _inner_schemas(keyword, schema[keyword]):
+            _drop_names_of_strings(inner)
 
 
 def _check_keywords(schema: Any) -> None:

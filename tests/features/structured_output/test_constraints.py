@@ -22,6 +22,7 @@ from pairwise import pairwise
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.features.structured_output import constraints
 from thinker.features.structured_output.constraints import GrammarConstraint, pack_tokens
+from thinker.features.structured_output.json_schema import canonical_schema
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.chat.conversation import Conversation
 from thinker.generation.sampler import banned_tokens, distribution, sample
@@ -548,6 +549,18 @@ def test_a_gpu_that_reads_several_tokens_at_once_reads_one_with_a_constraint(mod
 def test_speculation_is_refused(model):
     with pytest.raises(UserError, match="cannot be combined with speculate"):
         Generator(model, TOKENIZER, speculate=2).generate("", SamplingParams(regex="a"))
+
+
+def test_names_of_properties_may_be_any_strings():
+    """Zod says so of records. A property may have the name of the keyword."""
+    record = {"type": "object", "additionalProperties": {"type": "null"}}
+    schema = {"properties": {"propertyNames": {"type": "string"}, "a": record}}
+    named = json.loads(json.dumps(schema))
+    named["properties"]["a"]["propertyNames"] = {"type": "string"}
+    assert json.loads(canonical_schema(named)) == schema
+    named["properties"]["a"]["propertyNames"] = {"type": "string", "maxLength": 3}
+    with pytest.raises(UserError, match="keyword 'propertyNames'"):
+        canonical_schema(named)
 
 
 def test_without_llguidance(model, monkeypatch):
