@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from thinker.runtime.checks import finite_json
 
+MAX_CHARS = 1000  # of a message
 # OpenAI's names by status; its clients choose the class of their exception by the status alone.
 TYPES = {
     401: "authentication_error",
@@ -30,8 +31,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _shortened(message)
+        self.param = _shortened(param)
         self.code = code
         self.headers = headers
 
@@ -48,6 +49,13 @@ class ApiError(Exception):
     def response(self) -> Response:
         """The whole response."""
         return json_response(self.content, self.status, self.headers)
+
+
+def _shortened(text: str | None) -> str | None:
+    """A text that may quote a long name from a request."""
+    if text is None or len(text) <= MAX_CHARS:
+        return text
+    return f"{text[: MAX_CHARS // 2]} ... {text[-MAX_CHARS // 2 :]}"
 
 
 def json_response(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic_core import from_json
+
 from thinker.data.chat import chat
 from thinker.data.chat.template_variables import mentions
 from thinker.data.text.document import Message
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 from thinker.serving.api_errors import ApiError
-from thinker.serving.protocol import ChatMessage, ChatRequest
+from thinker.serving.protocol import ChatMessage, ChatRequest, check_finite
 
 HOW_TO_CALL = (
     "You can call tools. To call one, answer only with JSON: "
@@ -104,8 +106,9 @@ def _calls(message: ChatMessage, number: int) -> list[dict[str, Any]]:
     calls = []
     for index, call in enumerate(message.tool_calls or ()):
         try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except (ValueError, RecursionError):
+            # The parser of requests, which also limits the depth.
+            arguments = check_finite(from_json(call.function.arguments or "{}"))
+        except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
             field = f"messages.{number}.tool_calls.{index}.function.arguments"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from thinker.generation.sampling_params import SamplingParams
 from thinker.runtime.errors import UserError, did_you_mean
@@ -17,6 +19,7 @@ MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 NUMBER = 1e100  # the range of SamplingParams
 TOKEN_PREFIX = "token_id:"  # with return_tokens_as_token_ids
+TOKEN_ID = r"0|[1-9][0-9]{0,18}"  # each id in one way only: two keys may not mean the same
 REPLACED = {"functions": "tools", "function_call": "tool_choice"}  # old names of OpenAI
 
 
@@ -46,6 +49,21 @@ class Fields(BaseModel):
         return kept
 
 
+def check_finite(value: Any) -> Any:
+    """Return a JSON value. Raises ValueError if it has a number that JSON cannot express.
+
+    The parser reads NaN, and 1e999 as infinity.
+    """
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise PydanticCustomError("not_finite", "a number is not finite") from None
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_finite)]
+
+
 class StreamOptions(Fields):
     """Options of a stream."""
 
@@ -61,7 +79,7 @@ class JsonSchema(Fields):
 
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
+    json_schema: JsonObject = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -96,7 +114,7 @@ class Labels(Fields):
     safety_identifier: str | None = Field(None, description="a string")
     prompt_cache_key: str | None = Field(None, description="a string")
     prompt_cache_retention: str | None = Field(None, description="a string")
-    prompt_cache_options: dict[str, Any] | None = Field(None, description="an object")
+    prompt_cache_options: JsonObject | None = Field(None, description="an object")
 
 
 class Sampling(Labels):
@@ -207,10 +225,9 @@ class Sampling(Labels):
         biases = self.logit_bias
         if biases is None:
             return {}
-        try:
-            return {int(token): number for token, number in biases.items()}
-        except ValueError:
-            raise invalid("logit_bias", biases, type(self)) from None
+        if not all(re.fullmatch(TOKEN_ID, token) for token in biases):
+            raise invalid("logit_bias", biases, type(self))
+        return {int(token): number for token, number in biases.items()}
 
 
 class CompletionRequest(Sampling):
@@ -310,7 +327,7 @@ class Function(Fields):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None  # the arguments of all calls follow the schema anyway
 
 
@@ -374,10 +391,10 @@ class ChatRequest(Sampling):
         '{"type": "function", "function": {"name": "the name of a tool"}}',
     )
     parallel_tool_calls: bool = Field(True, description="true or false")
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: JsonObject | None = Field(
         None, description="an object of variables for the chat template"
     )
-    prediction: dict[str, Any] | None = Field(  # a hint for speed
+    prediction: JsonObject | None = Field(  # a hint for speed
         None, description='an object such as {"type": "content", "content": "..."}'
     )
     logprobs: bool = Field(False, description="true or false")
@@ -542,6 +559,9 @@ def parse(kind: type[Request], body: bytes) -> Request:
                 hint = f"; use {REPLACED[name]}"
         message = f"{param} is not supported here; remove it{hint}"
         raise ApiError(400, message, param, "unknown_field")
+    if first["type"] == "not_finite":
+        message = f"{'.'.join(location)} has a number that is not finite; JSON has no such numbers"
+        raise ApiError(400, message, name)
     if first["type"] == "missing" and not is_in_part:
         message = f"{name} is missing; pass {kind.model_fields[name].description}"
         raise ApiError(400, message, name)

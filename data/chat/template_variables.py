@@ -5,6 +5,7 @@ conversation.
 """
 
 import re
+from functools import lru_cache
 
 from thinker.data.text.document import Document
 from thinker.runtime.errors import UserError
@@ -18,8 +19,13 @@ REASONING = (*ALIASES, "reasoning")
 
 def mentions(template: str, name: str) -> bool:
     """Whether a template has a word, outside of comments."""
+    return name in _words(template)
+
+
+@lru_cache
+def _words(template: str) -> frozenset[str]:
     code = re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL)
-    return re.search(rf"\b{re.escape(name)}\b", code) is not None
+    return frozenset(re.findall(r"\w+", code))
 
 
 def check_variables(template: str | None, document: Document) -> None:

@@ -1,7 +1,8 @@
 """Refuse schemas and regular expressions that take too long to compile.
 
 llguidance compares regular expressions with each other, which takes exponential time for some, and
-has no limit for that. So a grammar is first compiled in a process that has one.
+has no limit for that; a few make it crash. So a grammar is first compiled in a process that has
+limits, and whose end harms nobody.
 """
 
 import functools

@@ -8,6 +8,7 @@ from thinker.runtime.checks import describe
 from thinker.runtime.errors import UserError
 
 ANY_OBJECT = {"type": "object"}
+MAX_BOUND = 2**63
 EXPECTED = "use a JSON schema as a dict or JSON text, or True for any JSON object"
 # Those that llguidance enforces, by where they contain schemas.
 _SCHEMA = (
@@ -31,12 +32,9 @@ _OTHERS = (
     "maxLength",
     "pattern",
     "format",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
     "multipleOf",
 )
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _ANNOTATIONS = (  # restrict nothing
     "$anchor",
     "$comment",
@@ -54,7 +52,7 @@ _ANNOTATIONS = (  # restrict nothing
     "title",
     "writeOnly",
 )
-KEYWORDS = frozenset((*_SCHEMA, *_SCHEMAS, *_NAMED_SCHEMAS, *_OTHERS, *_ANNOTATIONS))
+KEYWORDS = frozenset((*_SCHEMA, *_SCHEMAS, *_NAMED_SCHEMAS, *_OTHERS, *_BOUNDS, *_ANNOTATIONS))
 
 
 def canonical_schema(schema: Any) -> str:
@@ -101,8 +99,17 @@ def _check_keywords(schema: Any) -> None:
                 f"json_schema has the keyword {keyword!r}, which is not supported; correct or "
                 f"remove it"
             )
+        _check_bound(keyword, schema[keyword])
         for inner in _inner_schemas(keyword, schema[keyword]):
             _check_keywords(inner)
+
+
+def _check_bound(keyword: str, value: Any) -> None:
+    """Raise UserError for a bound that llguidance would replace by another: it has 64 bits."""
+    if keyword in _BOUNDS and isinstance(value, (int, float)) and abs(value) >= MAX_BOUND:
+        raise UserError(
+            f"json_schema has {keyword} {value}; use a number between -2**63 and 2**63, or none"
+        )
 
 
 def _inner_schemas(keyword: str, value: Any) -> Iterator[Any]:

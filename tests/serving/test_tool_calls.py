@@ -317,6 +317,15 @@ def test_a_form_leaves_room_for_calls(answer):
     assert kinds == {"stop", "tool_calls"}
 
 
+NAN = float("nan")
+
+
+def with_arguments(text):
+    """A conversation with a call of these arguments."""
+    call = {"id": "a", "type": "function", "function": {"name": "b", "arguments": text}}
+    return {"messages": [*ASKED, {**CALLED, "tool_calls": [call]}]}
+
+
 MISTAKES = [
     ({"tool_choice": "required", "tools": None}, "tool_choice", "there are no tools"),
     (
@@ -337,12 +346,29 @@ MISTAKES = [
         "tools",
         "the parameters of a have the type 'array'",
     ),
-    (
-        {"messages": [*ASKED, {**CALLED, "tool_calls": [
-            {"id": "a", "type": "function", "function": {"name": "b", "arguments": "{"}}]}]},
-        "messages",
-        "messages.1.tool_calls.0.function.arguments is not a JSON object",
+    *(
+        (
+            with_arguments(text),
+            "messages",
+            "messages.1.tool_calls.0.function.arguments is not a JSON object",
+        )
+        for text in (
+            "{",
+            "[]",
+            '{"a": NaN}',
+            '{"a": 1e999}',
+            '{"a": "\\ud800"}',
+            '{"a":' * 700 + "1" + "}" * 700,
+            '{"a":' * 5000 + "1" + "}" * 5000,
+        )
     ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"a": NAN}}}]},
+        "tools",
+        "tools.0.function.parameters has a number that is not finite",
+    ),
+    ({"chat_template_kwargs": {"shout": -NAN}}, "chat_template_kwargs", "is not finite"),
+    ({"chat_template_kwargs": {"y" * 90_000: 1}}, "chat_template_kwargs", "y ... y"),
     ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "ignores"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot set messages"),
 ]  # fmt: skip
@@ -351,8 +377,12 @@ MISTAKES = [
 @pytest.mark.parametrize(("fields", "param", "message"), MISTAKES)
 def test_mistakes(client, fields, param, message):
     body = {"model": "knows", "messages": ASKED, "tools": [WEATHER]} | fields
+    headers = {"Content-Type": "application/json"}
+    content = json.dumps(body)  # httpx writes no NaN
     with pytest.raises(openai.BadRequestError) as caught:
-        client.post("/chat/completions", body=body, cast_to=object)
+        client.post(
+            "/chat/completions", content=content, cast_to=object, options={"headers": headers}
+        )
     assert caught.value.param == param
     assert message in caught.value.body["message"]
 

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.features.structured_output.compile_limit import check_compile_time
 from thinker.features.structured_output.constraints import GrammarConstraint
 from thinker.features.structured_output.json_schema import canonical_schema
 from thinker.runtime.errors import UserError
@@ -27,6 +28,27 @@ def test_a_schema_without_end_is_refused_and_others_are_used():
         for token in b'["cat"]':
             constraint.append(token)
         assert constraint.is_complete
+
+
+def test_a_schema_that_makes_llguidance_crash_is_refused():
+    """In llguidance 1.9, these bounds end the whole process."""
+    grammar = (
+        'start: %json {"type": "integer", "exclusiveMinimum": -1e30, "exclusiveMaximum": -1e29}'
+    )
+    for _ in range(2):
+        with pytest.raises(UserError, match="json_schema is too complex"):
+            check_compile_time("json_schema", f"%llguidance {{}}\n{grammar}")
+        check_compile_time("json_schema", "%llguidance {}\nstart: /a/")
+
+
+@pytest.mark.parametrize("kind", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+@pytest.mark.parametrize("bound", [1e308, 2**63, -(2**63), -1e30])
+def test_bounds_beyond_64_bits_are_refused(kind, bound):
+    """Between 1e308 and 1.7e308, llguidance wrote 9223372036854775807."""
+    schema = {"items": {"type": "integer", kind: bound}}
+    with pytest.raises(UserError, match=f"json_schema has {kind} .*; use a number between"):
+        canonical_schema(schema)
+    assert "-9223372036854775807" in canonical_schema({kind: -(2**63) + 1})
 
 
 def test_threads_that_compile_at_once():
