@@ -43,6 +43,17 @@ def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
     return f"; did you mean {form.format(close[0])}?"
 
 
+def misspelled(words: Iterable[str], names: Iterable[str]) -> str:
+    """End of a message about names that are missing: "; did you mean NAME instead of WORD?", or ""
+    if no word is nearly one of them."""
+    names = list(names)
+    for word in words:
+        close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.7)
+        if close and word not in names:
+            return f"; did you mean {close[0]} instead of {word}?"
+    return ""
+
+
 def run_command(main: Callable[[], int]) -> None:
     """Run a command's main() and exit with its status.
 

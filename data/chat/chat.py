@@ -7,6 +7,7 @@ when the template renders earlier turns differently once others follow, or when 
 the end of a context with the answer behind it.
 """
 
+import difflib
 import json
 import re
 from bisect import bisect_right
@@ -23,8 +24,9 @@ from thinker.data.chat.traced_text import MESSAGE, VARIABLE
 from thinker.data.text.document import Message
 from thinker.data.tokenizers.common_prefix import common_prefix
 from thinker.data.tokenizers.tokenizer import Span, Tokenizer
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import UserError, misspelled
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 TRAINING_KEYS = ("weight", "train")  # of a message: whether the answer is trained
 # Of a message: what templates need not write. Most tell an answer of a tool by its place.
 NOT_RENDERED = ("role", "tool_call_id", "id", *TRAINING_KEYS)
@@ -427,6 +429,8 @@ def _render(
             "conversations need a chat template, but the tokenizer has none; to train a chat "
             "model, set run.init_from and data.chat_template=configs/chat.jinja"
         )
+    for number, message in enumerate(conversation.messages):
+        _check_role(tokenizer.chat_template, str(message["role"]), number)
     messages = [_prepared(message) for message in conversation.messages]
     tools = clean(conversation.tools)
     variables = {name: clean(value) for name, value in conversation.template_kwargs.items()}
@@ -491,6 +495,18 @@ def _texts(tokenizer: Tokenizer, conversation: Conversation, cuts: list[Cut]) ->
         return None
 
 
+def _check_role(template: str, role: str, number: int) -> None:
+    """Raise UserError for a misspelled role, which many templates would render as it is.
+
+    Roles of one's own, and those that the template names, are valid.
+    """
+    if role in ROLES or f"'{role}'" in template or f'"{role}"' in template:
+        return
+    close = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.8)
+    if close:
+        raise UserError(f"message {number + 1} has the role {role}; did you mean {close[0]}?")
+
+
 def _prepared(message: Message) -> Message:
     """A message as templates expect it: without our keys, arguments of calls as an object.
 
@@ -504,10 +520,22 @@ def _prepared(message: Message) -> Message:
     if not isinstance(given, list) or not all(isinstance(call, dict) for call in given):
         raise UserError("the tool_calls of a message are not a list of objects")
     for call in given:
+        _check_call(call)
         calls.append(_with_parsed_arguments(call))
     if calls:
         prepared["tool_calls"] = calls
     return clean(prepared)
+
+
+def _check_call(call: dict[str, Any]) -> None:
+    """Raise UserError if the name or the arguments of a call have a misspelled key."""
+    function = call.get("function", call)
+    if not isinstance(function, dict):
+        return
+    for key in ("name", "arguments"):
+        hint = misspelled(function, [key])
+        if key not in function and hint:
+            raise UserError(f"a call of a tool has no {key}{hint}")
 
 
 def _with_parsed_arguments(call: Any) -> Any:

@@ -1,7 +1,6 @@
 """Conversations in table rows: three ways to write them, what may stand beside them, and the
 validation of their messages."""
 
-import difflib
 import json
 import sys
 from functools import lru_cache
@@ -10,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from thinker.data.text.document import Message
-from thinker.runtime.errors import UserError, did_you_mean
+from thinker.runtime.errors import UserError, did_you_mean, misspelled
 
 JSON = (str, int, float, bool, list, dict, type(None))
 
@@ -35,6 +34,15 @@ REFUSED = {
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 
 
+# Pairs of columns that other programs read as a question and its answer.
+OTHER_PAIRS = (
+    ("instruction", "output"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("input", "output"),
+)
+
+
 def find_column(row: dict[str, Any]) -> str:
     """The column with the text or conversation of a row, or PAIR. Text if there is none."""
     for name in ("text", "messages", "conversations"):
@@ -43,6 +51,31 @@ def find_column(row: dict[str, Any]) -> str:
     if {"prompt", "completion"} <= row.keys():
         return PAIR
     return "text"
+
+
+def hint_of_form(row: dict[str, Any], column: str) -> str:
+    """End of a message about a row without a column: what was meant, or ""."""
+    if {"role", "content"} <= row.keys():
+        example = '{"messages": [{"role": ..., "content": ...}, ...]}'
+        return f"; write each conversation as {example}"
+    if column in ("messages", "conversations"):
+        return misspelled(row, [column])
+    if column != "text":
+        return ""
+    # No column of a conversation was found either.
+    hint = misspelled(row, ["messages", "conversations", "prompt", "completion"])
+    if hint:
+        return hint
+    for question, answer in OTHER_PAIRS:
+        if {question, answer} <= row.keys():
+            append = ""
+            if question == "instruction" and "input" in row:
+                append = "append input to instruction, and "
+            return (
+                f"; for conversations, {append}rename {question} and {answer} to prompt and "
+                "completion"
+            )
+    return ""
 
 
 def join_pair(row: dict[str, Any], where: str) -> list[Any]:
@@ -143,9 +176,7 @@ def without_nulls(value: Any, depth: int = 0) -> Any:
 def _say_unread(where: str, columns: tuple[str, ...]) -> str:
     line = f"{where}: not read: {', '.join(columns)}"
     for column in columns:
-        close = difflib.get_close_matches(column, BESIDE, n=1, cutoff=0.7)
-        if close:
-            line += f"; did you mean {close[0]} instead of {column}?"
+        line += misspelled([column], BESIDE)
     tqdm.write(line, file=sys.stderr)  # a bar may be shown
     return line
 
@@ -167,6 +198,9 @@ def check_messages(value: list, where: str) -> list[Message]:
         _check_content(message, where)
         _check_weight(message, where)
     if not any(message["role"] == "assistant" for message in messages):
+        roles = list(dict.fromkeys(message["role"] for message in messages))
+        if hint := misspelled(roles, ["assistant"]):
+            raise UserError(f"{where} has no answer, only the roles {' and '.join(roles)}{hint}")
         raise UserError(f"{where} has no answer; add a message with the role assistant")
     return messages
 

@@ -140,6 +140,72 @@ def test_columns_that_would_change_a_conversation_are_refused(tmp_path, column):
         documents(tmp_path, {"messages": TALK, column: [1]})
 
 
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        ({"mesages": TALK}, "has mesages.; did you mean messages instead of mesages"),
+        ({"promt": "x", "completion": "y"}, "did you mean prompt instead of promt"),
+        ({"prompt": "x", "completoin": "y"}, "did you mean completion instead of completoin"),
+        ({"text_": "x"}, "did you mean text_"),
+        (
+            {"instruction": "x", "input": "", "output": "y"},
+            "for conversations, append input to instruction, and rename instruction and output to "
+            "prompt and completion",
+        ),
+        ({"prompt": "x", "response": "y"}, "rename prompt and response to prompt and completion"),
+        ({"question": "x", "answer": "y"}, "rename question and answer to prompt and completion"),
+    ],
+)
+def test_rows_in_another_form_get_a_hint(tmp_path, row, hint):
+    with pytest.raises(UserError, match=hint):
+        documents(tmp_path, row)
+
+
+def test_a_misspelled_column_in_a_later_row_is_pointed_out(tmp_path):
+    with pytest.raises(UserError, match="not in row 1 .*did you mean messages instead of mesages"):
+        documents(tmp_path, {"messages": TALK}, {"mesages": TALK})
+
+
+@pytest.mark.parametrize("role", ["asistant", "Assistant", "assistent"])
+def test_a_misspelled_role_is_refused(tmp_path, tokenizer, role):
+    odd = {"role": role, "content": "Yes"}
+    with pytest.raises(UserError, match=f"no answer, only the roles user and {role}; did you mean"):
+        documents(tmp_path, {"messages": [TALK[0], odd]})
+    (document,) = documents(tmp_path, {"messages": [TALK[0], odd, *TALK]})
+    error = f"row 0 of .*message 2 has the role {role}; did you mean assistant"
+    with pytest.raises(UserError, match=error):
+        encode_document(tokenizer, document, True)
+    with pytest.raises(UserError, match="message 1 has the role usr; did you mean user"):
+        chat.encode_prompt(tokenizer, [{"role": "usr", "content": "Hi"}])
+
+
+def test_roles_of_ones_own_are_rendered(tmp_path, tokenizer):
+    talk = [{"role": "narrator", "content": "Night."}, *TALK]
+    (document,) = documents(tmp_path, {"messages": talk})
+    ((text, _),) = trained_text(tokenizer, document)
+    assert text.startswith("narrator: Night.")
+    # A template may know a role whose name is close to another.
+    template = TEMPLATE + "{% if messages[0].role == 'User' %}{% endif %}"
+    asked = [{"role": "User", "content": "Hi"}]
+    assert chat.encode_prompt(tokenizer.with_chat_template(template), asked)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize(("good", "bad"), [("arguments", "argments"), ("name", "nmae")])
+def test_a_misspelled_key_of_a_call_is_pointed_out(tmp_path, tokenizer, is_wrapped, good, bad):
+    call = {"name": "weather", "arguments": {"place": "Rome"}}
+    call[bad] = call.pop(good)
+    if is_wrapped:
+        call = {"type": "function", "function": call}
+    message = {"role": "assistant", "content": "Yes", "tool_calls": [call]}
+    (document,) = documents(tmp_path, {"messages": [TALK[0], message]})
+    template = TEMPLATE + "{% for m in messages %}{{ m.tool_calls }}{% endfor %}"
+    tokenizer = tokenizer.with_chat_template(template)
+    error = f"row 0 of .*a call of a tool has no {good}; did you mean {good} instead of {bad}"
+    with pytest.raises(UserError, match=error):
+        encode_document(tokenizer, document, True)
+
+
 def test_columns_that_are_not_read_are_named_once(tmp_path, capsys):
     documents(tmp_path, *[{"messages": TALK, "source": "web", "id": n} for n in range(3)])
     (line,) = capsys.readouterr().err.splitlines()

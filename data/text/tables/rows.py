@@ -12,6 +12,7 @@ from thinker.data.chat.messages import (
     check_messages,
     describe_unread,
     find_column,
+    hint_of_form,
     join_pair,
     read_beside,
     without_nulls,
@@ -281,9 +282,7 @@ def _read_row(row: dict[str, Any], column: str, number: int, where: str) -> Docu
         hint = ""
         if number == 0:  # otherwise earlier rows have it
             hint = did_you_mean(column, row)
-        if {"role", "content"} <= row.keys():
-            example = '{"messages": [{"role": ..., "content": ...}, ...]}'
-            hint = f"; write each conversation as {example}"
+        hint = hint_of_form(row, column) or hint
         raise UserError(f"data.column={column} is not in {name} (has {', '.join(row)}){hint}")
     if value is None:
         return Document("")
