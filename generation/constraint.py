@@ -34,6 +34,10 @@ class Constraint(Protocol):
         Raises UserError if the text becomes too complex to be checked.
         """
 
+
+class TextConstraint(Constraint, Protocol):
+    """A constraint that also reads a text that is not cut into tokens."""
+
     def append_bytes(self, data: bytes) -> bool:
         """Add bytes to the text, which need not be those of whole tokens.
 
@@ -54,7 +58,7 @@ class ConstraintSource(Protocol):
         json_schema: str | None,
         regex: str | None,
         logit_bias: tuple[tuple[int, float], ...],
-    ) -> Constraint:
+    ) -> TextConstraint:
         """A constraint at the beginning of a text. Raises UserError if no text can match it."""
 
 

@@ -102,7 +102,9 @@ class Choice:
         has_calls = self._calls is not None and self._calls.n_calls > 0
         # A stop string of the request may end a call that had to come.
         is_cut = isinstance(self._calls, ForcedCall) and not self._meets_constraint
-        return "tool_calls" if has_calls and reason == "stop" and not is_cut else reason
+        if has_calls and reason == "stop" and not is_cut:
+            return "tool_calls"
+        return reason
 
     @property
     def _meets_constraint(self) -> bool:
@@ -225,7 +227,8 @@ class Choice:
         n_added = self._prompt.n_added
         tokens = self._prompt.tokens[n_added:]
         logprobs = scores.logprobs[n_added:]
-        logprobs[:1] = [None] * len(logprobs[:1])
+        if logprobs:
+            logprobs[0] = None
         # Offsets count from the end of the text, because some tokenizers add a space before it.
         written = b"".join(map(self.tokenizer.token_bytes, tokens)).decode(errors="replace")
         self._offset = len(self._prompt.text) - len(written)
@@ -237,21 +240,21 @@ class Choice:
 
     def _text_logprobs(self, scored: list[ScoredToken]) -> dict[str, list[Any]]:
         """Lists with an element per token."""
-        tokens, logprobs, tops, offsets = [], [], [], []
+        lists: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
         for token, logprob, top in scored:
-            tokens.append(self._name(token))
-            logprobs.append(logprob)
-            tops.append(self._named_top(token, logprob, top))
-            offsets.append(max(0, self._offset))
+            lists["tokens"].append(self._name(token))
+            lists["token_logprobs"].append(logprob)
+            lists["top_logprobs"].append(self._named_top(token, logprob, top))
+            lists["text_offset"].append(max(0, self._offset))
             # The decoder counts a character at the token that completes it.
             data = self.tokenizer.token_bytes(token)
             self._offset += len(self._decoder.decode(data))
-        return {
-            "tokens": tokens,
-            "token_logprobs": logprobs,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+        return lists
 
     def _named_top(
         self, token: int, logprob: float | None, top: dict[int, float]
@@ -327,7 +330,9 @@ def envelope(body: CompletionRequest | ChatRequest) -> Callable[..., dict[str, A
 
 def usage(choices: list[Choice], n_per_prompt: int) -> dict[str, Any]:
     """Count tokens; a prompt counts once for all its choices."""
-    n_prompt = n_cached = n_new = 0
+    n_prompt = 0
+    n_cached = 0
+    n_new = 0
     for choice in choices[::n_per_prompt]:
         n_prompt += choice.sequence.completion.prompt_tokens
         n_cached += choice.sequence.n_shared

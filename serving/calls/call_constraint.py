@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.generation.constraint import Constraint, constraint_source, pack_tokens
+from thinker.generation.constraint import Constraint, TextConstraint, constraint_source, pack_tokens
 from thinker.serving.calls.call_format import CallFormat
 from thinker.serving.calls.call_schemas import Schema
 
@@ -30,7 +30,7 @@ class CallGrammar:
         self._schema = self._source.canonical_schema(schema)
         self.new_constraint()
 
-    def new_constraint(self) -> Constraint:
+    def new_constraint(self) -> TextConstraint:
         """A constraint at the beginning of a call."""
         # A bias of the API bans no token, as JSON has no infinity.
         return self._source.new_constraint(self._tokenizer, self._schema, None, ())
@@ -108,10 +108,6 @@ class CallConstraint:
             self._end_call(self._call)
         self.allowed = self._allowed()
 
-    def append_bytes(self, data: bytes) -> bool:
-        """As Constraint.append_bytes(). Answers are followed by their tokens."""
-        raise NotImplementedError
-
     def _allowed(self) -> Tensor:
         if self._ways:
             next_tokens = {way[0] for way in self._ways}
@@ -129,18 +125,27 @@ class CallConstraint:
             _, _, body = self._text.partition(self._opening)
             self._begin_call(body, has_opening=True)
             return
-        begin = self._text.lstrip(WHITE)
-        if self._is_start and begin:
-            n_white = len(self._text) - len(begin)
-            is_possible = begin[:1] in b"{[" and n_white <= MAX_HELD and len(begin) <= MAX_BARE
-            match = BARE_CALL.match(begin)
-            self._is_start = is_possible and match is None
-            if is_possible and match is not None and match[1] in self._names:
-                self._begin_call(begin, has_opening=False)
-                return
-        if not self._is_start:
+        if self._is_start:
+            self._find_bare_call()
+        elif self._opening:
             # Enough to find an opening that is not complete.
-            self._text = self._text[max(0, len(self._text) - len(self._opening)) :]
+            self._text = self._text[-len(self._opening) :]
+        else:
+            self._text = b""
+
+    def _find_bare_call(self) -> None:
+        """Look for a call at the start of the answer, without an opening."""
+        begin = self._text.lstrip(WHITE)
+        n_white = len(self._text) - len(begin)
+        is_other = begin[:1] not in b"{["  # which has b"", too
+        if is_other or n_white > MAX_HELD or len(begin) > MAX_BARE:
+            self._is_start = False
+            return
+        match = BARE_CALL.match(begin)
+        if match is not None:
+            self._is_start = False
+            if match[1] in self._names:
+                self._begin_call(begin, has_opening=False)
 
     def _begin_call(self, body: bytes, has_opening: bool) -> None:
         """Constrain what follows, if the call begins as one."""

@@ -79,8 +79,9 @@ def _format(tokenizer: Tokenizer, with_call: str, with_text: str) -> CallFormat:
     after = _until_eos(tokenizer, with_call[json_end:end]).rstrip()
     opening = before.rstrip()
     closing = after.lstrip()
-    if not opening:
-        closing = after = ""
+    if not opening:  # then the JSON is the whole answer
+        closing = ""
+        after = ""
     hidden = [name for name in special_names(tokenizer) if name in opening + closing]
     return CallFormat(
         opening,

@@ -99,7 +99,7 @@ class FreeCalls:
             yield from find()
 
     def finish(self, is_complete: bool) -> Iterator[Delta]:
-        """End the text. Yields the rest of it."""
+        """End the text, complete or not. Yields the rest of it."""
         text = self._text
         self._text = ""
         calls = None
