@@ -275,21 +275,20 @@ class _Beginnings:
         self.tokenizer = tokenizer
         self.rendered = rendered
         self.ids = rendered.encode(tokenizer)
-        # Where the text is cut, and the tokens before: what is behind a special token does not
-        # depend on what is before it, so a beginning needs to be encoded only from there on.
-        self.cuts = [(0, 0)]
-        n_tokens = 0
-        position = 0
-        for start, end in tokenizer.special_spans(rendered.text, rendered.literal):
-            n_tokens += len(rendered.encode(tokenizer, position, start)) + 1
-            position = end
-            self.cuts.append((position, n_tokens))
+        # Special tokens: their end, their start, and the number of tokens before. What follows does
+        # not depend on those, so a beginning needs to be encoded only from there on.
+        self.cuts = [(0, 0, 0)]
+        spans = tokenizer.cut_spans(rendered.text, rendered.literal)
+        written = [tokenizer.special_tokens[rendered.text[start:end]] for start, end in spans]
+        places = np.flatnonzero(np.isin(self.ids, written)).tolist()
+        if [self.ids[place] for place in places] == written:
+            self.cuts += [(end, start, place) for (start, end), place in zip(spans, places)]
 
     def n_tokens(self, length: int) -> int | None:
         """The number of tokens of the first characters; None if they have other tokens alone."""
         number = bisect_right(self.cuts, length, key=lambda cut: cut[0]) - 1
-        position, n_before = self.cuts[number]
-        rest = self.rendered.encode(self.tokenizer, position, length)
+        _, start, n_before = self.cuts[number]
+        rest = self.rendered.encode(self.tokenizer, start, length)
         end = n_before + len(rest)
         if self.ids[n_before:end] != rest:
             return None

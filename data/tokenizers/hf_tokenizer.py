@@ -249,10 +249,15 @@ class HFTokenizer(Tokenizer):
             )
         return self._encode_with(self._with_special, text, continues)
 
-    def special_spans(self, text: str, literal: list[Span]) -> list[Span]:
-        """See Tokenizer.special_spans(). None, as the library may treat the start of a text, or the
-        space around a special token, in a way of its own."""
-        return []
+    def cut_spans(self, text: str, literal: list[Span]) -> list[Span]:
+        """See Tokenizer.cut_spans(). The library looks for these tokens first, and treats what is
+        between them piece by piece."""
+        spans = []
+        for start, end in self._find_names(text, True, literal):
+            flags = self.flags[text[start:end]]
+            if not flags["normalized"] and not flags["single_word"]:
+                spans.append((start, end))
+        return spans
 
     def adds_space_after(self, token_id: int) -> bool:
         """See Tokenizer.adds_space_after(). True for special tokens of older SentencePiece models,

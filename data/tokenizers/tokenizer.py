@@ -194,8 +194,9 @@ class Tokenizer:
         """Whether encoding adds a space to the text behind this special token."""
         return False
 
-    def special_spans(self, text: str, literal: list[Span]) -> list[Span]:
-        """The spans of special tokens at which a text can be cut: its parts are encoded alike.
+    def cut_spans(self, text: str, literal: list[Span]) -> list[Span]:
+        """The spans of added tokens before which a text can be cut: the tokens of its beginning and
+        of its rest, encoded alone, are those of the whole.
 
         literal: as in encode_array().
         """
