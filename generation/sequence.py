@@ -63,6 +63,12 @@ class Sequence:
         if self.tokens:
             self.drops_space = self.tokenizer.adds_space_after(self.tokens[-1])
         self.streamer = TextStreamer(self.tokenizer, self.params.stop, self.drops_space)
+        # Special tokens have no text that could be a stop string: one that is named ends the text.
+        self.end_ids = set(self.tokenizer.eos_ids)
+        for name in self.params.stop:
+            token = self.tokenizer.special_tokens.get(name)
+            if token is not None and not self.tokenizer.token_bytes(token):
+                self.end_ids.add(token)
         # The parameters that shape the distribution: sequences with equal keys are sampled
         # together.
         self.sampling_key = replace(
@@ -109,7 +115,7 @@ class Sequence:
         if self.params.logprobs:
             completion.top_logprobs += [top for *_, top in sampled]
         self.n_remaining -= n_used
-        is_eos = tokens[-1] in self.tokenizer.eos_ids
+        is_eos = tokens[-1] in self.end_ids
         is_stop = is_eos or self.streamer.stopped
         if self.constraint is not None:
             is_stop |= self._follow_constraint(self.constraint, tokens, is_eos)
@@ -121,9 +127,9 @@ class Sequence:
         return text, is_stop or self.n_remaining == 0
 
     def _until_eos(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """The tokens up to the first end of text, which is included."""
+        """The tokens up to the first that ends the text, which is included."""
         for n, (token, *_) in enumerate(sampled, 1):
-            if token in self.tokenizer.eos_ids:
+            if token in self.end_ids:
                 return sampled[:n]
         return sampled
 
