@@ -191,8 +191,9 @@ def _open(folder: Path) -> Corpus:
     try:
         index = read_index(folder)
         tokenizer = load_tokenizer(folder)
-        train = TokenShards.open(folder, index["train"], tokenizer)
-        val = TokenShards.open(folder, index["val"], tokenizer)
+        counts = index.get("n_conversations", {})
+        train = TokenShards.open(folder, index["train"], tokenizer, counts.get("train"))
+        val = TokenShards.open(folder, index["val"], tokenizer, counts.get("val"))
         notes = [str(note) for note in index.get("notes", [])]
         return Corpus(tokenizer, train, val, str(index["sha256"]), folder, notes=notes)
     except (OSError, ValueError, KeyError, TypeError, UserError) as error:

@@ -76,6 +76,7 @@ def build_corpus(
         print(f"continuing after {n_before:,} documents that are tokenized", file=sys.stderr)
     left = _skip(documents, n_written)
     n_texts = n_lost = 0
+    n_conversations = {"train": 0, "val": 0}
     report = ChatReport(tokenizer, assistant_only_loss)
     with TokenizingProgress(source, n_before, progress) as bar:
         for (split, document), encoded in encode_documents(tokenizer, left, assistant_only_loss):
@@ -86,6 +87,7 @@ def build_corpus(
             n_texts += 1
             if document.messages is not None:
                 report.add(document, encoded)
+                n_conversations[split] += 1
             elif loses_text(tokenizer, document.text, encoded[0][0]):
                 n_lost += 1
             bar.update(document, n_bytes, sum(len(ids) for ids, _ in encoded))
@@ -107,6 +109,8 @@ def build_corpus(
     digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
     notes = [*report.unread, *report.lines()]
     index = {"train": train.files, "val": val.files, "sha256": digest, "notes": notes}
+    if report.n_conversations:
+        index["n_conversations"] = n_conversations
     if document_filter is not None:
         index["dropped"] = document_filter.report
     write_index(folder, index)

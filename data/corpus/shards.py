@@ -112,12 +112,18 @@ def _read_header(file: OpenFile, path: Path) -> tuple:
 
 class TokenShards:
     """One split of a corpus: its shards in order, and totals of tokens (with BOS) and bytes of
-    UTF-8 text."""
+    UTF-8 text.
 
-    def __init__(self, shards: list[Shard]) -> None:
+    n_conversations: of which the documents are rows; None: each is one row (see data/chat/chat.py).
+    """
+
+    def __init__(self, shards: list[Shard], n_conversations: int | None = None) -> None:
         self.shards = shards
         self.n_tokens = sum(shard.n_tokens for shard in shards)
         self.n_documents = sum(shard.n_documents for shard in shards)
+        self.n_conversations = n_conversations
+        if n_conversations is None:
+            self.n_conversations = self.n_documents
         self.n_bytes = sum(shard.n_bytes for shard in shards)
         self.has_conversations = any(shard.loss_mask is not None for shard in shards)
 
@@ -125,9 +131,16 @@ class TokenShards:
         return f"TokenShards({self.n_tokens:,} tokens of {self.n_documents:,} documents)"
 
     @classmethod
-    def open(cls, folder: Path, files: list[str], tokenizer: Tokenizer) -> TokenShards:
+    def open(
+        cls,
+        folder: Path,
+        files: list[str],
+        tokenizer: Tokenizer,
+        n_conversations: int | None = None,
+    ) -> TokenShards:
         """Open shards by name. Raises DamagedShard."""
-        return cls([Shard.open(folder / file, tokenizer) for file in files])
+        shards = [Shard.open(folder / file, tokenizer) for file in files]
+        return cls(shards, n_conversations)
 
 
 def aligned(size: int) -> int:

@@ -101,8 +101,8 @@ def _join(parts: dict[str, Corpus]) -> Corpus:
         val += part.val.shards
     return Corpus(
         tokenizer=first.tokenizer,
-        train=TokenShards(train),
-        val=TokenShards(val),
+        train=TokenShards(train, sum(part.train.n_conversations for part in parts.values())),
+        val=TokenShards(val, sum(part.val.n_conversations for part in parts.values())),
         sha256="+".join(part.sha256 for part in parts.values()),
         folder=first.folder,
         parts=parts,

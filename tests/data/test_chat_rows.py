@@ -23,6 +23,7 @@ from thinker.generation.chat.conversation import Conversation
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+from thinker.training.reports.before_training import _amount
 
 pytest.importorskip("transformers")
 
@@ -352,6 +353,9 @@ def test_answers_without_an_end_get_one_and_are_named(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "3 of 3 conversations are trained as one row per answer (6 rows)" in said
     assert "ends 6 of 6 answers with no special token; <|bos|> is added" in said
+    assert corpus.train.n_documents == 6
+    assert corpus.train.n_conversations == 3
+    assert _amount(corpus.train).endswith(" tokens in 3 conversations (6 rows)")
     (shard,) = corpus.train.shards
     targets = shard.tokens[:][shard.loss_mask[:] == 1]
     assert targets.tolist() == 6 * [*b"Yes\n", 256]

@@ -119,7 +119,7 @@ def _too_long_warmup(settings: Settings) -> str:
 
 def _too_few_to_validate(val: TokenShards) -> str:
     """Advice if the validation split is too small for a precise loss, or ""."""
-    n = val.n_documents
+    n = val.n_conversations
     if val.has_conversations and n < MIN_VAL_CONVERSATIONS:
         size = f"{n} conversation{_plural(n)}"
     elif val.n_tokens < MIN_VAL_TOKENS:
@@ -134,8 +134,11 @@ def _too_few_to_validate(val: TokenShards) -> str:
 
 def _amount(tokens: TokenShards) -> str:
     """Format an amount of data, such as "512 tokens in 9 conversations"."""
-    n = tokens.n_documents
-    return f"{tokens.n_tokens:,} tokens in {n:,} {_kind(tokens)}{_plural(n)}"
+    n = tokens.n_conversations
+    amount = f"{tokens.n_tokens:,} tokens in {n:,} {_kind(tokens)}{_plural(n)}"
+    if tokens.n_documents > n:
+        amount += f" ({tokens.n_documents:,} rows)"
+    return amount
 
 
 def _kind(tokens: TokenShards) -> str:
