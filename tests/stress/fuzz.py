@@ -40,7 +40,8 @@ chat_template.CPU_SECONDS = 1
 def read_template(path):
     tokenizer = make_tokenizer("byte", [])
     with contextlib.suppress(UnicodeDecodeError):
-        return chat.pieces(tokenizer.with_chat_template(path.read_text()), TALK)
+        tokenizer = tokenizer.with_chat_template(path.read_text())
+        return chat.encode(tokenizer, chat.Conversation(TALK))
 
 
 def read_tokenizer(path):
