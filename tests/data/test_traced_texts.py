@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 
 import pytest
 
@@ -223,3 +225,16 @@ def test_json_and_repr_keep_origins():
     assert as_text([said("it's")]) == '["it\'s"]'
     assert origin_spans(as_text([said("it's")])) == [(2, 6, MESSAGE)]
     assert joined(["a", "b"]) == "ab"
+
+
+def test_a_rendering_that_was_not_traced_is_refused():
+    """As by a version of transformers that does not use the tracing environment."""
+    untraced = (
+        "from thinker.data.chat import chat_template; "
+        "print(chat_template._reply('{{ messages[0].content }}', {}, None, "
+        "[{'role': 'user', 'content': 'a'}], [(1, False)], False, [], '2026-01-01')[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", untraced], capture_output=True, text=True, check=True
+    )
+    assert "renders chat templates in another way" in done.stdout
