@@ -116,6 +116,13 @@ const chat = {
     const changed = () => this.refresh();
     this.conversations = [new Conversation($("model"), changed), new Conversation($("other"), changed)];
     $("send").addEventListener("click", () => this.toggle());
+    $("message").addEventListener("keydown", (event) => {
+      // An input method also uses Enter, to choose a word. Ctrl Enter is a key of the whole page.
+      const isPlain = !event.shiftKey && !event.ctrlKey && !event.metaKey && !event.isComposing;
+      if (event.key !== "Enter" || !isPlain) return;
+      event.preventDefault();
+      if (!this.isBusy) this.send();
+    });
     $("new-chat").addEventListener("click", () => this.clear());
     this.refresh();
   },

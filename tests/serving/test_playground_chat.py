@@ -54,6 +54,17 @@ def test_a_conversation(tab, api):
     assert [role for role, _ in contents(page)] == ["user", "assistant"] * 2
 
 
+def test_enter_sends_and_shift_enter_begins_a_line(tab, api):
+    page = tab(model=api.chat, tab="chat", max_tokens=4)
+    page.field("Message").fill("One")
+    page.page.keyboard.press("Shift+Enter")
+    page.page.keyboard.type("Two")
+    assert page.sent == []
+    page.page.keyboard.press("Enter")
+    page.settled("Send")
+    assert contents(page)[0] == ["user", "One\nTwo"]
+
+
 def test_regenerating_and_editing_messages(tab, api):
     page = tab(model=api.chat, tab="chat", max_tokens=6)
     for text in ("One", "Two"):
