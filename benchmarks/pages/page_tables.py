@@ -698,6 +698,29 @@ def serving_first_token(results: Results) -> Table:
     return rows_table(runs, rows, columns)
 
 
+@table
+def latency(results: Results) -> Table:
+    """Milliseconds per token for one client on one connection."""
+    runs = results["latency"]
+    rows = []
+    for run in runs:
+        by_side = {row["side"]: row for row in run["rows"]}
+        cells = {"precision": PRECISIONS[run["precision"]]}
+        for side, row in by_side.items():
+            cells[f"{side}_ms"] = row["per_token_ms"]
+            cells[f"{side}_ratio"] = row["ratio"]
+        rows.append(cells)
+    columns = {
+        "": "{precision}",
+        "engine, ms per token": "{engine_ms:.2f}",
+        "whole answer": "{whole_ms:.2f}",
+        "of the engine's time": "{whole_ratio:.2f}",
+        "stream": "{stream_ms:.2f}",
+        "of the engine's": "{stream_ratio:.2f}",
+    }
+    return rows_table(runs, rows, columns)
+
+
 # Attention and long texts
 
 
