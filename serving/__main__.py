@@ -259,6 +259,7 @@ def main() -> int:
     from thinker.serving.app import Service, create_app
     from thinker.serving.engine_thread import EngineThread
     from thinker.serving.models import ServedModel
+    from thinker.serving.openmp_threads import release_openmp_threads
     from thinker.serving.playground import playground_page
     from thinker.serving.server import DrainingServer
     from thinker.serving.server_metrics import Metrics
@@ -311,6 +312,7 @@ def main() -> int:
     if is_open and arguments.api_key is None:
         log("anyone who can reach this machine can use the models; set --api-key to prevent that")
     gc.collect()
+    release_openmp_threads()  # only the threads of the engines compute from now on
     gc.freeze()  # a full collection, which stops all threads, need not visit what stays anyway
     server = DrainingServer(create_app(service, arguments.cors), service, log)
     server.run(sockets=[listener])  # until a signal comes
