@@ -150,6 +150,7 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
         (["--window", "31", "--sinks", "2"], "the trained context (32 tokens)"),
         (["--sinks", "2"], "only with a window"),
         (["--score", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["--prompt-file", "a\0b"], "embedded null byte"),
         (["--score", "x", "--top-k", "5"], "--top-k has no effect with --score"),
         (["--score", "x", "--greedy"], "--greedy has no effect with --score"),
         (["--score", "x", "--prompt", "y"], "--prompt has no effect with --score"),

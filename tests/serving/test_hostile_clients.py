@@ -15,6 +15,7 @@ import pytest
 import torch
 from hostile import (
     GOOD_BODY,
+    SCHEMAS,
     TIMEOUT,
     Connection,
     ask,
@@ -23,7 +24,9 @@ from hostile import (
     heavy_bodies,
     malformed_requests,
     refused_requests,
+    with_schema,
 )
+from installed import NAMES
 
 from thinker.data.tokenizers import tokenizer_conversion
 from thinker.generation import Generator, SamplingParams
@@ -190,6 +193,8 @@ def test_hostile_requests_change_no_text_and_leak_nothing(
     )  # its memory is its own
     process = Path("/proc") / str(server.process.pid)
     assert ask(server.url, GOOD_BODY).text == generate(GOOD_BODY)
+    if "structured_output" in NAMES:  # the process that compiles schemas starts, and stays
+        assert ask(server.url, with_schema(SCHEMAS[0])).status == 200
     n_open, memory = count_files(process), []
     for seed in range(3):  # the same requests in another order; the first round warms up
         play_round(jobs_of_round(server.url, n_requests, seed, known))

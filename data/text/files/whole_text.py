@@ -20,9 +20,10 @@ def read_text_or_stdin(name: str) -> str:
         else:
             content = Path(name).read_bytes()
         content = decompressed(io.BytesIO(content)).read()
-    except OSError as error:
-        raise UserError(f"cannot read {name}: {error.strerror}") from None
     except UnreadableFile as error:
         reason, _, _ = str(error).partition("; set data.")  # a remedy in training
+        raise UserError(f"cannot read {name}: {reason}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", error)
         raise UserError(f"cannot read {name}: {reason}") from None
     return decode_text(content, name, "utf-8-sig")  # without a byte order mark
