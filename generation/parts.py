@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -73,12 +74,22 @@ def build_decoder(setup: Setup, caches: CacheFactory, options: Options) -> Decod
     if setup.is_on_cpu and setup.compile is not False:
         return _native_decoder(setup)  # a whole step in one call; --no-compile leaves it out
     if setup.compile:
-        from thinker.generation.decoders.compiled_decoder import CompiledDecoder
-
-        CompiledDecoder.check(setup, caches)
-        return CompiledDecoder(setup.fuse(setup.model))
+        return _compiled_decoder(setup, caches)
     model, _, problem = setup.prepare(setup.model)
     return _plain_decoder(model, problem, setup.use_cache and caches.can_roll_back)
+
+
+def _compiled_decoder(setup: Setup, caches: CacheFactory) -> Decoder:
+    """The decoder of a GPU that launches few kernels, or one compiled graph."""
+    from thinker.generation.decoders.compiled_decoder import CompiledDecoder
+
+    CompiledDecoder.check(setup, caches)
+    model = setup.fuse(setup.model)
+    if model.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from thinker.generation.fused.fused_decoder import FusedDecoder
+
+        return FusedDecoder(model)
+    return CompiledDecoder(model)
 
 
 def _native_decoder(setup: Setup) -> Decoder:

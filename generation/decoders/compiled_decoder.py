@@ -72,7 +72,7 @@ class CompiledDecoder(PlainDecoder):
             )
         positions = cache.reserve(*tokens.shape)
         n_rows = 1 << (len(tokens) - 1).bit_length()
-        capacity = -(-cache.max_len // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+        capacity = rounded_capacity(cache)
         if self._bucket is None or self._bucket.shape != (n_rows, capacity):
             self._bucket = None  # frees its memory first
             start = time.perf_counter()
@@ -80,6 +80,11 @@ class CompiledDecoder(PlainDecoder):
             self.compile_seconds += time.perf_counter() - start
         self._bucket.adopt(cache)
         return self._bucket.run(tokens, positions)
+
+
+def rounded_capacity(cache: KVCache) -> int:
+    """Positions of the buffers that a cache moves into."""
+    return -(-cache.max_len // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
 
 
 def _step(
@@ -104,46 +109,14 @@ def _with_own_code(function: FunctionType) -> FunctionType:
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
-class _Bucket:
-    """Tensors of a step for `n_rows` rows (some may be padding) and `capacity` positions.
+class CacheBuffers:
+    """The tensors of a cache that stay in place, where one cache at a time has its keys."""
 
-    On a GPU, also a CUDA graph.
-    """
-
-    def __init__(
-        self, model: Thinker, step: Callable[..., Tensor], n_rows: int, capacity: int
-    ) -> None:
-        assert model.config.is_plain
+    def __init__(self, model: Thinker, n_rows: int, capacity: int) -> None:
         self.shape = n_rows, capacity
         self.buffers = model.new_cache(n_rows, capacity)
-        self.tokens = torch.zeros(n_rows, 1, dtype=int, device=model.device)
-        self.positions = torch.zeros(n_rows, 1, dtype=int, device=model.device)
-        every_position = torch.arange(capacity, device=model.device)
-        rope_table = model.rope(every_position, capacity, model.dtype)  # (S, D) each
-        for tensor in (self.tokens, self.positions, *rope_table):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        for layer in self.buffers.layers:
-            for tensor in (layer.keys, layer.values):
-                torch._dynamo.maybe_mark_dynamic(tensor, [0, 2])
         self._owner: Callable[[], KVCache | None] = lambda: None  # weak, to the adopted cache
         self._keys: list[Tensor | None] = [None] * len(self.buffers.layers)  # of its layers
-        # Not a lambda, which would refer to self and keep the memory until the next garbage
-        # collection.
-        self._step = partial(step, model, self.tokens, self.positions, rope_table, self.buffers)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        if model.device.type == "cuda":
-            self._capture()
-
-    def _capture(self) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # compiles; adopt() clears what it writes
-                self._step()
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._logits = self._step()
 
     def adopt(self, cache: KVCache) -> None:
         """Move a cache into the buffers, layer by layer in case of an interruption.
@@ -175,6 +148,45 @@ class _Bucket:
     def _holds(self, cache: KVCache) -> list[bool]:
         """Whether each layer of the cache is a view of the buffers; false after select()."""
         return [layer.keys is keys for layer, keys in zip(cache.layers, self._keys)]
+
+
+class _Bucket(CacheBuffers):
+    """Tensors of a step for `n_rows` rows (some may be padding) and `capacity` positions.
+
+    On a GPU, also a CUDA graph.
+    """
+
+    def __init__(
+        self, model: Thinker, step: Callable[..., Tensor], n_rows: int, capacity: int
+    ) -> None:
+        assert model.config.is_plain
+        super().__init__(model, n_rows, capacity)
+        self.tokens = torch.zeros(n_rows, 1, dtype=int, device=model.device)
+        self.positions = torch.zeros(n_rows, 1, dtype=int, device=model.device)
+        every_position = torch.arange(capacity, device=model.device)
+        rope_table = model.rope(every_position, capacity, model.dtype)  # (S, D) each
+        for tensor in (self.tokens, self.positions, *rope_table):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        for layer in self.buffers.layers:
+            for tensor in (layer.keys, layer.values):
+                torch._dynamo.maybe_mark_dynamic(tensor, [0, 2])
+        # Not a lambda, which would refer to self and keep the memory until the next garbage
+        # collection.
+        self._step = partial(step, model, self.tokens, self.positions, rope_table, self.buffers)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if model.device.type == "cuda":
+            self._capture()
+
+    def _capture(self) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # compiles; adopt() clears what it writes
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._logits = self._step()
 
     def run(self, tokens: Tensor, positions: list[int]) -> Tensor:
         """Tokens (B, 1) and their positions -> logits (B, 1, V)."""
