@@ -26,7 +26,7 @@ OVERLAP_CAPABILITY = (9, 0)  # of cards with programmatic dependent launch
 
 
 class FusedDecoder(CompiledDecoder):
-    """Reads and samples tokens of single texts with the kernels of decode_kernels.py (see Decoder).
+    """Reads and samples tokens of single texts with the kernels of fused_kernels.py (see Decoder).
 
     Batches, drafts, filters and constraints run as in CompiledDecoder. At the first text, the
     kernels prove that they have the logits of the model and sample from them; if they do not, or

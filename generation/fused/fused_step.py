@@ -1,4 +1,4 @@
-"""One decoding step of a single text as launches of the kernels of decode_kernels.py."""
+"""One decoding step of a single text as launches of the kernels of fused_kernels.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinker.generation.decoders.inference_model import FusedAttention, FusedMLP, InferenceNorm
-from thinker.generation.fused import decode_kernels as kernels
+from thinker.generation.fused import fused_kernels as kernels
 from thinker.model import KVCache, Thinker
 from thinker.model.layers import Linear
 
