@@ -150,11 +150,6 @@ class FusedStep:
         arguments = (self.logits, self.summary, self.temperatures, self.n_ids)
         kernels.summary_kernel[(n_parts,)](*arguments, ROWS=SAMPLE_ROWS)
 
-    @property
-    def n_launches(self) -> int:
-        """Launches for one more token."""
-        return len(self._step) + 1
-
     def _options(self, n_warps: int) -> dict[str, Any]:
         """Constants of every kernel; the interpreter does not know the option of overlapping."""
         options = {"OVERLAP": self.overlap, "num_warps": n_warps}

@@ -90,7 +90,8 @@ def yield_steps(seed, n_cases):
         for token in tokens[0, n_read:].tolist():
             found.append(decoder.step(torch.tensor([[token]]), cache))
         error = float((torch.cat(found, 1) - known[:, n_read:]).abs().max() / known.abs().max())
-        yield {"shape": shape, "error": error, "problem": decoder.fused_problem}
+        n_launches = len(decoder._text.fused._step) + 1  # and that of the sampler
+        yield {"shape": shape, "error": error, "problem": decoder.fused_problem, "n": n_launches}
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -100,6 +101,7 @@ def test_steps_of_drawn_shapes_have_the_logits_of_the_model(seed):
     for result in results:
         assert result["problem"] == ""
         assert result["error"] < 2e-6, result
+        assert result["n"] == 5 * 2 + 3  # per token, with 2 layers; 63 with 12
 
 
 def yield_texts():
