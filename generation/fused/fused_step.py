@@ -176,24 +176,29 @@ class FusedStep:
     def _qkv(self, norm: InferenceNorm, linear: Linear) -> Launch:
         n_rows, C = linear.weight.shape
         bias = linear.bias
-        constants = {"N_ROWS": n_rows, "EPS": norm.eps, "HAS_BIAS": bias is not None}
-        constants |= self._cut(C, QKV_TILES) | {"C": C}
+        has_bias = bias is not None
+        if not has_bias:
+            bias = norm.weight  # a pointer that the kernel does not read
+        constants = {"N_ROWS": n_rows, "C": C, "EPS": norm.eps, "HAS_BIAS": has_bias}
+        constants |= self._cut(C, QKV_TILES)
         arguments = (self.x, norm.weight, linear.weight, bias, self.qkv)
-        if bias is None:
-            arguments = (self.x, norm.weight, linear.weight, norm.weight, self.qkv)
         grid = (math.ceil(n_rows / QKV_TILES.rows),)
         return Launch(kernels.normed_product_kernel, grid, arguments, constants)
 
     def _attention(self, attention: FusedAttention, keys: Tensor, values: Tensor) -> Launch:
         norm = attention.qk_norm
         has_norm = isinstance(norm, InferenceNorm)
-        gain = norm.weight if has_norm else self.x
+        gain = self.x  # a pointer that the kernel does not read
+        eps = 0.0
+        if has_norm:
+            gain = norm.weight
+            eps = norm.eps
         group = attention.n_heads // attention.n_kv_heads
         constants = {
             "N_HEADS": attention.n_heads,
             "N_KV": attention.n_kv_heads,
             "D": attention.head_dim,
-            "EPS": norm.eps if has_norm else 0.0,
+            "EPS": eps,
             "HAS_NORM": has_norm,
             "PADDED": padded_group(group),
             "KEYS": KEYS,
