@@ -8,12 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from thinker.generation import sampler
 from thinker.generation.decoders.compiled_decoder import (
     CacheBuffers,
     CompiledDecoder,
     rounded_capacity,
 )
 from thinker.generation.fused.fused_step import MAX_STEPS, FusedStep, unsupported
+from thinker.generation.sampling_params import SamplingParams
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache, Thinker, proof
 from thinker.model.inspection.open_hooks import has_open_hooks
@@ -22,6 +24,8 @@ from thinker.runtime.device import to_device
 LEAST_TEMPERATURE = 1e-5  # below, other than 0, the kernels would round it up
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.03}
 PROVED_LENGTH = 200  # tokens before the one whose logits are compared, where the cache has room
+PROVED_UNIFORMS = (0.0, 0.25, 0.5, 0.75)
+LOGPROB_TOLERANCE = 1e-3
 OVERLAP_CAPABILITY = (9, 0)  # of cards with programmatic dependent launch
 
 
@@ -141,7 +145,7 @@ class _TextBuffers(CacheBuffers):
 
     def agrees_with_model(self) -> bool:
         """Whether the kernels have the logits of the model after a text with random keys, and
-        choose the likeliest of them."""
+        sample from them as the sampler does."""
         position = min(PROVED_LENGTH, self.shape[1] - 1, self.model.config.max_seq_len - 1)
         noise = proof.Noise()
         cache = self.model.new_cache(1, position + 1)
@@ -156,12 +160,29 @@ class _TextBuffers(CacheBuffers):
         found = self.run(tokens, position)
         if not proof.is_near(found, known, TOLERANCES[self.model.dtype]):
             return False
-        self.fused.temperatures.zero_()
-        self.fused.n_sampled.zero_()
-        self.fused.sample()
-        logprob, token = found[0, 0].log_softmax(dim=-1).max(dim=-1)
-        is_likeliest = int(self.fused.tokens) == int(token)
-        return is_likeliest and proof.is_near(self.fused.logprobs[:1], logprob[None], 1e-3)
+        return self._samples_alike(found[0])
+
+    def _samples_alike(self, logits: Tensor) -> bool:
+        """Whether the kernels draw from their logits (1, V) what the sampler draws."""
+        fused = self.fused
+        n = len(PROVED_UNIFORMS)
+        uniforms = torch.tensor(PROVED_UNIFORMS, dtype=torch.float64, device=logits.device)
+        fused.uniforms[:n] = uniforms
+        for temperature in (0.0, 1.0):
+            fused.temperatures.fill_(temperature)
+            fused.n_sampled.zero_()
+            fused.summarize()
+            for _ in range(n):
+                fused.sample()
+            params = SamplingParams(1, temperature=temperature)
+            rows = logits.expand(n, -1)
+            known = sampler.sample(rows, params, uniforms, None, None)
+            logprobs = rows.log_softmax(dim=-1).gather(1, known[:, None])[:, 0]
+            if fused.sampled[:n].tolist() != known.tolist():
+                return False
+            if not proof.is_near(fused.logprobs[:n], logprobs, LOGPROB_TOLERANCE):
+                return False
+        return True
 
     def run(self, tokens: Tensor, position: int) -> Tensor:
         """Read a token (1, 1) at a position. Returns the logits after it, (1, 1, V)."""

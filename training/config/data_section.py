@@ -24,9 +24,8 @@ class DataConfig(TextSource):
     """Tokens per sequence. If omitted, capped at model.max_seq_len or the context length of
     run.init_from."""
     packing: Literal["contiguous", "documents", "best_fit"] = "contiguous"
-    """contiguous: cut the text anywhere. documents: whole documents in order. best_fit: in any
-    order, less padding. Conversations are never cut anywhere: for them, contiguous means
-    documents."""
+    """contiguous: cut anywhere (conversations: as documents). documents: whole documents in order.
+    best_fit: in any order, less padding."""
     shift_windows: bool = False
     """With contiguous packing, cut the stream at other positions in each epoch after the first."""
     assistant_only_loss: bool = False
