@@ -15,8 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from thinker.model.kernels.decode_attention import decode_attention
 from thinker.model.patterns.pattern import CAUSAL, Pattern, TokenInfo
+from thinker.runtime.device import TRITON_CAPABILITY, has_capability
 from thinker.runtime.errors import UserError
 
+FLASH_CAPABILITY = (8, 0)  # of the kernel for variable lengths
 ROWS = 64  # queries per chunk of the reference, to bound memory
 KERNELS = ("auto", "sdpa", "blockwise", "local", "flex", "varlen", "reference")
 
@@ -122,10 +124,11 @@ def choose_kernel(
     if query.position.is_cuda:
         is_plain = pattern == CAUSAL and plain_scores and not (has_documents or has_alibi)
         if T >= 1024 and not is_plain:
-            has_flash = torch.cuda.get_device_capability(query.position.device) >= (8, 0)
-            if supported["varlen"] and has_flash and dtype in (torch.bfloat16, torch.float16):
+            device = query.position.device
+            is_half = dtype in (torch.bfloat16, torch.float16)
+            if supported["varlen"] and is_half and has_capability(device, FLASH_CAPABILITY):
                 return "varlen"
-            if supported["flex"]:
+            if supported["flex"] and has_capability(device, TRITON_CAPABILITY):
                 return "flex"
     elif supported["blockwise"] and dtype == torch.bfloat16 and T <= 1024:
         return "blockwise"

@@ -1,5 +1,6 @@
 """Choose the device, and the fastest precision on it."""
 
+import sys
 import time
 
 import torch
@@ -14,6 +15,9 @@ DTYPES_BY_NAME = DTYPES | {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+# The least compute capabilities. Before, torch.cuda.is_bf16_supported() may say yes, but emulates.
+BF16_CAPABILITY = (8, 0)
+TRITON_CAPABILITY = (7, 0)  # of torch.compile
 
 
 def choose_device(name: torch.device | str = "auto") -> torch.device:
@@ -57,22 +61,41 @@ def to_device(values: list | Tensor, device: torch.device) -> Tensor:
 def choose_precision(name: str, device: torch.device) -> str:
     """Choose the training precision. Raises UserError if the device does not support it.
 
-    "auto" prefers bf16 on a GPU, and measures the speed on a CPU.
+    "auto" is bf16 on a GPU that computes it, fp16 on an older one, which is printed, and measured
+    on a CPU.
     """
     if name == "fp16" and device.type == "cpu":
         raise UserError("precision fp16 cannot train on a CPU; use bf16 or fp32")
-    has_bf16 = True
-    if device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    if name == "bf16" and not has_bf16:
-        raise UserError("precision bf16 is not supported by this GPU; use fp16 or fp32")
+    if device.type == "cuda" and not has_capability(device, BF16_CAPABILITY):
+        problem = f"{describe_gpu(device)} has no bf16, which needs {_dotted(BF16_CAPABILITY)}"
+        if name == "bf16":
+            raise UserError(f"{problem}; use precision fp16 or fp32")
+        if name == "auto":
+            print(f"precision fp16: {problem}", file=sys.stderr)
+            return "fp16"
     if name != "auto":
         return name
     if device.type == "cuda":
-        return "bf16" if has_bf16 else "fp16"
+        return "bf16"
     if device.type == "cpu" and _is_bf16_faster(device):
         return "bf16"
     return "fp32"
+
+
+def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
+    """Whether a CUDA GPU has this compute capability. AMD's, which count differently, have all that
+    is asked for here."""
+    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= least
+
+
+def describe_gpu(device: torch.device) -> str:
+    """Such as "Tesla T4 (compute capability 7.5)"."""
+    capability = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (compute capability {_dotted(capability)})"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def _is_bf16_faster(device: torch.device) -> bool:
@@ -90,9 +113,9 @@ def _is_bf16_faster(device: torch.device) -> bool:
 def choose_decoding_precision(name: str, device: torch.device) -> str:
     """Choose the sampling precision. Raises UserError if the device does not support it.
 
-    "auto" prefers bf16 on a GPU and is fp32 on a CPU. It does not depend on a measurement, so that
-    a seed always returns the same text. On CPUs, with and without AMX, bf16 was hardly faster for
-    one row (docs/benchmarks/decoding.md), and the largest logits of some rows are equal.
+    "auto" is that of training on a GPU, and fp32 on a CPU. It does not depend on a measurement, so
+    that a seed always returns the same text. On CPUs, with and without AMX, bf16 was hardly faster
+    for one row (docs/benchmarks/decoding.md), and the largest logits of some rows are equal.
     """
     if device.type != "cpu":
         return choose_precision(name, device)

@@ -75,6 +75,7 @@ for module, functions in {
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
         "mem_get_info": lambda device=None: (GPU.total_memory, GPU.total_memory),
         "get_device_name": lambda device=None: GPU.name,
         "get_device_properties": lambda device=None: GPU,

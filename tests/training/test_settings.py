@@ -115,7 +115,8 @@ def test_activations_are_offloaded_from_a_gpu_only():
 def test_a_machine_that_cannot_resume_a_run_says_why(monkeypatch):
     monkeypatch.setattr(compile_choice.shutil, "which", lambda name: None)
     with pytest.raises(
-        UserError, match="uses compiled blocks, but this machine has no C.. compiler"
+        UserError,
+        match="uses compiled blocks, but this machine cannot compile .no C.. compiler found",
     ):
         resolved(NARROW, previous=PREVIOUS.with_train(compile=True), compile="auto")
     with pytest.raises(

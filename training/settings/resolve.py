@@ -77,9 +77,9 @@ def resolve_settings(
 
         settings = settings.with_train(parallel=resolve_parallel(settings, device, dist))
     micro_batch_size = _resolve_micro_batch_size(config, settings, device, previous, dist)
-    compile_blocks = _resolve_compile(config, settings, device, previous)
-    micro_batch_size, compile_blocks = dist.broadcast_object([micro_batch_size, compile_blocks])
-    return settings.with_train(micro_batch_size=micro_batch_size, compile=compile_blocks)
+    settings = settings.with_train(micro_batch_size=dist.broadcast_object(micro_batch_size))
+    compile_blocks = _resolve_compile(config, settings, device, previous, dist)
+    return settings.with_train(compile=dist.broadcast_object(compile_blocks))
 
 
 def _saves_sharded(train: TrainConfig, model_config: ThinkerConfig, dist: DistContext) -> bool:
@@ -131,20 +131,29 @@ def _resolve_micro_batch_size(
 
 
 def _resolve_compile(
-    config: Config, settings: Settings, device: torch.device, previous: Settings | None
+    config: Config,
+    settings: Settings,
+    device: torch.device,
+    previous: Settings | None,
+    dist: DistContext,
 ) -> bool:
-    """Whether to compile the blocks. Raises UserError if a compiled run is resumed without a
-    compiler."""
-    if config.train.compile != "auto":
-        return config.train.compile
-    if previous is None and config.train.deterministic:
+    """Whether to compile the blocks. Raises UserError if that is asked for on an old GPU, or if a
+    compiled run is resumed without a compiler."""
+    wanted = config.train.compile
+    if wanted is False:
+        return False
+    if wanted == "auto" and previous is None and config.train.deterministic:
         return False  # "auto" depends on a measurement
-    from thinker.training.settings.compile_choice import check_compiler, choose_compile
+    from thinker.training.settings import compile_choice
+
+    if wanted is True:
+        compile_choice.check_capability(device)
+        return True
 
     if previous is None:
-        return choose_compile(settings, device)
+        return compile_choice.choose_compile(settings, device, dist)
     if previous.train.compile:
-        check_compiler(device)
+        compile_choice.check_compiler(device)
     return previous.train.compile
 
 
