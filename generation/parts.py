@@ -76,20 +76,43 @@ def build_decoder(setup: Setup, caches: CacheFactory, options: Options) -> Decod
     if setup.compile:
         return _compiled_decoder(setup, caches)
     model, _, problem = setup.prepare(setup.model)
-    return _plain_decoder(model, problem, setup.use_cache and caches.can_roll_back)
+    decoder = _plain_decoder(model, problem, setup.use_cache and caches.can_roll_back)
+    is_plain = setup.use_cache and not caches.option
+    if setup.compile is None and is_plain and _may_fuse(decoder):
+        return _fused_decoder(decoder)
+    return decoder
 
 
 def _compiled_decoder(setup: Setup, caches: CacheFactory) -> Decoder:
-    """The decoder of a GPU that launches few kernels, or one compiled graph."""
+    """The decoder of a GPU that compiles what the fused kernels do not know."""
     from thinker.generation.decoders.compiled_decoder import CompiledDecoder
 
     CompiledDecoder.check(setup, caches)
-    model = setup.fuse(setup.model)
-    if model.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from thinker.generation.fused.fused_decoder import FusedDecoder
+    decoder = CompiledDecoder(setup.fuse(setup.model))
+    if _has_triton(decoder.model):
+        return _fused_decoder(decoder)
+    return decoder
 
-        return FusedDecoder(model)
-    return CompiledDecoder(model)
+
+def _has_triton(model: Thinker) -> bool:
+    """Whether kernels in Triton can run."""
+    return model.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def _may_fuse(decoder: Decoder) -> bool:
+    """Whether the fused kernels know the model of a decoder."""
+    if not _has_triton(decoder.model):
+        return False
+    from thinker.generation.fused.fused_step import unsupported
+
+    return not unsupported(decoder.model)
+
+
+def _fused_decoder(fallback: Decoder) -> Decoder:
+    """The decoder of a GPU with few launches."""
+    from thinker.generation.fused.fused_decoder import FusedDecoder
+
+    return FusedDecoder(fallback)
 
 
 def _native_decoder(setup: Setup) -> Decoder:

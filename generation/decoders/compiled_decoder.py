@@ -1,9 +1,7 @@
 """The decoding step, compiled once for all lengths, and on a GPU captured as a CUDA graph."""
 
 import time
-import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import FunctionType
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinker.generation.caches.cache_factory import CacheFactory
+from thinker.generation.decoders.cache_buffers import CacheBuffers, rounded_capacity
 from thinker.generation.decoders.plain_decoder import PlainDecoder
 from thinker.generation.setup import Setup
 from thinker.model import KVCache, Thinker
@@ -20,8 +19,6 @@ from thinker.model.masks import CacheSlots, ForwardContext
 from thinker.model.positions import Rotation
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
-
-CAPACITY_MULTIPLE = 128  # positions
 
 
 class CompiledDecoder(PlainDecoder):
@@ -82,11 +79,6 @@ class CompiledDecoder(PlainDecoder):
         return self._bucket.run(tokens, positions)
 
 
-def rounded_capacity(cache: KVCache) -> int:
-    """Positions of the buffers that a cache moves into."""
-    return -(-cache.max_len // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
-
-
 def _step(
     model: Thinker, tokens: Tensor, positions: Tensor, rope_table: Rotation, cache: KVCache
 ) -> Tensor:
@@ -107,47 +99,6 @@ def _with_own_code(function: FunctionType) -> FunctionType:
     Dynamo allows 8 programs per code object, which all models would share.
     """
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-
-
-class CacheBuffers:
-    """The tensors of a cache that stay in place, where one cache at a time has its keys."""
-
-    def __init__(self, model: Thinker, n_rows: int, capacity: int) -> None:
-        self.shape = n_rows, capacity
-        self.buffers = model.new_cache(n_rows, capacity)
-        self._owner: Callable[[], KVCache | None] = lambda: None  # weak, to the adopted cache
-        self._keys: list[Tensor | None] = [None] * len(self.buffers.layers)  # of its layers
-
-    def adopt(self, cache: KVCache) -> None:
-        """Move a cache into the buffers, layer by layer in case of an interruption.
-
-        The cache that was there before gets tensors of its own.
-        """
-        if all(self._holds(cache)):
-            return
-        owner = self._owner()
-        if owner is not None:
-            for index, is_held in enumerate(self._holds(owner)):
-                if is_held:
-                    layer = owner.layers[index]
-                    keys = layer.keys.clone()
-                    values = layer.values.clone()
-                    owner.layers[index] = replace(layer, keys=keys, values=values)
-        self._owner = weakref.ref(cache)
-        B = len(cache.lengths)
-        length = max(cache.lengths)
-        for index, (buffer, layer) in enumerate(zip(self.buffers.layers, cache.layers)):
-            for stored, contents in ((buffer.keys, layer.keys), (buffer.values, layer.values)):
-                stored.zero_()  # a nan of an earlier text would pass the mask, since 0 · nan is nan
-                stored[:B, :, :length] = contents[:, :, :length]
-            keys = buffer.keys[:B, :, : cache.max_len]
-            values = buffer.values[:B, :, : cache.max_len]
-            self._keys[index] = keys
-            cache.layers[index] = replace(layer, keys=keys, values=values)
-
-    def _holds(self, cache: KVCache) -> list[bool]:
-        """Whether each layer of the cache is a view of the buffers; false after select()."""
-        return [layer.keys is keys for layer, keys in zip(cache.layers, self._keys)]
 
 
 class _Bucket(CacheBuffers):

@@ -1,64 +1,68 @@
-"""The decoder on a GPU: fused kernels for single texts, compiled steps for batches."""
+"""The decoder on a GPU: a step of all texts by few launches of fused kernels, in a CUDA graph."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from thinker.generation import sampler
-from thinker.generation.decoders.compiled_decoder import (
-    CacheBuffers,
-    CompiledDecoder,
-    rounded_capacity,
-)
-from thinker.generation.fused.fused_step import MAX_STEPS, FusedStep, unsupported
-from thinker.generation.sampling_params import SamplingParams
+from thinker.generation.decoders.cache_buffers import CacheBuffers, rounded_capacity
+from thinker.generation.decoders.decoder import Decoder
+from thinker.generation.decoders.plain_decoder import PlainDecoder
+from thinker.generation.fused.batch_step import is_dense
+from thinker.generation.fused.captured_step import CapturedStep
+from thinker.generation.fused.decode_buffers import MAX_STEPS, next_power_of_2
+from thinker.generation.fused.fused_step import unsupported
 from thinker.generation.sequence import SampledToken, Sequence
-from thinker.model import KVCache, Thinker, proof
+from thinker.model import KVCache
 from thinker.model.inspection.open_hooks import has_open_hooks
-from thinker.runtime.device import to_device
 
 LEAST_TEMPERATURE = 1e-5  # below, other than 0, the kernels would round it up
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.03}
-PROVED_LENGTH = 200  # tokens before the one whose logits are compared, where the cache has room
-PROVED_UNIFORMS = (0.0, 0.25, 0.5, 0.75)
-LOGPROB_TOLERANCE = 1e-3
-OVERLAP_CAPABILITY = (9, 0)  # of cards with programmatic dependent launch
 
 
-class FusedDecoder(CompiledDecoder):
-    """Reads and samples tokens of single texts with the kernels of fused_kernels.py (see Decoder).
+class FusedDecoder(PlainDecoder):
+    """Reads and samples tokens with the kernels of this folder (see Decoder).
 
-    Batches, drafts, filters and constraints run as in CompiledDecoder. At the first text, the
-    kernels prove that they have the logits of the model and sample from them; if they do not, or
-    fail, CompiledDecoder runs all. On a GPU, they are captured as CUDA graphs.
+    Prompts and drafts are read by the model, texts with filters or constraints are sampled by the
+    sampler. Before a step is used, it proves that it has the logits of the model and samples from
+    them; if it does not, or fails, another decoder runs all.
 
     Attributes:
         fused_problem: why the kernels are not used, or "".
     """
 
-    def __init__(self, model: Thinker) -> None:
-        super().__init__(model)
+    option = "compile"
+
+    def __init__(self, fallback: Decoder) -> None:
+        """`fallback`: a decoder of a fused model (see fuse_for_inference()), which decodes what
+        the kernels do not."""
+        super().__init__(fallback.model, fallback.kernel_problem)
+        self.fallback = fallback
         self.fused_problem = ""
-        unknown = unsupported(model)
+        unknown = unsupported(self.model)
         if unknown:
             self.fused_problem = f"the kernels do not know {unknown}"
-        self._text: _TextBuffers | None = None
+        self._is_dense = not unknown and is_dense(self.model)
+        self._seconds = 0.0  # spent on compiling and on capturing
+        self._buffers: CacheBuffers | None = None  # where caches move to
+        self._steps: dict[int, CapturedStep] = {}  # on their tensors, by number of texts
+
+    @property
+    def compile_seconds(self) -> float:
+        """As Decoder.compile_seconds."""
+        return self._seconds + self.fallback.compile_seconds
 
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """As Decoder.step()."""
-        if tokens.shape != (1, 1) or has_open_hooks(self.model):
-            return super().step(tokens, cache)
-        buffers = self._buffers_for(cache)
-        if buffers is None:
-            return super().step(tokens, cache)
-        buffers.adopt(cache)
-        (position,) = cache.reserve(1, 1)
-        return buffers.run(tokens, position)
+        step = None
+        if tokens.shape[1] == 1:
+            step = self._step_for(cache, len(tokens))
+        if step is None:
+            return self.fallback.step(tokens, cache)
+        positions = cache.reserve(*tokens.shape)
+        return step.run(tokens, list(range(len(tokens))), positions)
 
     @torch.no_grad()
     def sample(
@@ -70,41 +74,64 @@ class FusedDecoder(CompiledDecoder):
         rows: list[int] | None = None,
     ) -> list[list[SampledToken]]:
         """As Decoder.sample()."""
-        buffers = None
-        if len(sequences) == 1 and cache is not None and _is_simple(sequences[0]):
-            buffers = self._buffers_for(cache)
-        if buffers is None or has_open_hooks(self.model):
+        step = None
+        if cache is not None and all(map(_is_simple, sequences)):
+            step = self._step_for(cache, len(sequences))
+        if step is None:
             return super().sample(sequences, cache, logits, max_steps, rows)
-        buffers.adopt(cache)
+        B = len(sequences)
         n_steps = min(MAX_STEPS, max_steps)
-        (position,) = cache.reserve(1, n_steps - 1)
-        return [buffers.sample(sequences[0], logits, position, n_steps)]
+        positions = cache.reserve(B, n_steps - 1)
+        return step.sample(sequences, logits, list(range(B)), positions, n_steps)
 
-    def _buffers_for(self, cache: KVCache) -> _TextBuffers | None:
-        """The buffers of a text; None if the kernels do not run it."""
-        if self.fused_problem or len(cache.lengths) != 1:
+    def _step_for(self, cache: KVCache, n_texts: int) -> CapturedStep | None:
+        """The step of so many texts, on whose tensors the cache lies; None if there is none."""
+        if not self._can_run(cache, n_texts):
             return None
-        capacity = rounded_capacity(cache)
-        if self._text is None or self._text.shape != (1, capacity):
-            self._text = None  # frees its memory first
+        needed = rounded_capacity(cache)
+        n_rows = next_power_of_2(len(cache.lengths))
+        buffers = self._buffers
+        if buffers is None or buffers.shape[0] < n_rows or buffers.shape[1] < needed:
+            self._steps = {}  # frees their memory first
+            self._buffers = buffers = None
+            buffers = CacheBuffers(self.model, n_rows, needed)
+            self._buffers = buffers
+        step = self._prove_once(self._steps, buffers.buffers, n_texts)
+        if step is not None:
+            buffers.adopt(cache)
+        return step
+
+    def _can_run(self, cache: KVCache, n_texts: int) -> bool:
+        """Whether the kernels know what is asked for."""
+        if self.fused_problem or type(cache) is not KVCache or has_open_hooks(self.model):
+            return False
+        return n_texts == 1 or self._is_dense
+
+    def _prove_once(
+        self, steps: dict[int, CapturedStep], cache: KVCache, n_texts: int
+    ) -> CapturedStep | None:
+        """The step of at least `n_texts` texts on the tensors of a cache, proved when it is made;
+        None if it computes something else."""
+        n_texts = next_power_of_2(n_texts)
+        if n_texts not in steps:
             start = time.perf_counter()
             try:
-                buffers = _TextBuffers(self.model, capacity)
-                if buffers.agrees_with_model():
-                    self._text = buffers
+                step = CapturedStep(self.model, cache, n_texts)
+                if step.agrees_with_model():
+                    steps[n_texts] = step
                 else:
                     self.fused_problem = "the model computes something else than the kernels"
             except Exception as error:  # of a compiler or a card that they were not tried on
                 first_line = (str(error).splitlines() or [type(error).__name__])[0]
                 self.fused_problem = f"the kernels failed: {first_line}"
-            self.compile_seconds += time.perf_counter() - start
-        return self._text
+            self._seconds += time.perf_counter() - start
+        return steps.get(n_texts)
 
     def report(self) -> str:
         """As Decoder.report()."""
         if self.fused_problem:
             return f"decoded without fused kernels: {self.fused_problem}"
-        return ""
+        return self.fallback.report()
 
 
 def _is_simple(sequence: Sequence) -> bool:
@@ -112,111 +139,3 @@ def _is_simple(sequence: Sequence) -> bool:
     temperature = sequence.params.temperature
     is_known = temperature == 0 or temperature >= LEAST_TEMPERATURE
     return sequence.is_unfiltered and sequence.constraint is None and is_known
-
-
-class _TextBuffers(CacheBuffers):
-    """The tensors of a text with up to `capacity` positions; on a GPU, also CUDA graphs."""
-
-    def __init__(self, model: Thinker, capacity: int) -> None:
-        super().__init__(model, 1, capacity)
-        self.model = model
-        is_cuda = model.device.type == "cuda"
-        overlap = is_cuda and torch.cuda.get_device_capability(model.device) >= OVERLAP_CAPABILITY
-        self.fused = FusedStep(model, self.buffers, overlap)
-        self._read = self.fused.step
-        self._read_and_sample = self._step_and_sample
-        if is_cuda:
-            self._capture()
-
-    def _step_and_sample(self) -> None:
-        self.fused.step()
-        self.fused.sample()
-
-    def _capture(self) -> None:
-        """Compile the kernels, and capture both graphs."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._step_and_sample()  # adopt() clears what it writes
-            self.fused.summarize()
-        torch.cuda.current_stream().wait_stream(side)
-        self._read = _graph_of(self.fused.step)
-        self._read_and_sample = _graph_of(self._step_and_sample)
-
-    def agrees_with_model(self) -> bool:
-        """Whether the kernels have the logits of the model after a text with random keys, and
-        sample from them as the sampler does."""
-        position = min(PROVED_LENGTH, self.shape[1] - 1, self.model.config.max_seq_len - 1)
-        noise = proof.Noise()
-        cache = self.model.new_cache(1, position + 1)
-        for layer, own in zip(cache.layers, self.buffers.layers):
-            for stored, buffer in ((layer.keys, own.keys), (layer.values, own.values)):
-                stored.copy_(noise(stored.shape))
-                buffer[:, :, : position + 1] = stored
-        cache.lengths = [position]
-        cache.high_water = cache.high_water_before = [position]
-        tokens = torch.full((1, 1), self.model.config.vocab_size // 2, device=self.model.device)
-        known = self.model(tokens, cache=cache).float()
-        found = self.run(tokens, position)
-        if not proof.is_near(found, known, TOLERANCES[self.model.dtype]):
-            return False
-        return self._samples_alike(found[0])
-
-    def _samples_alike(self, logits: Tensor) -> bool:
-        """Whether the kernels draw from their logits (1, V) what the sampler draws."""
-        fused = self.fused
-        n = len(PROVED_UNIFORMS)
-        uniforms = torch.tensor(PROVED_UNIFORMS, dtype=torch.float64, device=logits.device)
-        fused.uniforms[:n] = uniforms
-        for temperature in (0.0, 1.0):
-            fused.temperatures.fill_(temperature)
-            fused.n_sampled.zero_()
-            fused.summarize()
-            for _ in range(n):
-                fused.sample()
-            params = SamplingParams(1, temperature=temperature)
-            rows = logits.expand(n, -1)
-            known = sampler.sample(rows, params, uniforms, None, None)
-            logprobs = rows.log_softmax(dim=-1).gather(1, known[:, None])[:, 0]
-            if fused.sampled[:n].tolist() != known.tolist():
-                return False
-            if not proof.is_near(fused.logprobs[:n], logprobs, LOGPROB_TOLERANCE):
-                return False
-        return True
-
-    def run(self, tokens: Tensor, position: int) -> Tensor:
-        """Read a token (1, 1) at a position. Returns the logits after it, (1, 1, V)."""
-        fused = self.fused
-        fused.tokens.copy_(tokens[0])
-        fused.positions.fill_(position)
-        self._read()
-        return fused.logits.clone().view(1, 1, -1)
-
-    def sample(
-        self, sequence: Sequence, logits: Tensor, position: int, n_steps: int
-    ) -> list[SampledToken]:
-        """Sample `n_steps` tokens after logits (1, 1, V), the first for the given position."""
-        fused = self.fused
-        uniforms = [sequence.uniform(step) for step in range(n_steps)]
-        numbers = torch.tensor(uniforms, dtype=torch.float64, device="cpu")
-        fused.uniforms[:n_steps] = to_device(numbers, fused.uniforms.device)
-        fused.temperatures.fill_(sequence.params.temperature)
-        fused.n_sampled.zero_()
-        fused.positions.fill_(position - 1)
-        fused.logits.copy_(logits[0, 0])
-        fused.n_ids.fill_(sequence.tokenizer.vocab_size)
-        fused.summarize()
-        fused.sample()
-        for _ in range(n_steps - 1):
-            self._read_and_sample()
-        tokens = fused.sampled[:n_steps].tolist()
-        logprobs = fused.logprobs[:n_steps].tolist()
-        return [(token, logprob, {}) for token, logprob in zip(tokens, logprobs)]
-
-
-def _graph_of(run: Callable[[], None]) -> Callable[[], None]:
-    """What runs the same kernels on the same tensors by one launch."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay

@@ -1,7 +1,6 @@
 """The decoder with fused kernels, in Triton's interpreter on a CPU: logits, texts and scores."""
 
 import importlib.util
-import itertools
 import math
 import os
 import random
@@ -15,8 +14,9 @@ from decoder_contract import CHECKS, DecoderCase
 from thinker.benchmarks.contenders import stream
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams, sampler
-from thinker.generation.decoders.inference_model import fuse_for_inference
+from thinker.generation.decoders.inference_model import KINDS, _Fusing
 from thinker.model.layers import Linear
+from thinker.native.quantization import quantize
 
 TOKENIZER = make_tokenizer("byte", [])
 NO_END = {TOKENIZER.bos_id: -math.inf}
@@ -39,18 +39,17 @@ def interpret(function, *args):
     return list(stream(function, *args, deadline=time.monotonic() + 600, is_fresh=True))
 
 
-def as_on_a_gpu(model):
+def as_on_a_gpu(model, bits=None):
     """A copy for inference, whose matrices are those of a GPU."""
-    copy = fuse_for_inference(model)
-    for module in copy.modules():
-        if isinstance(module, Linear):
-            module.__class__ = Linear
-    return copy
+    fusing = _Fusing(model, torch.float32, bits, False, KINDS)
+    fusing.on_cpu = False
+    return fusing.run()
 
 
-def new_decoder(model):
+def new_decoder(model, bits=None):
     os.environ["TRITON_INTERPRET"] = "1"
     # Only now: the kernels are made when their module is imported.
+    from thinker.generation.decoders.plain_decoder import PlainDecoder
     from thinker.generation.fused import fused_step
     from thinker.generation.fused.fused_decoder import FusedDecoder
 
@@ -60,68 +59,110 @@ def new_decoder(model):
     for name in ("QKV", "OUT", "GATE", "DOWN"):
         setattr(fused_step, f"{name}_TILES", fused_step.Tiles(64, 32, 4))
 
-    decoder = FusedDecoder(as_on_a_gpu(model))
+    decoder = FusedDecoder(PlainDecoder(as_on_a_gpu(model, bits)))
     assert decoder.fused_problem == ""
     return decoder
 
 
-def yield_steps(seed, n_cases):
-    """Logits of every token of a text, and what the kernels say of them."""
+def rounded(model):
+    """A copy whose matrices have the values of weights in 8 bits."""
+    copy = random_model(0, **model.config.to_dict())
+    copy.load_state_dict(model.state_dict())
+    head = quantize(copy.lm_head.weight, 8).dequantize()
+    for module in copy.blocks.modules():
+        if isinstance(module, Linear):
+            module.weight.data = quantize(module.weight, 8).dequantize()
+    copy.lm_head.weight = torch.nn.Parameter(head)  # the embedding is not rounded
+    return copy
+
+
+def yield_steps(seed, forms):
+    """The error of the logits of the newest tokens of texts of unequal lengths, and what the
+    decoder says. `forms`: numbers of texts, and bits of the weights."""
     numbers = random.Random(seed)
-    for _ in range(n_cases):
+    for n_texts, bits in forms:
         shape = {name: numbers.choice(values) for name, values in SHAPES.items()}
-        model = random_model(
-            seed,
-            0.3,
-            0.4,
-            vocab_size=numbers.choice([264, 301]),
-            max_seq_len=128,
-            n_layers=2,
-            **shape,
-        )
-        decoder = new_decoder(model)
-        tokens = torch.randint(0, 264, (1, numbers.choice([3, 6, 70])))
+        shape |= {"n_layers": 2, "vocab_size": numbers.choice([264, 301]), "max_seq_len": 128}
+        model = random_model(seed, 0.3, 0.4, **shape)
+        decoder = new_decoder(model, bits)
+        tokens = torch.randint(0, 264, (n_texts, 73))
+        lengths = [numbers.choice([1, 5, 70]) for _ in range(n_texts)]
+        plain = model if bits is None else rounded(model)
         with torch.no_grad():
-            known = model(tokens)
-        cache = decoder.model.new_cache(1, 128)
-        n_read = max(1, tokens.shape[1] - 3)
-        decoder.prefill(tokens[:, :n_read], cache)
-        found = []
-        for token in tokens[0, n_read:].tolist():
-            found.append(decoder.step(torch.tensor([[token]]), cache))
-        error = float((torch.cat(found, 1) - known[:, n_read:]).abs().max() / known.abs().max())
-        n_launches = len(decoder._text.fused._step) + 1  # and that of the sampler
-        yield {"shape": shape, "error": error, "problem": decoder.fused_problem, "n": n_launches}
+            known = plain(tokens)
+        cache = None
+        for row, length in enumerate(lengths):
+            own = decoder.model.new_cache(1, 128)
+            decoder.prefill(tokens[row : row + 1, :length], own)
+            if cache is None:
+                cache = own
+            else:
+                cache.concat_rows(own)
+        error = 0.0
+        for step in range(2):
+            at = [length + step for length in lengths]
+            rows = range(n_texts)
+            found = decoder.step(tokens[rows, at][:, None], cache)
+            error = max(error, float((found[:, 0] - known[rows, at]).abs().max()))
+        error /= float(known.abs().max())
+        n_texts = max(decoder._steps, default=0)
+        n_launches = 0
+        if n_texts:
+            n_launches = len(decoder._steps[n_texts].fused.launches)
+        case = {"shape": shape, "n_texts": n_texts, "bits": bits, "lengths": lengths}
+        yield {**case, "error": error, "problem": decoder.fused_problem, "n": n_launches}
+
+
+FORMS = [(1, None), (1, 8), (3, None)]
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_steps_of_drawn_shapes_have_the_logits_of_the_model(seed):
-    results = interpret(yield_steps, seed, 3)
-    assert len(results) == 3
-    for result in results:
+    results = interpret(yield_steps, seed, FORMS)
+    for result, (n_texts, _) in zip(results, FORMS, strict=True):
         assert result["problem"] == ""
         assert result["error"] < 2e-6, result
-        assert result["n"] == 5 * 2 + 3  # per token, with 2 layers; 63 with 12
+        # With 2 layers. A sampled token of one text takes one more, 63 with 12 layers.
+        assert result["n"] == (5 * 2 + 2 if n_texts == 1 else 8 * 2 + 2)
+
+
+def test_a_batch_of_weights_in_8_bits_is_not_expanded():
+    (result,) = interpret(yield_steps, 0, [(2, 8)])
+    assert result["problem"] == ""
+    assert result["n_texts"] == 0
+    assert result["error"] < 2e-6
+
+
+CASES = [  # prompts, tokens to sample, and parameters
+    (["The cat"], 19, {"temperature": 0.0}),
+    (["The cat"], 1, {"temperature": 0.7}),
+    (["The cat"], 19, {"temperature": 30.0}),
+    (["The cat", "a", "xyz"], 18, {"temperature": 0.7}),
+    (["a", "bcd"], 3, {"top_k": 5, "logprobs": 2}),
+]
 
 
 def yield_texts():
     model = random_model(1, 0.3, 0.4, vocab_size=301, max_seq_len=64, head_dim=16, qk_norm=True)
     plain, fused = (Generator(model, TOKENIZER, compile=False) for _ in range(2))
     fused.decoder = new_decoder(model)
-    for temperature, n_new in itertools.product((0.0, 0.7, 30.0), (1, 19)):
-        params = SamplingParams(n_new, temperature=temperature, seed=n_new)
-        (known,) = plain.generate(["The cat"], params)
-        (found,) = fused.generate(["The cat"], params)
-        yield {
-            "tokens": (found.token_ids, known.token_ids),
-            "logprobs": (found.logprobs, known.logprobs),
-            "reasons": (found.finish_reason, known.finish_reason),
-        }
+    for prompts, n_new, options in CASES:
+        params = SamplingParams(n_new, seed=n_new, **options)
+        known = plain.generate(prompts, params)
+        found = fused.generate(prompts, params)
+        for ours, theirs in zip(found, known, strict=True):
+            yield {
+                "tokens": (ours.token_ids, theirs.token_ids),
+                "logprobs": (ours.logprobs, theirs.logprobs),
+                "reasons": (ours.finish_reason, theirs.finish_reason),
+            }
+    yield {"problem": fused.decoder.fused_problem, "steps": list(fused.decoder._steps)}
 
 
 def test_texts_are_those_of_plain_decoding():
-    results = interpret(yield_texts)
-    assert len(results) == 6
+    *results, last = interpret(yield_texts)
+    assert last == {"problem": "", "steps": [4, 2]}  # the buffers of a single text were replaced
+    assert len(results) == 8
     for result in results:
         found, known = result["tokens"]
         assert found == known
@@ -192,12 +233,13 @@ UNKNOWN = [
 
 
 def yield_unknown():
+    from thinker.generation.decoders.plain_decoder import PlainDecoder
     from thinker.generation.fused.fused_decoder import FusedDecoder
 
     for options, _ in UNKNOWN:
         options = {"head_dim": 16, **options}
         model = random_model(vocab_size=264, max_seq_len=64, **options)
-        yield {"problem": FusedDecoder(as_on_a_gpu(model)).fused_problem}
+        yield {"problem": FusedDecoder(PlainDecoder(as_on_a_gpu(model))).fused_problem}
 
 
 def test_the_kernels_say_what_they_do_not_know():
