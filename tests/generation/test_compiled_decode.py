@@ -13,7 +13,7 @@ import generate
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.chat.conversation import Conversation
-from thinker.generation.decoders import compiled_decoder as compiled_decode
+from thinker.generation.decoders import cache_buffers
 from thinker.generation.decoders.compiled_decoder import CompiledDecoder, _Bucket
 from thinker.generation.decoders.inference_model import fuse_for_inference
 
@@ -161,9 +161,9 @@ def test_an_interrupted_copy_into_the_bucket_loses_nothing(random_model, buckets
     for cache in caches:
         model(tokens[:, :6], cache=cache)
     with monkeypatch.context() as patches:
-        replacements = [compiled_decode.replace]
+        replacements = [cache_buffers.replace]
         patches.setattr(
-            compiled_decode, "replace", lambda *given, **new: replacements.pop()(*given, **new)
+            cache_buffers, "replace", lambda *given, **new: replacements.pop()(*given, **new)
         )
         with pytest.raises(IndexError):  # at the second layer
             compiled.step(tokens[:, 6:7], caches[1])
