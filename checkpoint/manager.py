@@ -20,6 +20,7 @@ class CheckpointManager:
         keep_last: number of step-N to keep; of "best" and "nonfinite" only the newest is kept.
         keep_every: never remove step-N if N is a multiple of this.
         background: save() copies the tensors and returns; a thread writes one checkpoint at a time.
+            Copies of one step at most are in memory.
         cpu_share: share of its time in which that thread may work while nobody waits for it. 1: no
             limit.
         dist: the ranks that train together. All call save(), and rank 0 writes.
@@ -45,12 +46,14 @@ class CheckpointManager:
         self._executor = None
         if background:
             self._executor = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing: list[Future[None]] = []  # of one step
+        self._writing_step = 0
         self._is_awaited = threading.Event()
 
     def save(self, kind: str, step: int, files: Files) -> None:
         """Write KIND-STEP. Raises OSError if that fails, or the previous save in the background."""
-        self.wait()
+        if step != self._writing_step:
+            self.wait()
         in_background = self._executor is not None
         if not self.sharded and (in_background or self.dist.world_size > 1):
             # Training changes the tensors while the thread writes, and rank 0 needs all rows.
@@ -59,17 +62,23 @@ class CheckpointManager:
                 return
         if in_background:
             self._is_awaited.clear()
-            self._writing = self._executor.submit(self._write, kind, step, files)
+            self._writing_step = step
+            self._writing.append(self._executor.submit(self._write, kind, step, files))
         else:
             self._write(kind, step, files)
 
     def wait(self) -> None:
-        """Wait until the last save is on the disk. Raises OSError if it failed."""
+        """Wait until all saves are on the disk. Raises OSError if one failed."""
         self._is_awaited.set()
         writing = self._writing
-        self._writing = None  # so that an error is raised once
-        if writing is not None:
-            writing.result()
+        self._writing = []  # so that an error is raised once
+        for save in writing:
+            save.result()
+
+    def check(self) -> None:
+        """Raise OSError if a save in the background has failed. Waits for nothing otherwise."""
+        if any(save.done() and save.exception() is not None for save in self._writing):
+            self.wait()
 
     def close(self) -> None:
         """Let the thread finish its work, and end it."""

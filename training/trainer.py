@@ -124,6 +124,7 @@ class Trainer:
             self.evaluate()
         while self.progress() < 1 and not self.stopping:
             info = self.train_step()
+            self.checkpoints.check()
             if self.is_due(train.eval_every):
                 self.evaluate()
             if self.is_due(train.save_every):

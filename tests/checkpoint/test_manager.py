@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 
 import pytest
@@ -110,3 +111,48 @@ def test_one_is_written_at_a_time_so_memory_for_one_copy_is_enough(tmp_path, mon
         assert len(names(tmp_path)) >= min(step - 1, 2)  # all before it are there
     saver.close()
     assert max(most) == 1
+
+
+def test_a_failed_save_is_told_at_the_next_step(tmp_path):
+    """The folder is gone, so the thread cannot write; another save is not needed to learn that."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    saver = CheckpointManager(folder, 2, None, background=True)
+    saver.save("step", 1, files(1))
+    saver.wait()
+    saver.check()
+    shutil.rmtree(folder)
+    saver.save("step", 2, files(2))
+    (writing,) = saver._writing
+    assert isinstance(writing.exception(timeout=60), FileNotFoundError)
+    with pytest.raises(FileNotFoundError):
+        saver.check()
+    saver.check()  # it is told once
+    saver.close()
+
+
+def test_the_checkpoints_of_a_step_do_not_wait_for_each_other(tmp_path, monkeypatch):
+    """But those of the next step do, so that copies of one step are in memory at most."""
+    may_write, write, saved = threading.Event(), write_files.write_checkpoint, []
+
+    def late(folder, *arguments):
+        assert may_write.wait(60)
+        write(folder, *arguments)
+
+    monkeypatch.setattr(write_files, "write_checkpoint", late)
+    saver = CheckpointManager(tmp_path, 2, None, background=True)
+    saver.save("best", 1, files(1))
+    saver.save("step", 1, files(1))  # both return although nothing may be written yet
+
+    def save_next():
+        saver.save("step", 2, files(2))
+        saved.append([*names(tmp_path, "best"), *names(tmp_path)])
+
+    thread = threading.Thread(target=save_next)
+    thread.start()
+    assert names(tmp_path, "best") == names(tmp_path) == saved == []
+    may_write.set()
+    thread.join()
+    saver.close()
+    assert saved[0][:2] == [1, 1]
+    assert names(tmp_path) == [1, 2]

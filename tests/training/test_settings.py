@@ -6,8 +6,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from thinker.model import ThinkerConfig
+from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
+from thinker.runtime.ranks import DistContext
 from thinker.training.config.load import validate_config
 from thinker.training.settings import compile_choice, memory_choices
 from thinker.training.settings import resolve as resolve_settings
@@ -105,6 +106,29 @@ def test_a_micro_batch_that_fits_is_found_and_printed(capsys, monkeypatch):
         resolved(one_layer, micro_batch_size="auto", batch_size=1)
     with pytest.raises(UserError, match="does not divide .* .6 sequences.; use 1, 2, 3, 6"):
         resolved(NARROW, micro_batch_size=4)
+
+
+def test_checkpoints_are_written_in_the_background_on_a_gpu_with_memory_to_copy_to(monkeypatch):
+    """Five copies of the weights: of the best checkpoint, of the newest with two moments and an
+    average."""
+    n_bytes = 4 * sum(parameter.numel() for parameter in Thinker(NARROW).parameters())
+
+    def chosen(device, ranks=1, previous=None, free=2**40, **train):
+        monkeypatch.setattr(resolve_settings, "free_memory", lambda device: free)
+        dist = DistContext(world_size=ranks)
+        section = config(**train).train
+        device = torch.device(device)
+        return resolve_settings._saves_in_background(section, NARROW, device, previous, dist)
+
+    assert chosen("cuda")
+    assert chosen("cuda", free=5 * n_bytes + 1)
+    assert not chosen("cuda", free=5 * n_bytes)
+    assert not chosen("cuda", ranks=2)
+    assert not chosen("cpu")
+    assert chosen("cpu", async_save=True)
+    assert not chosen("cuda", async_save=False)
+    assert not chosen("cuda", previous=PREVIOUS)
+    assert resolved(NARROW, compile=False).async_save is False
 
 
 def test_activations_are_offloaded_from_a_gpu_only():

@@ -79,7 +79,7 @@ class Config(ConfigSection):
             )
         if train.max_steps is None and train.max_minutes is None:
             raise ValueError("the run has no end; set train.max_steps or train.max_minutes")
-        if train.async_save and train.save_sharded is True:
+        if train.async_save is True and train.save_sharded is True:
             raise ValueError(
                 "train.async_save cannot be combined with train.save_sharded=true; remove one "
                 "of them"

@@ -233,8 +233,9 @@ class TrainConfig(ConfigSection):
     """Number of most recent checkpoints to keep, in addition to the best one."""
     keep_every: Positive | None = None
     """Also keep every checkpoint whose step is a multiple of this. null: none."""
-    async_save: bool = False
-    """Write checkpoints in the background from a copy of the state, while training continues."""
+    async_save: bool | Literal["auto"] = "auto"
+    """Write checkpoints in the background from a copy of the state, while training continues. auto:
+    on a single GPU, if the host has memory for the copy."""
     save_sharded: bool | Literal["auto"] = "auto"
     """Write one checkpoint file per rank. auto: if several ranks train more than 8 GB of
     weights."""

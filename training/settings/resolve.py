@@ -9,6 +9,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.checks import divisors
 from thinker.runtime.device import choose_precision
 from thinker.runtime.errors import UserError
+from thinker.runtime.memory import free_memory
 from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 from thinker.runtime.registry import offers
 from thinker.training.config.config import Config
@@ -18,6 +19,9 @@ from thinker.training.settings.settings import Settings, TrainSettings
 
 # Beyond this, the other ranks wait too long while one rank gathers and writes the weights.
 SHARDED_SAVE_BYTES = 8e9
+# What the saves of one step copy at most, in units of the weights: those of the best checkpoint and
+# of the newest one, two moments, and an average.
+COPIED_WEIGHTS = 5
 
 
 def resolve_open_keys(
@@ -63,6 +67,7 @@ def resolve_settings(
     choices = {
         "precision": precision,
         "save_sharded": _saves_sharded(train, model_config, dist),
+        "async_save": _saves_in_background(train, model_config, device, previous, dist),
         "micro_batch_size": 1,  # for now, like the next one
         "compile": False,
     }
@@ -86,11 +91,32 @@ def _saves_sharded(train: TrainConfig, model_config: ThinkerConfig, dist: DistCo
     """Whether each rank writes its own part of a checkpoint."""
     if train.save_sharded != "auto":
         return train.save_sharded
-    if dist.world_size == 1 or train.async_save:
+    if dist.world_size == 1 or train.async_save is True:
         return False
+    return _weight_bytes(model_config) > SHARDED_SAVE_BYTES
+
+
+def _saves_in_background(
+    train: TrainConfig,
+    model_config: ThinkerConfig,
+    device: torch.device,
+    previous: Settings | None,
+    dist: DistContext,
+) -> bool:
+    """Whether a thread writes checkpoints. On a CPU it would compete with the steps for cores."""
+    if train.async_save != "auto":
+        return train.async_save
+    if dist.world_size > 1 or device.type != "cuda":
+        return False
+    if previous is not None:
+        return previous.train.async_save
+    return COPIED_WEIGHTS * _weight_bytes(model_config) < free_memory(torch.device("cpu"))
+
+
+def _weight_bytes(model_config: ThinkerConfig) -> int:
     with torch.device("meta"):
         model = Thinker(model_config)
-    return sum(parameter.nbytes for parameter in model.parameters()) > SHARDED_SAVE_BYTES
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _resolve_optimizer(config: Config, model_config: ThinkerConfig) -> OptimizerConfig:

@@ -19,6 +19,7 @@ class TrainSettings(sections.TrainConfig):
     precision: Literal["fp32", "bf16", "fp16"]
     compile: bool
     micro_batch_size: Positive
+    async_save: bool
     save_sharded: bool
 
 
