@@ -21,6 +21,9 @@ KINDS = {  # model config, options of the Generator
     "bf16": ({}, {"dtype": "bf16"}),
     "softcap": ({"attn_logit_softcap": 5.0}, {}),
     "torch": ({}, {"compile": False}),
+    "packed": ({"n_heads": 4, "n_kv_heads": 2}, {"compile": False}),  # on a CPU, too
+    "packed alibi": ({"positions": "alibi"}, {"compile": False}),
+    "packed sinks": ({"attention_sinks": True, "qk_norm": False}, {"compile": False}),
     "int8 cache": ({"n_heads": 4, "n_kv_heads": 2}, {"cache_bits": 8}),
     "int4 cache": ({"head_dim": 16}, {"cache_bits": 4}),
     "int4 cache, torch": ({"head_dim": 16}, {"cache_bits": 4, "compile": False}),
@@ -40,12 +43,16 @@ PROMPTS = [
 
 def make_generator(kind="gqa", **options):
     config, how = KINDS[kind]
-    return Generator(
-        random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=160, **config),
-        TOKENIZER,
-        **how,
-        **options,
-    )
+    model = random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=160, **config)
+    return prepared(Generator(model, TOKENIZER, **how, **options), kind)
+
+
+def prepared(generator, kind):
+    """With packed reads and steps of several tokens as on a GPU, if the kind says so."""
+    if kind.startswith("packed"):
+        generator.decoder.packs_rows = True
+        generator.decoder.steps_per_read = 8
+    return generator
 
 
 def random_params(numbers, seed):

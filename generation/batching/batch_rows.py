@@ -12,12 +12,13 @@ from torch import Tensor
 from thinker.data.tokenizers.common_prefix import common_prefix
 from thinker.generation.caches.cache_factory import copy_row
 from thinker.generation.caches.quantized_cache import MAX_PER_PASS
-from thinker.generation.decoders.decoder import RowDecoder, pass_lengths
+from thinker.generation.decoders.decoder import TOKENS_PER_STEP, RowDecoder, pass_lengths
 from thinker.generation.engine import Generator
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache
 
 KEPT_TEXTS = 8  # that JoinedRows remembers
+LEAST_SHARED = 64  # tokens; a GPU reads fewer as fast as it copies them
 
 
 @dataclass(eq=False)
@@ -40,7 +41,7 @@ class Row:
 
 
 class PooledRows:
-    """Rows of one cache of fixed size, for a batch-invariant decoder, which reads any rows at once.
+    """Rows of one cache of fixed size, for a decoder that reads any rows at once.
 
     The keys of a finished text stay in its row until the row is needed; a new text copies the
     prefix that it shares with any row.
@@ -48,28 +49,36 @@ class PooledRows:
 
     def __init__(self, generator: Generator, n_rows: int) -> None:
         self.decoder = cast(RowDecoder, generator.decoder)
+        self.tokens_per_step = self.decoder.tokens_per_step
         self.cache = generator.new_cache(n_rows, int(generator.context_len))
-        for layer in self.cache.layers:  # take the memory now, not when requests come
-            for name in layer.tensors:
-                getattr(layer, name).fill_(0)
         # With 4 bits, the newest keys of a text that goes on differently would be missing: only all
         # but its end is shared.
         self.shares_prompts = self.cache.pass_block is None
+        # Elsewhere, NaN of a later token in a pass reaches the keys of those before it, so that no
+        # other text may have them until a token was sampled from finite logits.
+        self.shares_at_once = generator.is_batch_invariant
+        self.least_shared = 1
+        if not self.shares_at_once:
+            self.least_shared = LEAST_SHARED
         self.clear()
 
     def clear(self) -> None:
         """Forget all rows."""
+        for layer in self.cache.layers:  # takes the memory now, not when requests come
+            for name in layer.tensors:
+                getattr(layer, name).fill_(0)
         n_rows = len(self.cache.lengths)
         self.cache.lengths = [0] * n_rows
         self.texts: list[list[int]] = [[] for _ in range(n_rows)]  # tokens whose keys a row holds
         # How far each row has been read, also by a text that it was copied from.
         self.ends = [0] * n_rows
         self.free = list(range(n_rows))  # least recently used first
+        self.unchecked: set[int] = set()  # rows whose keys no other text may have yet
 
     def open(self, sequence: Sequence) -> Row:
         """Take a free row for a sequence, with what it shares with another row."""
         tokens = sequence.tokens
-        shared = [common_prefix(text, tokens[:-1]) for text in self.texts]
+        shared = [self._n_shared(row, tokens[:-1]) for row in range(len(self.texts))]
         if sequence.is_scoring:  # which needs the logits of all positions, not only their keys
             shared = [0] * len(shared)
         if not self.shares_prompts:
@@ -80,12 +89,40 @@ class PooledRows:
         is_prefix = source in self.free and n_shared == len(self.texts[source])
         index = source if is_prefix else self.free[0]
         self.free.remove(index)
+        self._erase(index, n_shared)
         if index != source:
             self._copy(source, index, n_shared)
         self.cache.lengths[index] = n_shared
         self.ends[index] = self.ends[source] if n_shared else 0
         self.texts[index] = sequence.tokens[:n_shared]
+        if not self.shares_at_once:
+            self.unchecked.add(index)
         return Row(sequence, index, n_shared)
+
+    def _n_shared(self, row: int, tokens: list[int]) -> int:
+        """How many of these tokens a new text can have from a row."""
+        if row in self.unchecked:
+            return 0
+        n_shared = common_prefix(self.texts[row], tokens)
+        return n_shared if n_shared >= self.least_shared else 0
+
+    def will_share(self, row: Row, n: int) -> bool:
+        """Whether a text whose first n tokens are those of a prompt that is being read can have
+        more of them later."""
+        if not self.shares_prompts or n < self.least_shared:
+            return False
+        return row.n_read < n or row.index in self.unchecked
+
+    def _erase(self, index: int, start: int) -> None:
+        """Erase the keys and values of an earlier text from a position on.
+
+        A decoder that masks them would not keep out NaN, since 0 · nan is nan.
+        """
+        end = self.ends[index]
+        for layer in self.cache.layers if start < end else ():
+            for name in layer.tensors:
+                if not name.startswith("newest"):
+                    getattr(layer, name)[index, :, start:end] = 0
 
     def _copy(self, source: int, target: int, n: int) -> None:
         """Copy the first n positions of a row to another."""
@@ -130,6 +167,7 @@ class PooledRows:
         sampled = self.decoder.sample(sequences, self.cache, logits, max_steps, indices)
         for row, tokens in zip(rows, sampled):
             self._append(row, [token for token, *_ in tokens[:-1]])
+            self.unchecked.discard(row.index)
         return sampled
 
     def _append(self, row: Row, new: list[int]) -> None:
@@ -145,14 +183,15 @@ class PooledRows:
     def close(self, row: Row, keep: bool = True) -> None:
         """Give back the row of a sequence. `keep`: whether other texts may share its keys."""
         self.free.append(row.index)
-        if not keep:
+        if not keep or row.index in self.unchecked:
             self.texts[row.index] = []
+        self.unchecked.discard(row.index)
 
 
 class JoinedRows:
     """For other models and devices: each prompt is read in a cache of its own, which then joins."""
 
-    shares_prompts = False
+    tokens_per_step = TOKENS_PER_STEP
 
     def __init__(self, generator: Generator, n_rows: int) -> None:
         self.generator = generator
@@ -167,6 +206,10 @@ class JoinedRows:
         self.cache: KVCache | None = None
         self.joined: list[Row] = []  # in the order of the cache's rows
         self.kept: list[tuple[list[int], KVCache]] = []  # texts that were read, newest last
+
+    def will_share(self, row: Row, n: int) -> bool:
+        """As PooledRows.will_share(): never."""
+        return False
 
     def open(self, sequence: Sequence) -> Row:
         """Create a cache for the prompt of a sequence, with what it shares with a text that was

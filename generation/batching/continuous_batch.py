@@ -14,8 +14,6 @@ from thinker.generation.engine import Generator
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.runtime.errors import RunError, UserError
 
-TOKENS_PER_STEP = 64  # to read in one pass: the newest of each text, and pieces of prompts
-
 
 @dataclass
 class Progress:
@@ -56,7 +54,7 @@ class ContinuousBatch:
         self.generator = generator
         self.max_rows = max_rows
         self.rows: PooledRows | JoinedRows
-        if generator.is_batch_invariant:
+        if generator.decoder.reads_rows(type(generator.new_cache(1, 1))):
             self.rows = PooledRows(generator, max_rows)
         else:
             self.rows = JoinedRows(generator, max_rows)
@@ -130,15 +128,14 @@ class ContinuousBatch:
         self.waiting.extendleft(reversed(passed_over))
 
     def _will_be_shared(self, sequence: Sequence) -> bool:
-        """Whether a prompt that is being read shares more with this one than has been read of
-        it."""
-        longest = len(sequence.tokens) - 1  # the last token has to be read for its logits
-        if not self.rows.shares_prompts or sequence.is_scoring:
+        """Whether a prompt that is being read will share more with this one than it can now."""
+        if sequence.is_scoring:
             return False
         for row in self.running:
             if row.n_unread > 1:
-                n_shared = common_prefix(row.sequence.tokens, sequence.tokens)
-                if row.n_read < min(n_shared, longest):
+                # The last token has to be read for its logits.
+                n_shared = common_prefix(row.sequence.tokens, sequence.tokens[:-1])
+                if self.rows.will_share(row, n_shared):
                     return True
         return False
 
@@ -154,7 +151,8 @@ class ContinuousBatch:
             yield row, row.next_tokens(1)
         if not prompts:
             return
-        budget = max(TOKENS_PER_STEP - len(growing), TOKENS_PER_STEP // 4)
+        most = self.rows.tokens_per_step
+        budget = max(most - len(growing), most // 4)
         by_length = sorted(range(len(prompts)), key=lambda index: prompts[index].n_unread)
         shares = [(0, budget // 2), *((index, budget) for index in by_length)]
         n_chosen = [0] * len(prompts)

@@ -12,6 +12,7 @@ from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache, Thinker
 
 PREFILL_CHUNK = 512  # positions per pass, which bounds the memory
+TOKENS_PER_STEP = 64  # of a continuous batch on a CPU, so that a long prompt delays nobody for long
 
 
 class Decoder(Protocol):
@@ -22,11 +23,13 @@ class Decoder(Protocol):
         option: the option of Generator() that asks for this decoder, for messages.
         is_exact: whether its logits are those of the model, up to rounding.
         is_batch_invariant: whether a text has the same logits, to the bit, in any batch and however
-            it is split into passes. Such a decoder has read(), too (see RowDecoder).
+            it is split into passes.
         has_kernels: whether the matrices of its model use kernels in C.
         kernel_problem: why it has none, although nobody asked for that; or "".
         steps_per_read: tokens per row that sample() may draw before the end of a text is known.
         compile_seconds: time spent on compiling so far.
+        tokens_per_step: to read in a step of a continuous batch, if it reads rows.
+        rows_problem: why it does not read rows, after reads_rows() said so; "" if it never does.
     """
 
     model: Thinker
@@ -37,10 +40,15 @@ class Decoder(Protocol):
     kernel_problem: str
     steps_per_read: int
     compile_seconds: float
+    tokens_per_step: int
+    rows_problem: str
 
     @staticmethod
     def supports(kind: type[KVCache]) -> bool:
         """Whether it can read caches of this class."""
+
+    def reads_rows(self, kind: type[KVCache]) -> bool:
+        """Whether it is a RowDecoder for caches of this class."""
 
     def prefill(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Read tokens (B, T) into a cache. Returns the logits after the last ones, (B, 1, V)."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence as AbstractSequence
 import torch
 from torch import Tensor
 
-from thinker.generation.decoders.decoder import pass_lengths
+from thinker.generation.decoders.decoder import TOKENS_PER_STEP, pass_lengths
 from thinker.generation.decoders.inference_model import known_modules
 from thinker.generation.decoders.native_forward import NativeForward
 from thinker.generation.sequence import SampledToken, Sequence, allowed_tokens
@@ -55,6 +55,8 @@ class NativeDecoder:
     kernel_problem = ""
     steps_per_read = 1
     compile_seconds = 0.0
+    tokens_per_step = TOKENS_PER_STEP
+    rows_problem = ""
 
     def __init__(self, model: Thinker) -> None:
         """`model`: from fuse_for_inference(native=True)."""
@@ -84,6 +86,10 @@ class NativeDecoder:
     def supports(kind: type[KVCache]) -> bool:
         """As Decoder.supports()."""
         return True
+
+    def reads_rows(self, kind: type[KVCache]) -> bool:
+        """As Decoder.reads_rows()."""
+        return self.is_batch_invariant
 
     def report(self) -> str:
         """As Decoder.report()."""

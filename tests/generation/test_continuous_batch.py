@@ -14,6 +14,7 @@ from batch_cases import (
     check_equal,
     make_generator,
     new_sequence,
+    prepared,
     random_params,
     run_batch,
 )
@@ -23,8 +24,8 @@ from pairwise import pairwise
 
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.batching.batch_rows import JoinedRows, PooledRows
-from thinker.generation.batching.continuous_batch import TOKENS_PER_STEP, ContinuousBatch
-from thinker.generation.decoders import native_decoder
+from thinker.generation.batching.continuous_batch import ContinuousBatch
+from thinker.generation.decoders import native_decoder, plain_decoder
 from thinker.generation.mixed_bits import matrix_names
 from thinker.generation.prompt_scores import PromptScores
 from thinker.runtime.errors import UserError
@@ -73,6 +74,7 @@ def test_the_product_of_options(case):
 
 def test_both_kinds_of_rows_are_tested():
     assert type(ContinuousBatch(make_generator("torch"), 2).rows) is JoinedRows
+    assert type(ContinuousBatch(make_generator("packed"), 2).rows) is PooledRows
     generator = make_generator()
     if generator.is_batch_invariant:
         assert type(ContinuousBatch(generator, 2).rows) is PooledRows
@@ -103,7 +105,22 @@ def test_joined_rows_sample_several_tokens_at_once(monkeypatch, kind):
     check_equal(generator, [long, short])
 
 
-@pytest.mark.parametrize("kind", ["gqa", "torch", "window"])
+def test_rows_of_one_cache_sample_several_tokens_at_once(monkeypatch):
+    monkeypatch.setattr(plain_decoder, "MAX_SECONDS", 1e9)  # however slow this machine is
+    generator = make_generator("packed")
+    batch = ContinuousBatch(generator, 5)
+    sequences = []
+    n_together = set()
+    for seed, n_new in enumerate([8, 50, 40]):
+        sequences.append(new_sequence(generator, "ab" * seed, SamplingParams(n_new, seed=seed)))
+        batch.add(sequences[-1])
+    while not batch.is_idle:
+        n_together |= {len(progress.sampled) for progress in batch.step()}
+    assert 8 in n_together
+    check_equal(generator, sequences)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "torch", "packed", "window"])
 def test_texts_slide(kind):
     generator = make_generator(kind, slide=True)
     requests = [
@@ -133,7 +150,7 @@ def finish(batch):
         batch.step()
 
 
-@pytest.mark.parametrize("kind", ["gqa", "torch", "window", "prefix"])
+@pytest.mark.parametrize("kind", ["gqa", "torch", "packed", "window", "prefix"])
 def test_shared_prefixes_are_not_read_again(monkeypatch, kind):
     generator = make_generator(kind)
     system, params = "You are a helpful model. " * 3, SamplingParams(5, seed=3, logit_bias=NO_END)
@@ -152,7 +169,7 @@ def test_shared_prefixes_are_not_read_again(monkeypatch, kind):
         batch.add(sequence)
     finish(batch)
     n_read = sum(n for step in reads for _, n in step)
-    if kind in ("gqa", "torch", "prefix"):  # a window has forgotten the beginning
+    if kind != "window":  # which has forgotten the beginning
         assert n_read <= len("Who are you?") + len(" And now?") + 1 + 2 * 5
         assert other.n_shared == 1 + len(system)
         assert turn.n_shared == len(first.tokens) - 1  # the last token was sampled, but not read
@@ -212,9 +229,10 @@ def test_prompts_are_scored(kind):
         torch.testing.assert_close(found, best, rtol=0, atol=tolerance)
 
 
-def test_equal_prompts_that_come_together_are_read_once(monkeypatch):
-    generator = make_generator()
-    if not generator.is_batch_invariant:
+@pytest.mark.parametrize("kind", ["gqa", "packed"])
+def test_equal_prompts_that_come_together_are_read_once(monkeypatch, kind):
+    generator = make_generator(kind)
+    if kind == "gqa" and not generator.is_batch_invariant:
         pytest.skip("needs AVX-512")
     batch = ContinuousBatch(generator, 6)
     reads = count_read(monkeypatch, batch)
@@ -259,7 +277,7 @@ def test_a_removed_prompt_does_not_hold_up_those_that_wait_for_it():
     check_equal(generator, [second])
 
 
-@pytest.mark.parametrize("kind", ["gqa", "torch"])
+@pytest.mark.parametrize("kind", ["gqa", "torch", "packed"])
 def test_a_short_prompt_waits_two_steps_at_most_for_a_long_one(kind):
     """The first token of a short prompt, in steps: alone, and while others decode and a long prompt
     is read."""
@@ -275,7 +293,7 @@ def test_a_short_prompt_waits_two_steps_at_most_for_a_long_one(kind):
             n_steps += 1
         return n_steps
 
-    for n in (1, 20, 40, TOKENS_PER_STEP):
+    for n in (1, 20, 40, generator.decoder.tokens_per_step):
         alone = steps_to_first_token(ContinuousBatch(generator, 8), "z" * n)
         batch = ContinuousBatch(generator, 8)
         for text in ("a", "b", "c"):
@@ -324,10 +342,8 @@ def test_a_sequence_that_fails_takes_no_other_with_it():
     check_equal(generator, [good])
 
 
-@pytest.mark.parametrize("kind", ["gqa", "torch"])
-def test_keys_of_a_failed_text_are_not_shared(kind):
-    """The keys and values of one token are NaN, which reaches even a text that gives them the
-    weight 0."""
+def generator_with_nan(kind):
+    """A Generator that reads NaN from one token, and this token."""
     token, dimension = TOKENIZER.encode("!")[0], 3
     model = random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=160)
     with torch.no_grad():
@@ -338,7 +354,14 @@ def test_keys_of_a_failed_text_are_not_shared(kind):
             block.mlp.down_proj.weight[dimension] = 0
             block.attention_norm.weight[dimension] = 1
             block.attention.v_proj.weight[:, dimension] = 3e38
-    generator = Generator(model, TOKENIZER, **KINDS[kind][1])
+    return prepared(Generator(model, TOKENIZER, **KINDS[kind][1]), kind), token
+
+
+@pytest.mark.parametrize("kind", ["gqa", "torch", "packed"])
+def test_keys_of_a_failed_text_are_not_shared(kind):
+    """The keys and values of one token are NaN, which reaches even a text that gives them the
+    weight 0."""
+    generator, token = generator_with_nan(kind)
     batch, params = (
         ContinuousBatch(generator, 2),
         SamplingParams(8, seed=1, logit_bias=NO_END | {token: -math.inf}),
@@ -355,6 +378,23 @@ def test_keys_of_a_failed_text_are_not_shared(kind):
     check_equal(generator, [good])
 
 
+@pytest.mark.parametrize("kind", ["gqa", "torch", "packed"])
+def test_keys_of_a_removed_text_reach_no_other(kind):
+    """It leaves NaN in its row, unseen, before it has been read to its end."""
+    generator, token = generator_with_nan(kind)
+    batch = ContinuousBatch(generator, 1)
+    batch.rows.tokens_per_step = 64
+    params = SamplingParams(8, seed=1, logit_bias=NO_END | {token: -math.inf})
+    bad = new_sequence(generator, "y" * 20 + "!" + "y" * 100, params)
+    batch.add(bad)
+    assert batch.step() == []  # it has been read in part
+    batch.remove(bad)
+    good = new_sequence(generator, "the text", params)
+    batch.add(good)
+    finish(batch)
+    check_equal(generator, [good])
+
+
 def test_refuses_what_it_does_not_support():
     model = random_model(vocab_size=264, max_seq_len=64)
     refused = [{"window": 8}, {"use_cache": False}, *if_installed("speculation", {"speculate": 2})]
@@ -366,9 +406,10 @@ def test_refuses_what_it_does_not_support():
 
 
 @torch.no_grad()
-def test_memory_is_taken_at_the_start():
-    generator = make_generator()
-    if not generator.is_batch_invariant:
+@pytest.mark.parametrize("kind", ["gqa", "packed"])
+def test_memory_is_taken_at_the_start(kind):
+    generator = make_generator(kind)
+    if kind == "gqa" and not generator.is_batch_invariant:
         pytest.skip("needs AVX-512")
     batch = ContinuousBatch(generator, 3)
     addresses = [layer.keys.data_ptr() for layer in batch.rows.cache.layers]
