@@ -23,6 +23,7 @@ from installed import if_installed
 from pairwise import pairwise
 
 from thinker.generation import Completion, Generator, SamplingParams
+from thinker.generation.batching import batch_rows
 from thinker.generation.batching.batch_rows import JoinedRows, PooledRows
 from thinker.generation.batching.continuous_batch import ContinuousBatch
 from thinker.generation.decoders import native_decoder, plain_decoder
@@ -379,20 +380,27 @@ def test_keys_of_a_failed_text_are_not_shared(kind):
 
 
 @pytest.mark.parametrize("kind", ["gqa", "torch", "packed"])
-def test_keys_of_a_removed_text_reach_no_other(kind):
+def test_keys_of_a_removed_text_reach_no_other(monkeypatch, kind):
     """It leaves NaN in its row, unseen, before it has been read to its end."""
+    monkeypatch.setattr(batch_rows, "LEAST_SHARED", 1)
     generator, token = generator_with_nan(kind)
-    batch = ContinuousBatch(generator, 1)
+    batch = ContinuousBatch(generator, 2)
     batch.rows.tokens_per_step = 64
     params = SamplingParams(8, seed=1, logit_bias=NO_END | {token: -math.inf})
+    longer = SamplingParams(40, seed=1, logit_bias=NO_END | {token: -math.inf})
+    other = new_sequence(generator, "x" * 60, longer)  # as many positions are read of each row
+    batch.add(other)
+    batch.step()
     bad = new_sequence(generator, "y" * 20 + "!" + "y" * 100, params)
     batch.add(bad)
-    assert batch.step() == []  # it has been read in part
+    batch.step()
+    assert batch.running[-1].sequence is bad
+    assert batch.running[-1].n_unread > 1
     batch.remove(bad)
     good = new_sequence(generator, "the text", params)
     batch.add(good)
     finish(batch)
-    check_equal(generator, [good])
+    check_equal(generator, [other, good])
 
 
 def test_refuses_what_it_does_not_support():
