@@ -75,7 +75,8 @@ class FusedDecoder(PlainDecoder):
     ) -> list[list[SampledToken]]:
         """As Decoder.sample()."""
         step = None
-        if cache is not None and all(map(_is_simple, sequences)):
+        is_whole = cache is not None and rows is None
+        if is_whole and all(map(_is_simple, sequences)):
             step = self._step_for(cache, len(sequences))
         if step is None:
             return super().sample(sequences, cache, logits, max_steps, rows)

@@ -380,27 +380,30 @@ def test_keys_of_a_failed_text_are_not_shared(kind):
 
 
 @pytest.mark.parametrize("kind", ["gqa", "torch", "packed"])
-def test_keys_of_a_removed_text_reach_no_other(monkeypatch, kind):
+@pytest.mark.parametrize("has_other", [False, True])
+def test_keys_of_a_removed_text_reach_no_other(monkeypatch, kind, has_other):
     """It leaves NaN in its row, unseen, before it has been read to its end."""
     monkeypatch.setattr(batch_rows, "LEAST_SHARED", 1)
     generator, token = generator_with_nan(kind)
-    batch = ContinuousBatch(generator, 2)
+    batch = ContinuousBatch(generator, 1 + has_other)
     batch.rows.tokens_per_step = 64
-    params = SamplingParams(8, seed=1, logit_bias=NO_END | {token: -math.inf})
-    longer = SamplingParams(40, seed=1, logit_bias=NO_END | {token: -math.inf})
-    other = new_sequence(generator, "x" * 60, longer)  # as many positions are read of each row
-    batch.add(other)
-    batch.step()
+    bias = NO_END | {token: -math.inf}
+    texts = []
+    if has_other:  # as many positions are read of each row as of the longest
+        texts.append(new_sequence(generator, "x" * 60, SamplingParams(40, logit_bias=bias)))
+        batch.add(texts[0])
+        batch.step()
+    params = SamplingParams(8, seed=1, logit_bias=bias)
     bad = new_sequence(generator, "y" * 20 + "!" + "y" * 100, params)
     batch.add(bad)
     batch.step()
     assert batch.running[-1].sequence is bad
     assert batch.running[-1].n_unread > 1
     batch.remove(bad)
-    good = new_sequence(generator, "the text", params)
-    batch.add(good)
+    texts.append(new_sequence(generator, "the text", params))
+    batch.add(texts[-1])
     finish(batch)
-    check_equal(generator, [other, good])
+    check_equal(generator, texts)
 
 
 def test_refuses_what_it_does_not_support():
