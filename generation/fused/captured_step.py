@@ -98,8 +98,8 @@ class CapturedStep:
         fused.sample()
         for _ in range(n_steps - 1):
             self._read_and_sample()
-        tokens = fused.sampled[:B, :n_steps].tolist()
-        logprobs = fused.logprobs[:B, :n_steps].tolist()
+        tokens = fused.sampled[:B, :n_steps].cpu().tolist()
+        logprobs = fused.logprobs[:B, :n_steps].cpu().tolist()
         sampled = []
         for row in range(B):
             sampled.append([(*pair, {}) for pair in zip(tokens[row], logprobs[row])])

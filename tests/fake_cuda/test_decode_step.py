@@ -12,6 +12,9 @@ from torch._dynamo.backends.common import aot_autograd
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.decoders import compiled_decoder as compiled_decode
+from thinker.generation.fused.captured_step import CapturedStep
+from thinker.generation.fused.decode_buffers import Launch
+from thinker.generation.fused.fused_decoder import FusedDecoder
 from thinker.generation.sampler import sample_steps
 from thinker.generation.sequence import Completion
 from thinker.model import Thinker, ThinkerConfig
@@ -167,3 +170,31 @@ def test_steps_are_sampled_without_waiting_and_read_at_once(new_generator, setti
     assert trace.uploads == {
         UPLOAD: 16 + 2 * (setting == "penalties")
     }  # random numbers, positions, text
+
+
+@pytest.mark.parametrize("n_texts", [1, 3])
+@pytest.mark.usefixtures("_uncompiled")
+def test_fused_steps_are_read_at_once(new_generator, n_texts, monkeypatch):
+    launches = []
+    monkeypatch.setattr(Launch, "run", lambda launch: launches.append(launch))
+    monkeypatch.setattr(CapturedStep, "_capture", lambda self: None)
+    monkeypatch.setattr(CapturedStep, "agrees_with_model", lambda self: True)
+    generator, _ = new_generator()
+    decoder = FusedDecoder(generator.decoder)
+    sequences, cache = texts_of_lengths(generator, [9] * n_texts, 64)
+    logits = torch.zeros(n_texts, 1, 264, device="cuda")
+    with DeviceTrace():
+        decoder.sample(sequences, cache, logits, 1)  # makes the step
+    launches.clear()
+    with DeviceTrace() as trace:
+        sampled = decoder.sample(sequences, cache, logits, 16)
+    assert [len(tokens) for tokens in sampled] == [16] * n_texts
+    assert trace.waits == {}
+    assert trace.reads == {"generation/fused/captured_step.py:sample": 2}
+    # Random numbers, temperatures, and places.
+    assert trace.uploads == {UPLOAD: 3}
+    n_products = trace.launches["aten.mm"]
+    if n_texts == 1:  # 15 times embedding, 5 kernels of a layer and head, and 16 choices
+        assert (len(launches), n_products) == (15 * 7 + 16 + 1, 0)
+    else:  # 15 times the embedding and 4 of a layer, and 16 times the kernels that sample
+        assert (len(launches), n_products) == (15 * 5 + 16 * 2, 15 * 5)

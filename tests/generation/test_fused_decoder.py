@@ -6,6 +6,7 @@ import os
 import random
 import time
 
+import numpy
 import pytest
 import torch
 from conftest import random_model
@@ -246,3 +247,71 @@ def test_the_kernels_say_what_they_do_not_know():
     problems = [result["problem"] for result in interpret(yield_unknown)]
     for problem, (_, reason) in zip(problems, UNKNOWN, strict=True):
         assert reason in problem
+
+
+class BytesMoved:
+    """Counts the bytes that kernels read and write, each address once per launch, as the caches of
+    a GPU are larger than what a program reads again."""
+
+    def __init__(self):
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        self.total = 0
+        self.addresses = []
+        for name in ("create_masked_load", "create_masked_store"):
+            self.watch(InterpreterBuilder, name)
+
+    def watch(self, builder, name):
+        plain = getattr(builder, name)
+        mask_argument = {"create_masked_load": 1, "create_masked_store": 2}[name]
+
+        def counted(builder, pointers, *rest):
+            mask = rest[mask_argument - 1].data
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            self.addresses.append((size, pointers.data[mask.astype(bool)]))
+            return plain(builder, pointers, *rest)
+
+        setattr(builder, name, counted)
+
+    def run(self, launch):
+        self.addresses = []
+        launch.run()
+        if hasattr(launch, "linear"):  # a product of cuBLAS
+            self.total += launch.x.nbytes + launch.out.nbytes + launch.linear.weight.nbytes
+        for size in {size for size, _ in self.addresses}:
+            of_size = [found.ravel() for own, found in self.addresses if own == size]
+            self.total += size * len(numpy.unique(numpy.concatenate(of_size)))
+
+
+def yield_bytes(n_texts, bits):
+    """The bytes that one layer in the shape of the 124M model moves, with an LM head of 2,048
+    tokens and 160 keys, and the least possible."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    shape = {"d_model": 768, "n_heads": 12, "d_ff": 2048, "vocab_size": 2048, "n_layers": 1}
+    model = random_model(0, **shape, n_kv_heads=12, max_seq_len=256, tie_embeddings=False)
+    fusing = _Fusing(model, torch.bfloat16, bits, False, KINDS)
+    fusing.on_cpu = False
+    copy = fusing.run()
+    from thinker.generation.fused.batch_step import BatchStep
+    from thinker.generation.fused.fused_step import FusedStep
+
+    cache = copy.new_cache(n_texts, 256)
+    if n_texts == 1:
+        step = FusedStep(copy, cache, n_texts, False)
+    else:
+        step = BatchStep(copy, cache, n_texts)
+    step.positions.fill_(160)
+    step.rows.copy_(torch.arange(n_texts))
+    moved = BytesMoved()
+    for launch in step.launches:
+        moved.run(launch)
+    n_weights = 768 * (3 * 768 + 768 + 3 * 2048 + 2048)
+    bytes_per_weight = 2 if bits is None else 1 + 2 / 32  # a scale in bf16 per 32 weights
+    per_text = 768 * 2 + 161 * 2 * 768 * 2  # the embedding, the keys and values
+    yield {"moved": moved.total, "least": n_weights * bytes_per_weight + n_texts * per_text}
+
+
+@pytest.mark.parametrize(("n_texts", "bits"), [(1, None), (1, 8), (16, None)])
+def test_a_step_moves_hardly_more_than_weights_and_cache(n_texts, bits):
+    (result,) = interpret(yield_bytes, n_texts, bits)
+    assert result["least"] <= result["moved"] < 1.15 * result["least"]
