@@ -106,7 +106,10 @@ def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
         choices=(8, 4),
         help="bits of keys and values (default: --precision)",
     )
-    compile_help = "use kernels compiled by a C compiler on a CPU (default, if there is one)"
+    compile_help = (
+        "use kernels compiled by a C compiler on a CPU (default, if there is one), "
+        "on a GPU by Triton (default, if they know the model)"
+    )
     group.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=None, help=compile_help
     )
@@ -227,6 +230,20 @@ def load_generator(
     return generator, sum(weight.numel() for weight in model.parameters())
 
 
+def describe_decoder(generator: Generator) -> str:
+    """How texts are decoded, as the end of a line, after the first ones were; "" if there is
+    nothing to say."""
+    decoder = generator.decoder
+    parts = []
+    if generator.model.device.type == "cuda":
+        parts.append(decoder.report() or f"decoded by {type(decoder).__name__}")
+    if generator.kernel_problem:
+        parts.append(f"slower without compiled kernels: {generator.kernel_problem}")
+    if decoder.rows_problem:
+        parts.append(f"prompts are read one by one: {decoder.rows_problem}")
+    return "".join(f"; {part}" for part in parts)
+
+
 def import_libraries() -> None:
     """Raise UserError for a missing library now, rather than at the first request that needs it."""
     try:
@@ -291,10 +308,8 @@ def main() -> int:
             allow_special=arguments.allow_special_tokens,
         )
         models[name] = model
-        slow = ""
-        if generator.kernel_problem:
-            slow = f"; slower without compiled kernels: {generator.kernel_problem}"
-        log(f"{name}: {words} on {device.type}, context of {model.context_len} tokens{slow}")
+        how = describe_decoder(generator)
+        log(f"{name}: {words} on {device.type}, context of {model.context_len} tokens{how}")
     metrics.watch({name: model.engine.state for name, model in models.items()})
     for flags in features:
         for collector in flags.collectors():

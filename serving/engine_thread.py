@@ -118,6 +118,8 @@ class EngineThread:
         self.max_batch = max_batch
         self.max_texts = max_batch + max_queue
         self._batch = ContinuousBatch(generator, max_batch)
+        if generator.model.device.type == "cuda":
+            self._batch.warm_up()
         self._texts: dict[int, Text] = {}  # by id of the sequence
         # What other threads ask for. The thread takes it over between two steps, because only it
         # may touch the batch.

@@ -20,6 +20,7 @@ from thinker.benchmarks.gpu import (
     fused_decoding,
     gpu_commands,
     gpu_decoding,
+    gpu_serving,
     gpu_training,
     whole_path,
 )
@@ -63,6 +64,7 @@ PARTS = {
         Stage("decoding, 124m", 1.6, partial(gpu_decoding.decode, "124m")),
         Stage("decoding, 1.1b", 2.0, partial(gpu_decoding.decode, "1.1b")),
         Stage("fused decoding", 1.0, fused_decoding.fused_decoding),
+        Stage("serving", 1.2, gpu_serving.serving),
         Stage("attention", 1.0, gpu_decoding.attention),
         Stage("precisions", 0.9, gpu_training.precisions),
         Stage("real training", 4.5, gpu_commands.real_training),

@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,13 @@ def make_generator(model: Thinker, tokenizer: Tokenizer, precision: str) -> Gene
 
 
 @contextlib.contextmanager
-def start_thinker(folder: Path, precision: str, max_batch: int) -> Iterator[int]:
-    """Start our server; yields its port."""
+def start_thinker(
+    folder: Path, precision: str, max_batch: int, more: Sequence[str] = ()
+) -> Iterator[int]:
+    """Start our server, with `more` flags; yields its port."""
     port = free_port()
     flags = ["--bits", str(BITS[precision])] if precision in BITS else ["--precision", precision]
-    command = [sys.executable, "-m", "thinker.serving", str(folder), *flags]
+    command = [sys.executable, "-m", "thinker.serving", str(folder), *flags, *more]
     with start(
         [*command, "--max-batch", str(max_batch), "--port", str(port)],
         f"http://127.0.0.1:{port}/health",

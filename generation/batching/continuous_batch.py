@@ -11,7 +11,8 @@ import torch
 from thinker.data.tokenizers.common_prefix import common_prefix
 from thinker.generation.batching.batch_rows import JoinedRows, PooledRows, Row
 from thinker.generation.engine import Generator
-from thinker.generation.sequence import SampledToken, Sequence
+from thinker.generation.sampling_params import SamplingParams
+from thinker.generation.sequence import Completion, SampledToken, Sequence
 from thinker.runtime.errors import RunError, UserError
 
 
@@ -82,6 +83,22 @@ class ContinuousBatch:
         self.waiting.clear()
         self.running.clear()
         self.rows.clear()
+
+    def warm_up(self) -> None:
+        """Read and decode texts that are then forgotten, of every number that a decoder on a GPU
+        prepares for, so that no request waits for its compiler."""
+        generator = self.generator
+        length = min(generator.config.prefix + 2, generator.config.max_seq_len)
+        tokens = [generator.tokenizer.bos_id] * length
+        n_texts = 1
+        while n_texts < 2 * self.max_rows:
+            for index in range(min(n_texts, self.max_rows)):
+                params = SamplingParams(max_new_tokens=3, seed=index)
+                self.add(generator.new_sequence(index, Completion(""), params, tokens))
+            while not self.is_idle:
+                self.step()
+            n_texts *= 2
+        self.clear()
 
     @torch.no_grad()
     def step(self) -> list[Progress]:

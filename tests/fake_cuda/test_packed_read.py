@@ -7,10 +7,11 @@ from device_trace import DeviceTrace
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.batching.batch_rows import PooledRows
+from thinker.generation.batching.batch_rows import JoinedRows, PooledRows
 from thinker.generation.batching.continuous_batch import ContinuousBatch
 from thinker.generation.sequence import Completion
 from thinker.model import Thinker, ThinkerConfig
+from thinker.serving.__main__ import describe_decoder
 
 UPLOAD = "runtime/device.py:to_device"
 READ = "generation/sampler.py:sample_steps"
@@ -110,3 +111,25 @@ def test_pieces_of_plain_models_use_the_variable_length_kernel(new_batch):
         trace, _ = traced_step(batch)
         is_plain = dtype == torch.bfloat16 and not config
         assert trace.launches["torch_attn._varlen_attn"] == (2 if is_plain else 0)  # per layer
+
+
+def test_a_server_warms_up_and_names_its_decoder(new_batch):
+    batch = new_batch()
+    with DeviceTrace(answer=1):
+        batch.warm_up()
+    assert batch.is_idle
+    assert (
+        describe_decoder(batch.generator)
+        == f"; decoded by {type(batch.generator.decoder).__name__}"
+    )
+
+
+def test_a_server_says_why_prompts_are_read_one_by_one(gpu):
+    shape = {"vocab_size": 264, "d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 64}
+    with gpu:
+        model = Thinker(ThinkerConfig(**shape, attention="window(8)"))
+    generator = Generator(model, make_tokenizer("byte", []), dtype=torch.bfloat16)
+    assert isinstance(ContinuousBatch(generator, 2).rows, JoinedRows)
+    reason = "packed reads do not know model.attention=window(8)"
+    expected = f"; decoded by PlainDecoder; prompts are read one by one: {reason}"
+    assert describe_decoder(generator) == expected

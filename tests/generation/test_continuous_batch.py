@@ -406,6 +406,39 @@ def test_keys_of_a_removed_text_reach_no_other(monkeypatch, kind, has_other):
     check_equal(generator, texts)
 
 
+@pytest.mark.parametrize("kind", ["gqa", "packed", "prefix", "window"])
+@pytest.mark.parametrize("max_rows", [1, 3])
+def test_a_warm_up_reads_and_samples_and_leaves_nothing(monkeypatch, kind, max_rows):
+    generator = make_generator(kind)
+    batch = ContinuousBatch(generator, max_rows)
+    sampled = []
+    sample = batch.rows.sample
+
+    def counted(rows, logits, max_steps):
+        sampled.append(len(rows))
+        return sample(rows, logits, max_steps)
+
+    monkeypatch.setattr(batch.rows, "sample", counted)
+    batch.warm_up()
+    assert set(sampled) == {1, max_rows} | ({2} if max_rows == 3 else set())
+    assert batch.is_idle
+    if isinstance(batch.rows, PooledRows):
+        assert batch.rows.texts == [[]] * max_rows
+        assert batch.rows.cache.lengths == [0] * max_rows
+    else:
+        assert batch.rows.kept == []
+    sequence = new_sequence(generator, "the text", SamplingParams(9, seed=1))
+    batch.add(sequence)
+    finish(batch)
+    check_equal(generator, [sequence])
+
+
+@pytest.mark.parametrize("max_seq_len", [1, 2, 3])
+def test_a_short_context_can_be_warmed_up(max_seq_len):
+    model = random_model(vocab_size=264, max_seq_len=max_seq_len)
+    ContinuousBatch(Generator(model, TOKENIZER), 2).warm_up()
+
+
 def test_refuses_what_it_does_not_support():
     model = random_model(vocab_size=264, max_seq_len=64)
     refused = [{"window": 8}, {"use_cache": False}, *if_installed("speculation", {"speculate": 2})]
