@@ -258,6 +258,19 @@ class KVCache:
         self.high_water = [max(pair) for pair in zip(self.high_water, self.lengths)]
         return starts
 
+    def reserve_rows(self, rows: list[int], length: int) -> list[int]:
+        """Add `length` positions to a row each time that it is named. Returns where they begin."""
+        starts = []
+        lengths = list(self.lengths)
+        for row in rows:
+            starts.append(lengths[row])
+            lengths[row] += length
+        assert max(lengths) <= self.max_len
+        self.lengths = lengths
+        self.high_water_before = self.high_water
+        self.high_water = [max(pair) for pair in zip(self.high_water, lengths)]
+        return starts
+
     def build_mask(
         self, pattern: Pattern, queries: Tensor, keys: Tensor, aligned: bool = False
     ) -> AttentionMask:

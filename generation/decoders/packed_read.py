@@ -55,18 +55,11 @@ class PackedReader:
                 "activations of texts that are read together cannot be recorded or patched; "
                 "use generate()"
             )
-        lengths = list(cache.lengths)
-        positions = []
-        for row in rows:
-            positions.append(lengths[row])
-            lengths[row] += 1
+        positions = cache.reserve_rows(rows, 1)
         end = max(positions) + 1
-        assert end <= cache.max_len
         if model.rope is not None:
             model.rope.check_growth(end)
         packed = _Packed(rows, positions, tokens, wanted, model.device)
-        cache.lengths = lengths
-        cache.high_water = list(map(max, cache.high_water, lengths))
 
         layers = [_LayerOfRows(layer, packed.rows) for layer in cache.layers]
         context = self._context(packed, end)

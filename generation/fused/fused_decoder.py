@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import time
+from collections.abc import Sequence as AbstractSequence
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from thinker.generation.fused.fused_step import unsupported
 from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache
 from thinker.model.inspection.open_hooks import has_open_hooks
+from thinker.runtime.device import to_device
 
 LEAST_TEMPERATURE = 1e-5  # below, other than 0, the kernels would round it up
 
@@ -47,6 +50,8 @@ class FusedDecoder(PlainDecoder):
         self._seconds = 0.0  # spent on compiling and on capturing
         self._buffers: CacheBuffers | None = None  # where caches move to
         self._steps: dict[int, CapturedStep] = {}  # on their tensors, by number of texts
+        self._pool: list[Tensor] = []  # keys of the layers of a cache whose rows come and go
+        self._pool_steps: dict[int, CapturedStep] = {}
 
     @property
     def compile_seconds(self) -> float:
@@ -85,6 +90,44 @@ class FusedDecoder(PlainDecoder):
         positions = cache.reserve(B, n_steps - 1)
         return step.sample(sequences, logits, list(range(B)), positions, n_steps)
 
+    @torch.no_grad()
+    def read(
+        self,
+        cache: KVCache,
+        rows: list[int],
+        tokens: list[int] | Tensor,
+        wanted: AbstractSequence[int],
+    ) -> Tensor:
+        """As PlainDecoder.read(). The kernels read a pass in which each row has one token."""
+        step = None
+        if len(set(rows)) == len(rows):
+            step = self._pool_step(cache, len(rows))
+        if step is None:
+            return super().read(cache, rows, tokens, wanted)
+        if not isinstance(tokens, Tensor):
+            tokens = to_device(tokens, self.model.device)
+        logits = step.run(tokens[:, None], rows, cache.reserve_rows(rows, 1))[:, 0]
+        if list(wanted) == list(range(len(rows))):
+            return logits
+        return logits[to_device(list(wanted), logits.device)]
+
+    def _sample_rows(
+        self,
+        sequences: list[Sequence],
+        cache: KVCache,
+        logits: Tensor,
+        n_steps: int,
+        rows: list[int],
+    ) -> list[list[SampledToken]]:
+        """As PlainDecoder._sample_rows()."""
+        step = None
+        if all(map(_is_simple, sequences)):
+            step = self._pool_step(cache, len(rows))
+        if step is None:
+            return super()._sample_rows(sequences, cache, logits, n_steps, rows)
+        positions = cache.reserve_rows(rows, n_steps - 1)
+        return step.sample(sequences, logits, rows, positions, n_steps)
+
     def _step_for(self, cache: KVCache, n_texts: int) -> CapturedStep | None:
         """The step of so many texts, on whose tensors the cache lies; None if there is none."""
         if not self._can_run(cache, n_texts):
@@ -101,6 +144,17 @@ class FusedDecoder(PlainDecoder):
         if step is not None:
             buffers.adopt(cache)
         return step
+
+    def _pool_step(self, cache: KVCache, n_texts: int) -> CapturedStep | None:
+        """The step of so many rows of a cache that stays where it is; None if there is none."""
+        if not self._can_run(cache, n_texts):
+            return None
+        keys = [layer.keys for layer in cache.layers]
+        is_known = len(keys) == len(self._pool) and all(map(operator.is_, keys, self._pool))
+        if not is_known:
+            self._pool_steps = {}
+            self._pool = keys
+        return self._prove_once(self._pool_steps, cache, n_texts)
 
     def _can_run(self, cache: KVCache, n_texts: int) -> bool:
         """Whether the kernels know what is asked for."""

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import time
+from functools import partial
 
 import numpy
 import pytest
@@ -14,8 +15,9 @@ from decoder_contract import CHECKS, DecoderCase
 
 from thinker.benchmarks.contenders import stream
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
-from thinker.generation import Generator, SamplingParams, sampler
+from thinker.generation import Completion, Generator, SamplingParams, sampler
 from thinker.generation.decoders.inference_model import KINDS, _Fusing
+from thinker.generation.sequence import Sequence
 from thinker.model.layers import Linear
 from thinker.native.quantization import quantize
 
@@ -132,6 +134,70 @@ def test_a_batch_of_weights_in_8_bits_is_not_expanded():
     assert result["problem"] == ""
     assert result["n_texts"] == 0
     assert result["error"] < 2e-6
+
+
+def yield_rows():
+    """What rows of a pool of four have after steps in turns: logits and samples, beside those of
+    the model."""
+    model = random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=64, head_dim=16)
+    decoder = new_decoder(model)
+    decoder.packs_rows = True  # as on a GPU
+    decoder.steps_per_read = 3
+    cache = decoder.model.new_cache(4, 64)
+    assert decoder.reads_rows(type(cache))
+    tokens = torch.randint(0, 250, (3, 30), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        known = model(tokens)
+    place = {3: 0, 0: 1, 2: 2}  # the text of each row
+    decoder.read(
+        cache,
+        [3] * 5 + [0] * 2 + [2] * 7,
+        tokens[[0] * 5 + [1] * 2 + [2] * 7, [*range(5), *range(2), *range(7)]].tolist(),
+        [],
+    )
+    for rows in ([2, 3, 0], [0, 2], [3]):
+        at = [cache.lengths[row] for row in rows]
+        texts = [place[row] for row in rows]
+        wanted = list(range(len(rows)))[::-1]
+        found = decoder.read(cache, rows, tokens[texts, at].tolist(), wanted)
+        error = float((found - known[texts, at][wanted]).abs().max())
+        yield {"rows": rows, "error": error}
+    params = [SamplingParams(9, seed=row, temperature=0.8) for row in range(3)]
+    rows = [2, 3, 0]
+    lengths = list(cache.lengths)
+    texts = [tokens[place[row], : lengths[row]].tolist() for row in rows]
+    sequences = [
+        Sequence(index, Completion(""), own, text, 9, TOKENIZER)
+        for index, (own, text) in enumerate(zip(params, texts))
+    ]
+    logits = known[[place[row] for row in rows], [lengths[row] - 1 for row in rows]][:, None]
+    sampled = decoder.sample(sequences, cache, logits, 3, rows)
+    for index, text in enumerate(texts):
+        own = model.new_cache(1, 64)
+        with torch.no_grad():
+            last = model(torch.tensor([text]), cache=own)[:, -1:]
+            step = partial(model, cache=own)
+            expected = sampler.sample_steps([sequences[index]], last, 3, step)
+        yield {"found": sampled[index], "expected": expected[0]}
+    yield {
+        "lengths": cache.lengths,
+        "before": lengths,
+        "steps": list(decoder._pool_steps),
+        "problem": decoder.fused_problem,
+    }
+
+
+def test_rows_of_a_pool_are_read_and_sampled_where_they_are():
+    *results, last = interpret(yield_rows)
+    assert last["problem"] == ""
+    assert last["steps"] == [4, 2, 1]
+    assert last["lengths"] == [before + 2 * (row != 1) for row, before in enumerate(last["before"])]
+    for result in results[:3]:
+        assert result["error"] < 1e-5
+    for result in results[3:]:
+        tokens = [token for token, *_ in result["expected"]]
+        assert [token for token, *_ in result["found"]] == tokens
+    assert len(results) == 6
 
 
 CASES = [  # prompts, tokens to sample, and parameters
