@@ -22,7 +22,7 @@ from thinker.runtime.backend import configure_backend
 from thinker.runtime.device import DTYPES
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import new_figure
-from thinker.training.settings.memory_estimate import LiveTensorMeter
+from thinker.training.settings.tensor_meter import LiveTensorMeter
 
 PATTERNS = ("full", "window(128)", "dilated(512, 4)", "window(128) | global(16)", "block(128, 2)", "strided(64)",
             "longformer(64, 4, 16)", "bigbird(64, 16, 64, 2)", "topk(64)", "retrieve(64, 2)", "linear(64)")  # fmt: skip

@@ -114,15 +114,27 @@ class Muon(torch.optim.Muon):
         else:
             updates = sharded_orthogonalize(updates, shape[0], n_sharded, ranks)
 
-        normalize = _compiled() if self.is_compiled and ranks is None else normalize_rows
         row_second_moments = [local_tensor(state["row_second_moment"]) for state in states]
-        updates, means = normalize(updates, torch.stack(row_second_moments), new_share, skip, ranks)
+        means = torch.stack(row_second_moments)
+        updates, means = self.normalize_rows(updates, means, new_share, skip, ranks)
         torch._foreach_copy_(row_second_moments, means.unbind())
 
         lr, decay = _rates(group, shape)
         weights = [local_tensor(parameter) for parameter in parameters]
         self._decay_weights(weights, updates, decay, skip)
         torch._foreach_add_(weights, updates.unbind(), alpha=-lr)
+
+    def normalize_rows(
+        self,
+        updates: Tensor,
+        row_second_moments: Tensor,
+        weight: float | Tensor,
+        skip: Tensor | None,
+        ranks: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """normalize_rows(), compiled if this optimizer is."""
+        normalize = _compiled() if self.is_compiled and ranks is None else normalize_rows
+        return normalize(updates, row_second_moments, weight, skip, ranks)
 
     def _decay_weights(
         self, weights: list[Tensor], updates: Tensor, decay: float, skip: Tensor | None

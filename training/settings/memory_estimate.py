@@ -1,6 +1,6 @@
 """Estimate the memory of a training step without running it."""
 
-import weakref
+import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from torch.utils.weak import WeakIdKeyDictionary
 
 from thinker.data.batches.prefetch import Batch
-from thinker.model import KVCache, Thinker
+from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask, attend
 from thinker.model.kernels.blockwise_attention import blockwise_attention
 from thinker.model.masks import ForwardContext
@@ -24,9 +21,16 @@ from thinker.runtime.checks import divisors
 from thinker.runtime.errors import UserError
 from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 from thinker.training.callbacks.setup import callbacks_of_weights
-from thinker.training.kernels import fused_kernels
+from thinker.training.objective import Loss, next_token_loss
+from thinker.training.optim.muon import Muon
+from thinker.training.settings.compiled_programs import CountedPrograms
 from thinker.training.settings.settings import Settings
-from thinker.training.step import TrainingStep
+from thinker.training.settings.tensor_meter import LiveTensorMeter
+from thinker.training.step import TrainingStep, recompute_activations
+
+# What cuBLAS keeps, and the allocator adds: 0.09 GB in each of five runs on an H100
+# (docs/benchmarks/gpu.md).
+WORKSPACES = {"cuda": 90_000_000}
 
 
 @dataclass(frozen=True)
@@ -41,45 +45,23 @@ class MemoryEstimate:
     peak: int  # the maximum at any time, in any step but the first
 
 
-class LiveTensorMeter(TorchDispatchMode):
-    """Counts the bytes of all live tensors on a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-        self.now = 0
-        self.peak = 0
-        self.storages = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor) and tensor.device.type == self.device.type:
-                self._count(tensor)
-        return out
-
-    def _count(self, tensor: Tensor) -> None:
-        """Count the memory of a tensor until it is freed, unless another tensor shares it."""
-        storage = tensor.untyped_storage()
-        if storage not in self.storages:
-            self.storages[storage] = True
-            self._add(storage.nbytes())
-            weakref.finalize(storage, self._add, -storage.nbytes())
-
-    def _add(self, n_bytes: int) -> None:
-        self.now += n_bytes
-        self.peak = max(self.peak, self.now)
-
-
 class TraceableThinker(Thinker):
-    """A Thinker with traceable attention that takes about as much memory as the real one.
+    """A Thinker that runs on fake tensors and takes about as much memory as the real one.
 
     FlexAttention and the variable-length kernel need real tensors, so plain causal attention
     replaces them. Blockwise attention consists of thousands of operations, so here each of its
-    blocks covers all heads.
+    blocks covers all heads. The compiled loss is one step.
     """
+
+    def __init__(self, config: ThinkerConfig, meter: LiveTensorMeter) -> None:
+        super().__init__(config)
+        self.meter = meter
+
+    def forward(self, *args: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """As Thinker.forward()."""
+        if self.is_compiled and self.device.type == "cuda":
+            options.setdefault("chunk_loss", _compiled_loss)
+        return super().forward(*args, **options)
 
     def make_context(
         self,
@@ -100,8 +82,16 @@ class TraceableThinker(Thinker):
                 stand_in = partial(_attend_blockwise, mask.allowed)
             else:
                 continue
+            stand_in = partial(_attend_apart, self.meter, stand_in)
             context.masks[layer] = AttentionMask(kernel="flex", compute=stand_in)
         return context
+
+
+@torch._disable_dynamo  # as the kernels that it stands for
+def _attend_apart(meter: LiveTensorMeter, attend: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Attention that is no part of a compiled block."""
+    with meter.paused(False):
+        return attend(*args)
 
 
 def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float, *_: Any) -> Tensor:
@@ -117,40 +107,96 @@ def _attend_blockwise(
     return blockwise_attention(q, k, v, scale, bias, n_scores=q.numel() * q.shape[2])
 
 
+def _compiled_loss(
+    logits: Tensor, targets: Tensor, needs_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The memory of fused_loss_and_gradient(). Inductor writes the gradient to a buffer and copies
+    it to the logits: on an H100 the peak grows by one more chunk of logits."""
+    losses = torch.empty_like(targets, dtype=torch.float32)
+    if not needs_gradient:
+        return losses, None
+    torch.empty_like(logits)
+    return losses, logits
+
+
+def _normalized(updates: Tensor, row_second_moments: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """The memory of Muon's compiled normalize_rows()."""
+    return torch.empty_like(updates, dtype=torch.float32), torch.empty_like(row_second_moments)
+
+
 def estimate_memory(
     settings: Settings, micro_batch_size: int, device: torch.device
 ) -> MemoryEstimate:
-    """Trace a training step on fake tensors. Excludes workspaces of kernels and overhead of
-    allocators."""
-    accumulates = micro_batch_size < settings.train.batch_size
-    settings = settings.with_train(micro_batch_size=micro_batch_size, compile=False)
+    """Trace a training step on fake tensors.
+
+    Of compiled blocks it counts what their programs store. If this version of torch does not let it
+    see them, it says so and counts every operation of a block, which is more except where blocks
+    are recomputed.
+    """
+    settings = settings.with_train(micro_batch_size=micro_batch_size)
     if settings.train.precision == "fp16":
         # Same size, but no loss scale, which needs real values.
         settings = settings.with_train(precision="bf16")
+    if settings.train.compile:
+        try:
+            return _trace_step(settings, device, counts_programs=True)
+        except Exception as error:  # of any kind, as torch's compiler changes
+            print(
+                f"memory is estimated as if nothing were fused: {type(error).__name__}: {error}"[
+                    :200
+                ],
+                file=sys.stderr,
+            )
+    return _trace_step(settings, device, counts_programs=False)
+
+
+def _trace_step(settings: Settings, device: torch.device, counts_programs: bool) -> MemoryEstimate:
+    train = settings.train
+    # The step compiles nothing itself, and recomputes blocks that are compiled.
+    plain = settings.with_train(compile=False, checkpoint_every_n_blocks=None)
+    if train.compile:
+        plain = plain.with_train(kernels="off")
+    activations = 0
+
+    def objective(model: Thinker, batch: Batch) -> Loss:
+        nonlocal activations
+        before = meter.now
+        loss = next_token_loss(model, batch)
+        activations = meter.now - before
+        return loss
+
     rng_state = torch.get_rng_state()
     with FakeTensorMode(), LiveTensorMeter(device) as meter:
         with device:
-            model = TraceableThinker(settings.model)
+            model = TraceableThinker(settings.model, meter)
         weights = meter.now
-        callbacks = callbacks_of_weights(settings)
-        # Fake tensors have no values to check.
-        step = TrainingStep(model, settings, callbacks=callbacks, skip_nonfinite=False)
-        shape = (micro_batch_size, settings.data.seq_len)
+        step = TrainingStep(
+            model,
+            plain,
+            objective,
+            callbacks_of_weights(settings),
+            # On a CPU, the host would read whether values are finite. Fake ones are not known.
+            skip_nonfinite=device.type == "cuda",
+        )
+        if train.compile:
+            _stand_in_for_compiler(step)
+        if counts_programs:
+            CountedPrograms(meter).compile_blocks(model.blocks)
+        if train.checkpoint_every_n_blocks:
+            recompute_activations(model, train.checkpoint_every_n_blocks)
+        shape = (train.micro_batch_size, settings.data.seq_len)
         tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         document_ids = tokens if settings.data.document_masking else None
         batch = Batch(tokens, tokens, tokens.numel(), document_ids)
         meter.now = weights  # the estimate excludes counters and the batch
-        if settings.train.ema_decay is not None:
+        if train.ema_decay is not None:
             meter.now += _trained_bytes(model)
         _give_gradients(model)
         step.optimizers.step()  # the first step creates the optimizer state
         step.optimizers.zero_grad()
-        with fused_kernels(step.model, step.kernels):
-            loss = step.model(tokens, targets=tokens, document_ids=document_ids)
-        with_activations = meter.now
-        del loss
+        model.make_context(tokens, tokens, document_ids)  # makes tables that stay
         persistent = meter.now
-        if accumulates:  # gradients of earlier micro-batches exist
+        if train.micro_batch_size < train.batch_size:  # gradients of earlier micro-batches exist
             _give_gradients(model)
         meter.peak = meter.now
         step(batch, 1.0)
@@ -160,9 +206,19 @@ def estimate_memory(
         weights=weights,
         gradients=gradients,
         optimizer=persistent - weights,
-        activations=with_activations - persistent,
-        peak=meter.peak,
+        activations=activations,
+        peak=meter.peak + WORKSPACES.get(device.type, 0),
     )
+
+
+def _stand_in_for_compiler(step: TrainingStep) -> None:
+    """Let the parts of a step outside the blocks take the memory that they take when compiled."""
+    step.model.is_compiled = True
+    if step.device.type != "cuda":
+        return
+    for optimizer in step.optimizers.optimizers:
+        if isinstance(optimizer, Muon):
+            optimizer.normalize_rows = _normalized
 
 
 def _trained_bytes(model: Thinker) -> int:
