@@ -141,12 +141,8 @@ def estimate_memory(
         try:
             return _trace_step(settings, device, counts_programs=True)
         except Exception as error:  # of any kind, as torch's compiler changes
-            print(
-                f"memory is estimated as if nothing were fused: {type(error).__name__}: {error}"[
-                    :200
-                ],
-                file=sys.stderr,
-            )
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"memory is estimated as if nothing were fused: {reason[:150]}", file=sys.stderr)
     return _trace_step(settings, device, counts_programs=False)
 
 
