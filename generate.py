@@ -236,8 +236,8 @@ def add_performance_flags(parser: ArgumentParser) -> None:
     int8_help = "the same as --bits 8"
     bits.add_argument("--int8", dest="bits", action="store_const", const=8, help=int8_help)
     compile_help = (
-        "compile decoding: on a CPU with its C compiler (default, if there is one), "
-        "on a GPU with torch"
+        "use kernels compiled by a C compiler on a CPU (default, if there is one), on a GPU "
+        "by Triton (default, if they know the model) or by torch"
     )
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help=compile_help)
     border = group.add_mutually_exclusive_group()

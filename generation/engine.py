@@ -40,7 +40,8 @@ class Generator:
         use_cache: False: recompute all positions at every step, for comparison.
         dtype: of weights, activations and cache; also a name, such as "bf16".
         bits: store the weights in 8 or 4 bits, or by matrix (generation/mixed_bits.py).
-        compile: on a CPU: kernels in C (default: if they compile); on a GPU: CUDA graphs.
+        compile: on a CPU: kernels in C (default: if they compile); on a GPU: CUDA graphs of fused
+            kernels (default: if they know the model), or of what torch compiles.
         window: attend to the newest `window` positions, in texts of any length.
         sinks: with `window`, also attend to the first `sinks` positions.
         cache_bits: 8 or 4: store keys and values in so few bits (caches/quantized_cache.py).
