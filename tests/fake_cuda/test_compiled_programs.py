@@ -51,7 +51,6 @@ def test_training_compiles_few_programs(gpu, programs, options):
     n_blocks = (
         2 if options["lora_rank"] else 1
     )  # the embedding is frozen: the first block's input needs no gradient
-    n_muon = (
-        6 if options["optimizer"] == "muon" else 0
-    )  # shapes: those of the q, k, o, up and down matrices, and the head
+    # Shapes: those of the q, k, o, up and down matrices, and the head; one for all momenta.
+    n_muon = 6 + 1 if options["optimizer"] == "muon" else 0
     assert programs() == n_blocks + 1 + n_muon  # one for the loss

@@ -13,6 +13,7 @@ from thinker.generation.decoders import compiled_decoder as compiled_decode
 from thinker.generation.decoders.quantized_linear import QuantizedLinear
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.kernels import flex_attention, linear_cross_entropy
+from thinker.training.optim import muon
 
 CUDA = torch.device("cuda:0")
 OPTIONS = {"precision": "bf16", "optimizer": "muon", "attention": "full", "positions": "rope", "documents": False,
@@ -42,8 +43,9 @@ def programs(monkeypatch):
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield found
-    for compiled in (flex_attention._compiled, linear_cross_entropy._compiled):
-        compiled.cache_clear()
+    for module in (flex_attention, linear_cross_entropy, muon):
+        module._compiled.cache_clear()
+    muon._compiled_momenta.cache_clear()
 
 
 @pytest.mark.parametrize(

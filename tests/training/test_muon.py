@@ -182,6 +182,47 @@ def test_rows_are_normalized_by_a_compiled_program_too(monkeypatch, dtype, is_ba
             assert ours.dtype == torch.float32
 
 
+def _momentum_case(shape, is_bad):
+    generator = torch.Generator().manual_seed(4)
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(3)]
+    states = []
+    for parameter in parameters:
+        parameter.grad = torch.randn(shape, generator=generator)
+        states.append({"momentum_buffer": torch.randn(shape, generator=generator)})
+    if is_bad:
+        parameters[1].grad[0, 0] = float("nan")
+    return parameters, states
+
+
+@pytest.mark.parametrize("is_bad", [None, False, True])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_momenta_are_updated_by_one_compiled_program_too(monkeypatch, dtype, nesterov, is_bad):
+    """is_bad None: no step may be skipped."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    compiled = muon._compiled_momenta.__wrapped__()
+    monkeypatch.setattr(muon, "_compiled_momenta", lambda: compiled)
+    skip = None if is_bad is None else torch.tensor(is_bad)
+    for shape in [(8, 5), (5, 8), (6, 9)]:
+        group = {"momentum": 0.95, "nesterov": nesterov}
+        found = {}
+        for name in ("_momentum_updates", "_compiled_momentum_updates"):
+            parameters, states = _momentum_case(shape, is_bad)
+            optimizer = Muon(parameters, dtype)
+            updates = getattr(optimizer, name)(group, parameters, states, skip).to(dtype)
+            found[name] = [updates, *(state["momentum_buffer"] for state in states)]
+        for ours, known in zip(found["_compiled_momentum_updates"], found["_momentum_updates"]):
+            torch.testing.assert_close(ours, known)
+            assert ours.isfinite().all()
+        if is_bad:
+            _, states = _momentum_case(shape, is_bad)
+            for ours, state in zip(found["_compiled_momentum_updates"][1:], states):
+                assert torch.equal(ours, state["momentum_buffer"])
+    assert counter.frame_count == 1
+
+
 def test_nothing_stays_nothing():
     assert torch.equal(orthogonalize(torch.zeros(2, 4, 6)), torch.zeros(2, 4, 6))
     assert torch.equal(

@@ -107,7 +107,10 @@ class Muon(torch.optim.Muon):
         """Update n matrices of one shape, whose rows `ranks` may share."""
         shape = parameters[0].shape
         states = [self.state[parameter] for parameter in parameters]
-        updates = self._momentum_updates(group, parameters, states, skip)
+        if self.is_compiled and ranks is None:
+            updates = self._compiled_momentum_updates(group, parameters, states, skip)
+        else:
+            updates = self._momentum_updates(group, parameters, states, skip)
         updates = updates.to(self.dtype)  # (n, rows, columns)
         if ranks is None:
             updates = orthogonalize(updates)
@@ -168,6 +171,22 @@ class Muon(torch.optim.Muon):
         if not group["nesterov"]:
             return torch.stack(momenta)
         return torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
+
+    def _compiled_momentum_updates(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        states: list[dict[str, Tensor]],
+        skip: Tensor | None,
+    ) -> Tensor:
+        """As _momentum_updates(), in `dtype`, with little more than half of the memory traffic."""
+        buffers = [state["momentum_buffer"] for state in states]
+        momenta = torch.stack(buffers)  # (n, rows, columns)
+        grads = torch.stack([parameter.grad for parameter in parameters])
+        options = (group["momentum"], group["nesterov"], skip, self.dtype)
+        new_momenta, updates = _compiled_momenta()(grads.flatten(), momenta.flatten(), *options)
+        torch._foreach_copy_(buffers, new_momenta.view(momenta.shape).unbind())
+        return updates.view(momenta.shape)
 
 
 def muon_and_adamw(parts: OptimizerParts) -> list[torch.optim.Optimizer]:
@@ -251,3 +270,35 @@ def _compiled() -> Callable:
     """Compiled normalize_rows(), made at its first use because importing the compiler takes
     seconds."""
     return torch.compile(normalize_rows, fullgraph=True, dynamic=False)
+
+
+def next_momenta(
+    grads: Tensor,
+    momenta: Tensor,
+    momentum: float,
+    nesterov: bool,
+    skip: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The momenta after a step (unchanged if `skip`) and the updates in `dtype`, all of one
+    shape."""
+    if skip is not None:  # interpolating momentum with itself leaves it unchanged
+        grads = torch.where(skip, momenta, grads)
+    momenta = momenta.lerp(grads, 1 - momentum)
+    updates = momenta
+    if nesterov:
+        updates = grads.lerp(momenta, momentum)
+    return momenta, updates.to(dtype)
+
+
+@cache
+def _compiled_momenta() -> Callable:
+    """Compiled next_momenta(): one kernel, and one program for all sizes of flat tensors."""
+    compiled = torch.compile(next_momenta, fullgraph=True)
+
+    def call(grads: Tensor, momenta: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        for tensor in (grads, momenta):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(grads, momenta, *options)
+
+    return call
