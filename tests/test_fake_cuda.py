@@ -47,8 +47,15 @@ def test_everything_compiles_for_sm90():
 
 
 @needs_compiler
-@pytest.mark.stress
 @pytest.mark.skipif(torch.version.cuda is not None, reason="one of those above")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, but no GPU")
-def test_decode_kernels_compile_for_sm90():
-    run(FOLDER.parent / "sm90" / "run.py", FOLDER.parent / "sm90" / "test_decode_kernels.py")
+@pytest.mark.parametrize(
+    "cards",
+    [
+        pytest.param("sm_90-bf16-overlap", id="h100"),
+        pytest.param("not sm_90-bf16-overlap", id="others", marks=pytest.mark.stress),
+    ],
+)
+def test_decode_kernels_compile(cards):
+    folder = FOLDER.parent / "sm90"
+    run(folder / "run.py", folder / "test_fused_kernels.py", "-k", cards)

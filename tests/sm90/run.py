@@ -1,6 +1,6 @@
 """Run the tests of this folder: python tests/sm90/run.py [paths and options of pytest].
 
-All but test_decode_kernels.py need torch's CUDA build.
+All but test_fused_kernels.py need torch's CUDA build.
 """
 
 import sys
