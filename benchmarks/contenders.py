@@ -1,6 +1,7 @@
 """Contenders in separate processes: they warm up in parallel, then take turns on the device."""
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -21,15 +22,23 @@ from thinker.training.metrics import MemoryMeter
 
 PRELOADED = ["thinker.benchmarks.gpu.gpu", "torch._dynamo"]
 WARM_UP_SHARE = 0.8  # of the time of a race; contenders that are not ready then are left out
-MEMORY_GB = 130  # of contenders that warm up side by side, by their own estimates; on an H200
 start_method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
+def no_facts() -> dict[str, Any]:
+    """Nothing is known only later."""
+    return {}
+
+
 class Calls(NamedTuple):
-    """Calls of a contender by name, and facts that need no measurement."""
+    """Calls of a contender by name, and facts that need no measurement.
+
+    `late_facts` returns those that are known once each call has run.
+    """
 
     calls: dict[str, Callable[[], Any]]
     facts: dict[str, Any]
+    late_facts: Callable[[], dict[str, Any]] = no_facts
 
 
 class Contender(NamedTuple):
@@ -147,10 +156,13 @@ def _send_all(
 
 def race(
     contenders: list[Contender], device: torch.device, rounds: int, deadline: float, n_at_once: int = 1,
-    min_seconds: float = 0.0, **options: Any,
+    min_seconds: float = 0.0, memory_gb: float = math.inf, **options: Any,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Warm all contenders up, `n_at_once` side by side, then let them take turns. Yields one result
     for each.
+
+    Those that warm up side by side may need `memory_gb` in all, by their own estimates; one that
+    needs more warms up alone.
 
     A result has the `name`, and the `error` or: `first_s` and `seconds` (one per round, each the
     median over at least `min_seconds`) of each call, `peak_memory_bytes` and the facts. `deadline`
@@ -163,7 +175,7 @@ def race(
             busy = [each for each in contenders if each.name in workers and each.name not in ready]
             memory = sum(each.gigabytes for each in busy)
             if waiting and (
-                not busy or (len(busy) < n_at_once and memory + waiting[0].gigabytes <= MEMORY_GB)
+                not busy or (len(busy) < n_at_once and memory + waiting[0].gigabytes <= memory_gb)
             ):
                 each = waiting.pop(0)
                 workers[each.name] = Worker(
@@ -214,11 +226,12 @@ def _contend(
 ) -> None:
     configure_backend(device)
     meter = MemoryMeter(device)
-    calls, facts = make(*args)
+    calls, facts, late_facts = make(*args)
     first = {name: measure_seconds(call, device) for name, call in calls.items()}
     for call in calls.values():
         call()
     free_cache(device)
+    facts |= late_facts()
     connection.send((None, {"first_s": first, "peak_memory_bytes": meter.peak(), **facts}))
     while True:
         connection.recv()

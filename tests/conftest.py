@@ -98,7 +98,6 @@ def examples(number):
 # products of options. A path names a file, or a folder with all its files.
 MORE = (
     "commands/test_benchmark_command.py",
-    "commands/test_fused_decoding.py",
     "commands/test_gpu_benchmark.py",
     "commands/test_tune_command.py",
     "features/pruning/test_pruned_report.py",

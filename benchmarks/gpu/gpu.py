@@ -1,7 +1,8 @@
-"""All GPU measurements, in two parts of nine minutes each."""
+"""All GPU measurements, in parts of eight minutes each."""
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,18 +18,21 @@ import torch
 from thinker.benchmarks import contenders
 from thinker.benchmarks.contenders import stream
 from thinker.benchmarks.gpu import (
-    fused_decoding,
+    first_text,
     gpu_commands,
     gpu_decoding,
     gpu_serving,
     gpu_training,
+    tile_search,
     whole_path,
 )
-from thinker.benchmarks.gpu.gpu_plots import plot_part
+from thinker.benchmarks.gpu.gpu_commands import CUDA_TESTS, FUSED_TESTS
+from thinker.benchmarks.gpu.gpu_plots import PLOTS
 from thinker.benchmarks.gpu.gpu_training import Campaign, Results
 from thinker.runtime.errors import RunError, UserError
 
 REPORT_SECONDS = 8.0  # for the plots
+USABLE_MEMORY = 0.9  # of a device, for contenders that warm up side by side
 ENVIRONMENT = {  # of all processes
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for a GPU must not open it: workers are forked
     "TORCHINDUCTOR_COMPILE_THREADS": "4",  # per contender
@@ -51,23 +55,39 @@ class Stage(NamedTuple):
     run: Callable[[Campaign, float], Results]
 
 
+DECODING = (
+    Stage("decoding, 124m", 1.8, partial(gpu_decoding.decode, "124m")),
+    Stage("decoding, 1.1b", 1.4, partial(gpu_decoding.decode, "1.1b")),
+)
+SERVING = Stage("serving", 1.2, gpu_serving.serving)
+PROFILE = Stage("profile", 1.0, gpu_training.profile)
 PARTS = {
+    # What is least known comes first.
+    "first": (
+        Stage("fused decoder", 1.4, partial(gpu_commands.cuda_tests, FUSED_TESTS)),
+        Stage("first text", 1.0, first_text.first_text),
+        *DECODING,
+        Stage("whole path", 3.6, whole_path.whole_path),
+        SERVING,
+        Stage("training rate", 1.4, gpu_training.training_rate),
+        PROFILE,
+    ),
+    # Training
     "A": (
-        Stage("whole path", 4.0, whole_path.whole_path),
         Stage("facts", 0.5, gpu_training.facts),
         Stage("training, 124m", 2.6, partial(gpu_training.train_beside, "124m")),
-        Stage("profile", 1.0, gpu_training.profile),
+        PROFILE,
         Stage("training, 350m", 2.8, partial(gpu_training.train_beside, "350m")),
-        Stage("cuda tests", 2.4, gpu_commands.cuda_tests),
-    ),
-    "B": (
-        Stage("decoding, 124m", 1.6, partial(gpu_decoding.decode, "124m")),
-        Stage("decoding, 1.1b", 2.0, partial(gpu_decoding.decode, "1.1b")),
-        Stage("fused decoding", 1.0, fused_decoding.fused_decoding),
-        Stage("serving", 1.2, gpu_serving.serving),
-        Stage("attention", 1.0, gpu_decoding.attention),
         Stage("precisions", 0.9, gpu_training.precisions),
         Stage("real training", 4.5, gpu_commands.real_training),
+    ),
+    # Decoding, serving, kernels, and every test that needs a GPU
+    "B": (
+        Stage("cuda tests", 2.4, partial(gpu_commands.cuda_tests, CUDA_TESTS)),
+        *DECODING,
+        SERVING,
+        Stage("tiles", 1.2, tile_search.tile_search),
+        Stage("attention", 1.0, gpu_decoding.attention),
     ),
 }
 
@@ -76,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("--part", choices=PARTS, help="part to run")
     parser.add_argument(
-        "--minutes", type=float, default=9.0, help="time limit of the part in minutes"
+        "--minutes", type=float, default=8.0, help="time limit of the part in minutes"
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for results.jsonl, log.txt and plots"
@@ -94,7 +114,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.imports:
         return {"packages": import_closure()}
     if arguments.part is None or arguments.out is None:
-        raise UserError("gpu needs --part A --out DIR, --part B --out DIR, or --imports")
+        raise UserError("gpu needs --part first, A or B with --out DIR, or --imports")
     os.environ.update(ENVIRONMENT)
     if not arguments.rehearse and not torch.cuda.is_available():
         raise UserError("no CUDA GPU is available; --rehearse runs every stage on the CPU")
@@ -105,19 +125,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     device, precision = (
         (torch.device("cpu"), "fp32") if arguments.rehearse else (torch.device("cuda"), "bf16")
     )
-    campaign = Campaign(device, precision, arguments.rehearse, options)
-    try:
-        recorder.write(
-            "start", next(stream(try_device, device, deadline=time.monotonic() + 90, **options))
-        )
-    except (RunError, TimeoutError) as error:
-        recorder.write("start", {"name": "forked workers", "note": f"not used: {error}"})
-        contenders.start_method = "spawn"
+    worker = first_worker(device, recorder, options)
+    recorder.card = worker.get("card")
+    memory_gb = USABLE_MEMORY * worker.get("memory_bytes", math.inf) / 1e9
+    campaign = Campaign(device, precision, arguments.rehearse, options, memory_gb)
     stages = PARTS[arguments.part]
     for index, stage in enumerate(stages):
         share = stage.weight / sum(each.weight for each in stages[index:])
         run_stage(stage, campaign, time.monotonic() + share * (end - time.monotonic()), recorder)
-    for name, plot in plot_part(arguments.part).items():
+    for name, plot in PLOTS[arguments.part].items():
         try:
             plot(recorder.results, arguments.out / name)
         except Exception:
@@ -130,11 +146,16 @@ class Recorder:
     """Writes each result to a file as soon as it is available, and prints a summary."""
 
     def __init__(self, path: Path, part: str) -> None:
-        self.path, self.part, self.results = path, part, []
+        self.path = path
+        self.part = part
+        self.card: str | None = None
+        self.results: list[dict[str, Any]] = []
 
     def write(self, stage: str, result: dict[str, Any]) -> None:
-        """Append a result, with its part and stage, as a line of JSON."""
+        """Append a result, with its part, stage and card, as a line of JSON."""
         line = {"part": self.part, "stage": stage, **result}
+        if self.card is not None:
+            line["card"] = self.card
         self.results.append(line)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -161,10 +182,30 @@ def run_stage(stage: Stage, campaign: Campaign, deadline: float, recorder: Recor
     )
 
 
+def first_worker(
+    device: torch.device, recorder: Recorder, options: dict[str, Any]
+) -> dict[str, Any]:
+    """What a first worker knows of the device; all are spawned where a forked one fails, because
+    an import has touched the GPU."""
+    for method in dict.fromkeys((contenders.start_method, "spawn")):
+        contenders.start_method = method
+        try:
+            found = next(stream(try_device, device, deadline=time.monotonic() + 60, **options))
+        except (RunError, TimeoutError) as error:
+            recorder.write("start", {"name": method, "note": f"not used: {error}"})
+            continue
+        recorder.write("start", found)
+        return found
+    return {}
+
+
 def try_device(device: torch.device) -> Results:
-    """Show that a worker can use the device; a forked one cannot where an import has touched a
-    GPU."""
-    yield {"name": "worker", "sum": float(torch.ones(2, device=device).sum())}
+    """The name and the memory of the device, as a worker sees it."""
+    result: dict[str, Any] = {"name": "worker", "sum": float(torch.ones(2, device=device).sum())}
+    if device.type == "cuda":
+        result["card"] = torch.cuda.get_device_name()
+        result["memory_bytes"] = torch.cuda.mem_get_info()[1]
+    yield result
 
 
 def import_closure() -> dict[str, list[str]]:

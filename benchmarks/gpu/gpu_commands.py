@@ -23,23 +23,24 @@ from thinker.benchmarks.gpu.gpu_training import Campaign, Results
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG_TEST = "test_bf16_compiled_follows_fp32_resumes_and_samples"
-CUDA_TESTS = sorted(map(str, ROOT.glob("tests/**/test_cuda*.py")))
+CUDA_TESTS = tuple(sorted(map(str, ROOT.glob("tests/**/test_cuda*.py"))))
+FUSED_TESTS = (str(ROOT / "tests" / "generation" / "test_cuda_fused_decoder.py"),)
 OUTCOME = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] |tests/.* )(PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE
 )
 MAX_CORPUS_BYTES = 100_000_000
 
 
-def cuda_tests(campaign: Campaign, deadline: float) -> Results:
-    """The tests that need a GPU, in parallel if pytest-xdist is there, and the long training test
-    beside them."""
+def cuda_tests(files: tuple[str, ...], campaign: Campaign, deadline: float) -> Results:
+    """Tests that need a GPU, in parallel if pytest-xdist is there, and the long training test
+    beside all others."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         command = [
             sys.executable,
             "-m",
             "pytest",
-            *CUDA_TESTS,
+            *files,
             "-m",
             "cuda",
             "-vv",
@@ -51,7 +52,8 @@ def cuda_tests(campaign: Campaign, deadline: float) -> Results:
             ["-n", str(n_workers)] if importlib.util.find_spec("xdist") and n_workers > 1 else []
         )
         commands = {"tests": [*command, *parallel, "-k", f"not {LONG_TEST}"]}
-        if importlib.util.find_spec("rustbpe") and not campaign.is_rehearsal:
+        has_long_test = files == CUDA_TESTS and not campaign.is_rehearsal
+        if has_long_test and importlib.util.find_spec("rustbpe"):
             commands["long training test"] = [*command, "-k", LONG_TEST]
         running = {
             name: stack.enter_context(Command(line, folder / f"{index}.txt"))

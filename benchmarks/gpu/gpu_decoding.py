@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,52 +16,91 @@ from thinker.benchmarks.speed.decode import make_random_model, make_variant
 from thinker.model.patterns.pattern_parser import parse_pattern
 from thinker.runtime.device import DTYPES
 
-DECODING = (  # those that compile longest first
-    "transformers-bf16-compiled", "transformers-bf16-compiled@32", "transformers-bf16-compiled@256", "bf16-compiled",
-    "bf16-compiled@32", "bf16-compiled@256", "int8-compiled", "int8-compiled@32", "bf16", "bf16@32", "bf16@256",
-    "int8", "transformers-bf16",
-)  # fmt: skip
-REHEARSED_DECODING = ("fp32-compiled", "bf16@2", "int8-compiled", "transformers-fp32")
+DECODING = {  # by model; names as in benchmarks.speed.decode
+    "124m": (
+        "bf16-compiled", "bf16-compiled@32", "bf16-compiled@256", "int8-compiled",
+        "transformers-bf16-compiled", "transformers-bf16-compiled@32", "transformers-bf16-compiled@256",
+        "bf16-inductor", "bf16-inductor@32", "bf16-inductor@256", "int8-inductor",
+    ),
+    "1.1b": ("bf16-compiled", "int8-compiled", "transformers-bf16-compiled", "bf16-inductor", "int8-inductor"),
+}  # fmt: skip
+REHEARSED_DECODING = (
+    "fp32-compiled",
+    "fp32-inductor",
+    "bf16@2",
+    "int8-compiled",
+    "transformers-fp32",
+)
+CONTENDER_GB = {"124m": 6.0, "1.1b": 12.0}
+COPIED_BYTES = 2**30
+REHEARSED_BYTES = 2**20
 MAX_SCORES_LENGTH = 4096  # for patterns whose reference holds all scores
 
 
 def decode(shape: str, campaign: Campaign, deadline: float) -> Results:
-    """Decoding by precision and batch, beside transformers with a static cache; names as in
-    benchmarks.decode."""
-    names, (n_prompt, n_new) = DECODING, (32, 128)
-    if campaign.is_rehearsal:  # importing transformers once is enough
-        names, (n_prompt, n_new) = (
-            REHEARSED_DECODING if shape == "124m" else REHEARSED_DECODING[:-1],
-            (8, 4),
-        )
+    """Decoding with our kernels, with Inductor's, and by transformers with a static cache, in turns.
+
+    The limit of a step is its bytes at the rate of a copy, which takes its turns, too.
+    """
+    names, (n_prompt, n_new) = DECODING[shape], (32, 128)
+    gigabytes = CONTENDER_GB[shape]
+    if campaign.is_rehearsal:
+        names, (n_prompt, n_new) = REHEARSED_DECODING, (8, 4)
+        if shape != "124m":  # importing transformers once is enough
+            names = names[:-1]
         shape = "tiny"
-    contenders = [
-        Contender(name, decoding_calls, (shape, name, n_prompt, n_new, campaign.device), 8.0)
-        for name in names
-    ]
-    for result in race(
-        contenders, campaign.device, 3, deadline, campaign.n_at_once, **campaign.options
-    ):
+    n_bytes = REHEARSED_BYTES if campaign.is_rehearsal else COPIED_BYTES
+    contenders = [Contender("copy", copy_calls, (n_bytes, campaign.device), 3.0)]
+    for name in names:
+        arguments = (shape, name, n_prompt, n_new, campaign.device)
+        contenders.append(Contender(name, decoding_calls, arguments, gigabytes))
+    options = {"n_at_once": campaign.n_at_once, "memory_gb": campaign.memory_gb}
+    copy_rate = None
+    for result in race(contenders, campaign.device, 5, deadline, **options, **campaign.options):
         if "error" not in result:
-            prefill_s, total_s = (
-                statistics.median(seconds) for seconds in result["seconds"].values()
-            )
-            step_s = max(1e-9, total_s - prefill_s) / (n_new - 1)  # noise may exceed a few tokens
-            result |= {"first_token_s": prefill_s, "step_s": step_s, "tokens_per_second": result["batch"] / step_s,
-                       "bytes_per_second": result["step_bytes"] / step_s}  # fmt: skip
+            medians = [statistics.median(seconds) for seconds in result["seconds"].values()]
+            if result["name"] == "copy":  # the first result
+                copy_rate = result["copied_bytes"] / medians[0]
+                result["bytes_per_second"] = copy_rate
+            else:
+                result |= rates(result, *medians, n_new, copy_rate)
         yield result
+
+
+def rates(
+    result: dict[str, Any], first_s: float, total_s: float, n_new: int, copy_rate: float | None
+) -> dict[str, Any]:
+    """Speeds of a step, from the seconds of one token and of `n_new` tokens."""
+    step_s = max(1e-9, total_s - first_s) / (n_new - 1)  # noise may exceed a few tokens
+    bytes_per_second = result["step_bytes"] / step_s
+    found = {
+        "first_token_s": first_s,
+        "step_s": step_s,
+        "tokens_per_second": result["batch"] / step_s,
+        "bytes_per_second": bytes_per_second,
+    }
+    if copy_rate is not None:
+        found["share_of_limit"] = bytes_per_second / copy_rate
+    return found
+
+
+def copy_calls(n_bytes: int, device: torch.device) -> Calls:
+    """Copy so many bytes of memory; what is read and what is written counts."""
+    source = torch.randint(2**31 - 1, (n_bytes // 4,), dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    return Calls({"copy": partial(target.copy_, source)}, {"copied_bytes": 2 * source.nbytes})
 
 
 def decoding_calls(shape: str, name: str, n_prompt: int, n_new: int, device: torch.device) -> Calls:
     """Generate one token, and `n_new` of them."""
-    variant = make_variant(
-        make_random_model(shape, n_prompt + n_new, device), name, n_prompt, n_new
-    )
+    model = make_random_model(shape, n_prompt + n_new, device)
+    variant = make_variant(model, name, n_prompt, n_new)
     calls = {
         "first token": partial(variant.generate, 1),
         "all tokens": partial(variant.generate, n_new),
     }
-    return Calls(calls, {"shape": shape, "batch": variant.batch, "step_bytes": variant.step_bytes})
+    facts = {"shape": shape, "batch": variant.batch, "step_bytes": variant.step_bytes}
+    return Calls(calls, facts, lambda: {"report": variant.report()})
 
 
 def attention(campaign: Campaign, deadline: float) -> Results:
@@ -90,6 +130,7 @@ def attention(campaign: Campaign, deadline: float) -> Results:
     ]
     options = {
         "n_at_once": campaign.n_at_once,
+        "memory_gb": campaign.memory_gb,
         "min_seconds": 0.0 if campaign.is_rehearsal else 0.02,
     }
     for result in race(contenders, campaign.device, 3, deadline, **options, **campaign.options):

@@ -10,21 +10,6 @@ from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 Rows = list[dict[str, Any]]
 
 
-def plot_part(part: str) -> dict[str, Callable[[Rows, Path], None]]:
-    """Return the plot functions of a part by file name."""
-    if part == "A":
-        return {
-            "training.png": partial(plot_rates, ("training, 124m", "training, 350m")),
-            "profile.png": plot_profile,
-        }
-    plot_decoding = partial(plot_rates, ("decoding, 124m", "decoding, 1.1b"))
-    return {
-        "decoding.png": plot_decoding,
-        "attention.png": plot_attention,
-        "losses.png": plot_losses,
-    }
-
-
 def select(rows: Rows, stage: str, key: str) -> Rows:
     """The results of a stage that have a key."""
     return [row for row in rows if row["stage"] == stage and row.get(key) is not None]
@@ -118,3 +103,15 @@ def plot_losses(rows: Rows, path: Path) -> None:
         if axes.lines:
             axes.legend(frameon=False)
     figure.savefig(path)
+
+
+DECODING = partial(plot_rates, ("decoding, 124m", "decoding, 1.1b"))
+PLOTS: dict[str, dict[str, Callable[[Rows, Path], None]]] = {  # by part and file name
+    "first": {"decoding.png": DECODING, "profile.png": plot_profile},
+    "A": {
+        "training.png": partial(plot_rates, ("training, 124m", "training, 350m")),
+        "profile.png": plot_profile,
+        "losses.png": plot_losses,
+    },
+    "B": {"decoding.png": DECODING, "attention.png": plot_attention},
+}

@@ -1,6 +1,7 @@
 """GPU stages: facts, training steps compared with baselines, a profile, losses by precision."""
 
 import importlib.metadata
+import math
 import os
 import re
 import subprocess
@@ -46,6 +47,7 @@ class Campaign(NamedTuple):
     precision: str
     is_rehearsal: bool  # every stage at toy size
     options: dict[str, Any]  # of each Worker
+    memory_gb: float = math.inf  # of the device
 
     def shape(self, name: str) -> Shape:
         """A shape of benchmarks.train, or a tiny one with two micro-batches."""
@@ -127,27 +129,54 @@ def train_beside(name: str, campaign: Campaign, deadline: float) -> Results:
     Two of ours have twice the micro-batch, one of them heads of twice the width.
     """
     shape = campaign.shape(name)
-    size, heads = shape.micro_batch_size * 2, shape.n_heads // 2
-    large = shape._replace(micro_batch_size=size, n_micro_batches=shape.n_micro_batches // 2)
+    large = with_large_batches(shape)
+    size = large.micro_batch_size
     cases = {  # with the gigabytes they may need; those that compile longest first
         "plain compiled, adamw": (shape, 30),
         "transformers compiled, adamw": (shape, 40),
         "thinker compiled, muon": (shape, 20),
-        f"thinker compiled, muon, micro-batch {size}, {heads} heads": (
-            large._replace(n_heads=heads),
-            35,
-        ),
+        **wide_heads(large),
         "thinker compiled, adamw": (shape, 20),
         f"thinker compiled, muon, micro-batch {size}": (large, 35),
     }
     if campaign.is_rehearsal and name != "124m":  # importing transformers once is enough
         del cases["transformers compiled, adamw"]
+    return race_steps(cases, campaign, deadline)
+
+
+def training_rate(campaign: Campaign, deadline: float) -> Results:
+    """Steps of 124M parameters, as its config trains them, beside those of a plain GPT."""
+    shape = campaign.shape("124m")
+    cases = {**wide_heads(with_large_batches(shape)), "plain compiled, adamw": (shape, 30)}
+    return race_steps(cases, campaign, deadline)
+
+
+def with_large_batches(shape: Shape) -> Shape:
+    """The same step in half as many micro-batches."""
+    n_micro_batches = shape.n_micro_batches // 2
+    return shape._replace(
+        micro_batch_size=shape.micro_batch_size * 2, n_micro_batches=n_micro_batches
+    )
+
+
+def wide_heads(shape: Shape) -> dict[str, tuple[Shape, float]]:
+    """Ours with half as many heads, with its name and the gigabytes that it may need."""
+    heads = shape.n_heads // 2
+    name = f"thinker compiled, muon, micro-batch {shape.micro_batch_size}, {heads} heads"
+    return {name: (shape._replace(n_heads=heads), 35)}
+
+
+def race_steps(
+    cases: dict[str, tuple[Shape, float]], campaign: Campaign, deadline: float
+) -> Results:
+    """Steps of each case in turn; see train_beside()."""
     args = campaign.device, campaign.precision
     contenders = [
         contender(case, shape, *args, gigabytes) for case, (shape, gigabytes) in cases.items()
     ]
     options = {
         "n_at_once": campaign.n_at_once,
+        "memory_gb": campaign.memory_gb,
         "min_seconds": 0.0 if campaign.is_rehearsal else 1.0,
     }
     for result in race(contenders, campaign.device, 3, deadline, **options, **campaign.options):

@@ -407,6 +407,8 @@ def gpu_decoding(results: Results) -> Table:
     names = {
         "bf16-compiled": "Thinker, `--compile`",
         "int8-compiled": "Thinker, 8 bits, `--compile`",
+        "bf16-inductor": "Thinker, torch.compile alone",
+        "int8-inductor": "Thinker, 8 bits, torch.compile alone",
         "transformers-bf16-compiled": "transformers, compiled",
         "bf16": "Thinker",
         "int8": "Thinker, 8 bits",

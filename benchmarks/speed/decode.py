@@ -53,8 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=int, default=5, help="timing rounds; medians are reported"
     )
-    variants_help = "list of [transformers-]PRECISION[-eager|-compiled][@BATCH], or llama.cpp-q8_0, -q4_0, -f16, "
-    variants_help += "-f32 (default: depends on the device)"
+    variants_help = "list of [transformers-]PRECISION[-eager|-compiled|-inductor][@BATCH], or llama.cpp-q8_0, -q4_0, "
+    variants_help += (
+        "-f16, -f32 (default: depends on the device); inductor: torch.compile without our kernels"
+    )
     parser.add_argument("--variants", metavar="NAME,...", help=variants_help)
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot the decoding speeds")
 
@@ -110,6 +112,7 @@ class Variant(NamedTuple):
     # read by a step: each matrix once, and the keys and values of each row halfway through the run
     step_bytes: int
     generate: Callable[[int], Any]
+    report: Callable[[], str] = str  # what the decoder says of itself, once it has run
 
 
 def make_random_model(shape: str, max_seq_len: int, device: torch.device) -> Thinker:
@@ -133,7 +136,8 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
     label, _, batch_text = name.partition("@")
     words = label.split("-")
     is_transformers, is_llama_cpp = words[0] == "transformers", words[0] == "llama.cpp"
-    compile = {"compiled": True, "eager": False}.get(words[-1])
+    form = words[-1]
+    compile = {"compiled": True, "eager": False, "inductor": False}.get(form)
     precision = words[1] if (is_transformers or is_llama_cpp) and len(words) > 1 else words[0]
     supported = [*DTYPES, *BITS]
     if is_llama_cpp:
@@ -147,6 +151,7 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
     batch, dtype = int(batch_text or 1), DTYPES.get(precision)
     if dtype is None:  # 8 or 4 bits, whose activations have another precision
         dtype = torch.bfloat16 if model.device.type == "cuda" else torch.float32
+    report: Callable[[], str] = str
     if is_transformers:
         generate, n_bytes = transformers_generate(model, batch, n_prompt, dtype, bool(compile))
     elif is_llama_cpp:
@@ -155,13 +160,18 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
     else:
         options = {"dtype": dtype, "bits": BITS.get(precision), "compile": compile}
         generator = Generator(model, make_tokenizer("byte", []), **options)
+        if form == "inductor":
+            from thinker.generation.decoders.compiled_decoder import CompiledDecoder
+
+            generator.decoder = CompiledDecoder(generator.model)
+        report = generator.decoder.report
         generate, n_bytes = (
             thinker_generate(generator, batch, n_prompt),
             matrix_bytes(generator.model),
         )
     kv_per_token = 2 * model.config.n_layers * model.config.n_kv_heads * model.config.head_dim
     cache_bytes = batch * (n_prompt + n_new // 2) * kv_per_token * dtype.itemsize
-    return Variant(label, batch, n_bytes + cache_bytes, generate)
+    return Variant(label, batch, n_bytes + cache_bytes, generate, report)
 
 
 def make_prompts(batch: int, n_prompt: int) -> list[list[int]]:
