@@ -11,13 +11,13 @@ from torch import Tensor
 
 from thinker.generation.decoders.inference_model import InferenceNorm
 from thinker.generation.fused import batch_kernels as kernels
-from thinker.generation.fused.decode_buffers import DecodeBuffers, Launch, next_power_of_2
+from thinker.generation.fused.decode_buffers import OPTIONS, DecodeBuffers, Launch, next_power_of_2
 from thinker.model import KVCache, Thinker
 from thinker.model.layers import Linear
 
 PART = 1024  # logits that a program of the sampling kernels reads
 BLOCK = 1024  # values of an MLP that a program reads
-NO_OVERLAP: dict[str, Any] = {"OVERLAP": False, "num_warps": 4}  # cuBLAS does not take part
+NO_OVERLAP = {"OVERLAP": False, "num_warps": 4, **OPTIONS}  # cuBLAS does not take part
 
 
 class Product(NamedTuple):
@@ -101,7 +101,7 @@ class BatchStep(DecodeBuffers):
     def _norm(self, norm: InferenceNorm) -> dict[str, Any]:
         """The constants of a kernel that writes a norm."""
         C = self.model.config.d_model
-        return {"C": C, "EPS": norm.eps, "PADDED": next_power_of_2(C)}
+        return {"C": C, "EPS": norm.eps, "PADDED": next_power_of_2(C), **OPTIONS}
 
     def _residual(self, norm: InferenceNorm) -> Launch:
         arguments = (self.added, self.x, norm.weight, self.normed)
@@ -110,7 +110,7 @@ class BatchStep(DecodeBuffers):
 
     def _activation(self, d_ff: int) -> Launch:
         grid = (self.n_texts, math.ceil(d_ff / BLOCK))
-        constants = {"F": d_ff, "BLOCK": BLOCK}
+        constants = {"F": d_ff, "BLOCK": BLOCK, **OPTIONS}
         return Launch(kernels.activation_kernel, grid, (self.gate_up, self.hidden), constants)
 
 

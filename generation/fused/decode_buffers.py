@@ -16,6 +16,8 @@ MAX_STEPS = 16  # tokens to sample before the host waits for them
 KEYS = 64  # that a program of the attention kernel reads at once
 MAX_SHARES = 16  # programs that share the keys of a head
 SHARED_KEYS = 512  # of the capacity, per such program
+# Of every kernel. Triton means to stop fusing multiplications and additions by itself.
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 ENOUGH_PROGRAMS = 128  # about one per multiprocessor of a large GPU
 
 
@@ -124,7 +126,7 @@ class DecodeBuffers:
         """Summarize the logits of all texts."""
         grid = (self.summary.shape[2], self.n_texts)
         arguments = (self.logits, self.summary, self.temperatures, self.n_ids)
-        constants = {"V": self.logits.shape[1], "ROWS": self.part}
+        constants = {"V": self.logits.shape[1], "ROWS": self.part, **OPTIONS}
         return Launch(sampling_kernels.summary_kernel, grid, arguments, constants)
 
     def sample_launch(self, options: dict[str, Any]) -> Launch:

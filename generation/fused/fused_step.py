@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thinker.generation.decoders.inference_model import FusedAttention, FusedMLP, InferenceNorm
 from thinker.generation.decoders.quantized_linear import QuantizedLinear
 from thinker.generation.fused import product_kernels as kernels
-from thinker.generation.fused.decode_buffers import DecodeBuffers, Launch, next_power_of_2
+from thinker.generation.fused.decode_buffers import OPTIONS, DecodeBuffers, Launch, next_power_of_2
 from thinker.model import KVCache, Thinker
 from thinker.model.layers import Linear
 
@@ -120,7 +120,7 @@ class FusedStep(DecodeBuffers):
 
     def _options(self, n_warps: int) -> dict[str, Any]:
         """Constants of every kernel; the interpreter does not know the option of overlapping."""
-        options = {"OVERLAP": self.overlap, "num_warps": n_warps}
+        options = {"OVERLAP": self.overlap, "num_warps": n_warps, **OPTIONS}
         if self.overlap:
             options["launch_pdl"] = True
         return options
