@@ -228,7 +228,7 @@ def _give_gradients(model: Thinker) -> None:
 
 def usable_fraction(device: torch.device) -> float:
     """Fraction of free memory that tensors can use; allocators lose the rest to fragmentation."""
-    return 0.9 if device.type == "cuda" else 0.6  # 0.6: malloc
+    return 0.95 if device.type == "cuda" else 0.6  # 0.6: malloc
 
 
 def free_memory(device: torch.device, dist: DistContext = SINGLE_PROCESS) -> int:

@@ -81,10 +81,18 @@ def resolve_settings(
         from thinker.training.settings.memory_choices import resolve_parallel
 
         settings = settings.with_train(parallel=resolve_parallel(settings, device, dist))
+    # What fits depends on whether the blocks are compiled. "auto" decides that by a step that is not.
+    settings = settings.with_train(compile=config.train.compile is True)
     micro_batch_size = _resolve_micro_batch_size(config, settings, device, previous, dist)
     settings = settings.with_train(micro_batch_size=dist.broadcast_object(micro_batch_size))
-    compile_blocks = _resolve_compile(config, settings, device, previous, dist)
-    return settings.with_train(compile=dist.broadcast_object(compile_blocks))
+    compile_blocks = dist.broadcast_object(
+        _resolve_compile(config, settings, device, previous, dist)
+    )
+    if compile_blocks == settings.train.compile:
+        return settings
+    settings = settings.with_train(compile=compile_blocks)
+    micro_batch_size = _resolve_micro_batch_size(config, settings, device, previous, dist)
+    return settings.with_train(micro_batch_size=dist.broadcast_object(micro_batch_size))
 
 
 def _saves_sharded(train: TrainConfig, model_config: ThinkerConfig, dist: DistContext) -> bool:
