@@ -1,4 +1,7 @@
-"""The decoder with fused kernels, in Triton's interpreter on a CPU: logits, texts and scores."""
+"""The decoder with fused kernels, in Triton's interpreter on a CPU: logits, texts and scores.
+
+The interpreter is slow, so most of the tests belong to `make test-more`.
+"""
 
 import importlib.util
 import math
@@ -119,7 +122,7 @@ def yield_steps(seed, forms):
 FORMS = [(1, None), (1, 8), (3, None)]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.more)])
 def test_steps_of_drawn_shapes_have_the_logits_of_the_model(seed):
     results = interpret(yield_steps, seed, FORMS)
     for result, (n_texts, _) in zip(results, FORMS, strict=True):
@@ -129,6 +132,7 @@ def test_steps_of_drawn_shapes_have_the_logits_of_the_model(seed):
         assert result["n"] == (5 * 2 + 2 if n_texts == 1 else 8 * 2 + 2)
 
 
+@pytest.mark.more
 def test_a_batch_of_weights_in_8_bits_is_not_expanded():
     (result,) = interpret(yield_steps, 0, [(2, 8)])
     assert result["problem"] == ""
@@ -226,6 +230,7 @@ def yield_texts():
     yield {"problem": fused.decoder.fused_problem, "steps": list(fused.decoder._steps)}
 
 
+@pytest.mark.more
 def test_texts_are_those_of_plain_decoding():
     *results, last = interpret(yield_texts)
     assert last == {"problem": "", "steps": [4, 2]}  # the buffers of a single text were replaced
@@ -248,6 +253,7 @@ def yield_checks(names):
                 yield {"check": check.__name__}
 
 
+@pytest.mark.more
 def test_the_decoder_keeps_the_contract():
     names = [check.__name__ for check in CHECKS]
     assert [result["check"] for result in interpret(yield_checks, names)] == names
