@@ -58,6 +58,10 @@ class CompiledDecoder(PlainDecoder):
         """As Decoder.supports()."""
         return kind is KVCache
 
+    def reads_rows(self, kind: type[KVCache]) -> bool:
+        """As Decoder.reads_rows(): its graphs step all rows of a cache."""
+        return False
+
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """As Decoder.step(). Drafts are read by the model itself."""

@@ -90,6 +90,12 @@ class FusedDecoder(PlainDecoder):
         positions = cache.reserve(B, n_steps - 1)
         return step.sample(sequences, logits, list(range(B)), positions, n_steps)
 
+    def reads_rows(self, kind: type[KVCache]) -> bool:
+        """As Decoder.reads_rows()."""
+        if self.fused_problem and not self.fallback.reads_rows(kind):
+            return False
+        return super().reads_rows(kind)
+
     @torch.no_grad()
     def read(
         self,

@@ -8,9 +8,11 @@ from conftest import examples, random_model
 from pairwise import pairwise
 from torch.nn import functional as F
 
+from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.generation import Generator, SamplingParams
 from thinker.generation.decoders import packed_read
 from thinker.generation.decoders.inference_model import fuse_for_inference
-from thinker.generation.decoders.packed_read import PackedReader, new_reader
+from thinker.generation.decoders.packed_read import PROVED_READS, PackedReader, new_reader
 from thinker.model.attention import Attention
 from thinker.model.kernels.varlen_attention import VarlenRows
 from thinker.runtime.errors import UserError
@@ -26,6 +28,7 @@ OPTIONS = {
     "head_dim": [8, 12],
     "attention": ["full", "window(4) | strided(5)", ["full", "heads(full, window(4))"]],
 }
+TOKENIZER = make_tokenizer("byte", [])
 TOLERANCE = 1e-4
 N_ROWS = 7
 N_TOKENS = 40  # of each text
@@ -208,3 +211,28 @@ def test_the_kernel_is_used_where_it_is_exact(monkeypatch, config, dtype, capabi
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert packed_read._has_varlen(model, masks) is expected
+
+
+@pytest.mark.parametrize("n_per_pass", [5, 2048])
+def test_prompts_of_unequal_lengths_are_read_together(monkeypatch, n_per_pass):
+    model = make_model()
+    plain, packed = (Generator(model, TOKENIZER, compile=False) for _ in range(2))
+    packed.decoder.packs_rows = True  # as on a GPU
+    packed.decoder.tokens_per_step = n_per_pass
+    passes = []
+    read = PackedReader.read
+    monkeypatch.setattr(
+        PackedReader, "read", lambda *given: passes.append(len(given[3])) or read(*given)
+    )
+    prompts = ["abc", "de", "abc", "fghi"]
+    params = SamplingParams(6, seed=1)
+    known = plain.generate(prompts, params)
+    passes.clear()
+    found = packed.generate(prompts, params)
+    n_tokens = sum(len(packed.encode(prompt)) for prompt in set(prompts))
+    proof = [sum(n for _, n in reads) for reads in PROVED_READS]
+    assert sum(passes) == n_tokens + sum(proof)
+    assert max(passes[len(proof) :]) <= n_per_pass
+    for ours, theirs in zip(found, known, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
