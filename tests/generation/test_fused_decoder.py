@@ -191,6 +191,7 @@ def yield_rows():
     }
 
 
+@pytest.mark.more
 def test_rows_of_a_pool_are_read_and_sampled_where_they_are():
     *results, last = interpret(yield_rows)
     assert last["problem"] == ""
@@ -383,6 +384,7 @@ def yield_bytes(n_texts, bits):
     yield {"moved": moved.total, "least": n_weights * bytes_per_weight + n_texts * per_text}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("n_texts", "bits"), [(1, None), (1, 8), (16, None)])
 def test_a_step_moves_hardly_more_than_weights_and_cache(n_texts, bits):
     (result,) = interpret(yield_bytes, n_texts, bits)
