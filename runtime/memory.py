@@ -40,9 +40,7 @@ CGROUP_VERSIONS = {
 def free_memory(device: torch.device) -> int:
     """Bytes that this process can now allocate on the device without swapping."""
     if device.type == "cuda":
-        import torch
-
-        return torch.cuda.mem_get_info(device)[0]
+        return _gpu_memory(device)
     if device.type == "mps":
         import torch
 
@@ -85,6 +83,17 @@ def format_bytes(size: float) -> str:
     if size < 1000:
         return f"{size:,.3g} PB"
     return f"{size:,.0f} PB"
+
+
+def _gpu_memory(device: torch.device) -> int:
+    """Bytes that this process can still take on a GPU, which set_per_process_memory_fraction() may
+    have limited to a part of its memory."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    allowed -= torch.cuda.memory_reserved(device)
+    return max(0, min(free, allowed))
 
 
 def _host_memory() -> tuple[int, int]:

@@ -77,6 +77,8 @@ for module, functions in {
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "mem_get_info": lambda device=None: (GPU.total_memory, GPU.total_memory),
+        "memory_reserved": lambda device=None: 0,
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
         "get_device_name": lambda device=None: GPU.name,
         "get_device_properties": lambda device=None: GPU,
         "get_device_capability": lambda device=None: (GPU.major, GPU.minor),

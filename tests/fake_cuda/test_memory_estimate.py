@@ -3,10 +3,13 @@ contents."""
 
 from functools import cache
 
+import fake_cuda
 import pytest
 import torch
 
 from thinker.model import ThinkerConfig
+from thinker.runtime.errors import UserError
+from thinker.runtime.memory import check_memory, free_memory
 from thinker.training.config.load import validate_config
 from thinker.training.settings.memory_estimate import estimate_memory
 from thinker.training.settings.resolve import resolve_settings
@@ -78,3 +81,41 @@ def test_the_micro_batch_is_chosen_for_masked_documents():
     assert (
         resolve("window(64)", documents=True, micro_batch_size="auto").train.micro_batch_size == 8
     )
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("fraction", "reserved", "free", "expected"),
+    [
+        (1.0, 0, 80, 80),
+        (1.0, 10, 50, 50),  # other processes have 20
+        (0.2, 0, 80, 16),
+        (0.2, 10, 70, 6),
+        (0.2, 0, 9, 9),  # others have so much that the limit does not matter
+        (0.1, 10, 70, 0),  # taken before the limit
+    ],
+)
+def test_a_limit_of_the_process_counts(fraction, reserved, free, expected, monkeypatch):
+    """`fraction` of a card of 80 GB."""
+    for name, value in {
+        "mem_get_info": (free * GB, 80 * GB),
+        "memory_reserved": reserved * GB,
+        "get_per_process_memory_fraction": fraction,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert free_memory(GPU) == expected * GB
+    check_memory({"weights": expected * GB}, GPU, "take less")
+    with pytest.raises(UserError, match="the GPU has only"):
+        check_memory({"weights": expected * GB + 1}, GPU, "take less")
+
+
+def test_the_micro_batch_is_chosen_for_a_limited_process(monkeypatch):
+    peak = estimate_memory(resolve(), 2, GPU).peak
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_per_process_memory_fraction",
+        lambda device: 1.1 * peak / fake_cuda.GPU.total_memory,
+    )
+    assert resolve(micro_batch_size="auto").train.micro_batch_size == 2
