@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinker.generation.caches.cache_factory import CacheFactory
+from thinker.generation.decoders import cuda_graph
 from thinker.generation.decoders.cache_buffers import CacheBuffers, rounded_capacity
 from thinker.generation.decoders.plain_decoder import PlainDecoder
 from thinker.generation.setup import Setup
@@ -128,20 +129,20 @@ class _Bucket(CacheBuffers):
         # Not a lambda, which would refer to self and keep the memory until the next garbage
         # collection.
         self._step = partial(step, model, self.tokens, self.positions, rope_table, self.buffers)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Callable[[], None] | None = None
         if model.device.type == "cuda":
             self._capture()
 
     def _capture(self) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # compiles; adopt() clears what it writes
-                self._step()
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._logits = self._step()
+        device = self.tokens.device
+        (self._replay,) = cuda_graph.capture(device, self._warm_up, self._keep_logits)
+
+    def _warm_up(self) -> None:
+        for _ in range(2):  # compiles; adopt() clears what it writes
+            self._step()
+
+    def _keep_logits(self) -> None:
+        self._logits = self._step()
 
     def run(self, tokens: Tensor, positions: list[int]) -> Tensor:
         """Tokens (B, 1) and their positions -> logits (B, 1, V)."""
@@ -150,7 +151,7 @@ class _Bucket(CacheBuffers):
         self.tokens[:B].copy_(tokens)
         padded = [[position] for position in positions] + [[0]] * (n_rows - B)
         self.positions.copy_(to_device(padded, self.positions.device))
-        if self._graph is None:
+        if self._replay is None:
             return self._step()[:B]
-        self._graph.replay()
+        self._replay()
         return self._logits[:B].clone()

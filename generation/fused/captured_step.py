@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from thinker.generation import sampler
+from thinker.generation.decoders import cuda_graph
 from thinker.generation.fused.batch_step import BatchStep
 from thinker.generation.fused.fused_step import FusedStep
 from thinker.generation.sampling_params import SamplingParams
@@ -47,14 +46,14 @@ class CapturedStep:
     def _capture(self) -> None:
         """Compile the kernels, and capture both graphs. No text is read meanwhile."""
         self.fused.positions.fill_(-1)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._step_and_sample()
-            self.fused.summarize()
-        torch.cuda.current_stream().wait_stream(side)
-        self._read = _graph_of(self.fused.step)
-        self._read_and_sample = _graph_of(self._step_and_sample)
+        runs = (self.fused.step, self._step_and_sample)
+        replays = cuda_graph.capture(self.model.device, self._warm_up, *runs)
+        self._read, self._read_and_sample = replays
+
+    def _warm_up(self) -> None:
+        """Launch every kernel."""
+        self._step_and_sample()
+        self.fused.summarize()
 
     def run(self, tokens: Tensor, rows: list[int], positions: list[int]) -> Tensor:
         """Read a token (B, 1) of each row at its position. Returns the logits after them,
@@ -179,11 +178,3 @@ class CapturedStep:
 def _may_overlap(device: torch.device) -> bool:
     """Whether a kernel may start before the previous one ends."""
     return torch.cuda.get_device_capability(device) >= OVERLAP_CAPABILITY
-
-
-def _graph_of(run: Callable[[], None]) -> Callable[[], None]:
-    """What runs the same kernels on the same tensors by one launch."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, NamedTuple
 
@@ -31,7 +32,12 @@ class Launch(NamedTuple):
 
     def run(self) -> None:
         """Start the kernel."""
-        self.kernel[self.grid](*self.arguments, **self.constants)
+        device = self.arguments[0].device
+        on_device = contextlib.nullcontext()
+        if device.type == "cuda":  # Triton starts kernels on the current device
+            on_device = torch.cuda.device(device)
+        with on_device:
+            self.kernel[self.grid](*self.arguments, **self.constants)
 
 
 class DecodeBuffers:

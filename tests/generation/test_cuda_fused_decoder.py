@@ -187,3 +187,8 @@ class TestOnAGpu:
             token = torch.tensor([[4]], device=CUDA)
             results.append(generator.decoder.step(token, cache))
         assert torch.equal(*results)
+
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+    @pytest.mark.parametrize("n_texts", [1, 4])
+    def test_a_gpu_that_is_not_the_current_one(self, n_texts):
+        check_texts(drawn_model(9, torch.device("cuda:1")), n_texts, 20)

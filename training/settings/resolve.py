@@ -81,7 +81,7 @@ def resolve_settings(
         from thinker.training.settings.memory_choices import resolve_parallel
 
         settings = settings.with_train(parallel=resolve_parallel(settings, device, dist))
-    # What fits depends on whether the blocks are compiled. "auto" decides that by a step that is not.
+    # What fits depends on whether the blocks are compiled, which "auto" decides by a plain step.
     settings = settings.with_train(compile=config.train.compile is True)
     micro_batch_size = _resolve_micro_batch_size(config, settings, device, previous, dist)
     settings = settings.with_train(micro_batch_size=dist.broadcast_object(micro_batch_size))
