@@ -236,7 +236,7 @@ def describe_decoder(generator: Generator) -> str:
     decoder = generator.decoder
     parts = []
     if generator.model.device.type == "cuda":
-        parts.append(decoder.report() or f"decoded by {type(decoder).__name__}")
+        parts.append(decoder.report() or f"decoded by {decoder.name}")
     if generator.kernel_problem:
         parts.append(f"slower without compiled kernels: {generator.kernel_problem}")
     if decoder.rows_problem:

@@ -24,6 +24,7 @@ class EarlyExitDecoder(PlainDecoder):
     batch exit one by one; a row does not depend on others.
     """
 
+    name = "early exit"
     option = "early_exit"
     is_exact = False
 

@@ -30,6 +30,7 @@ class CompiledDecoder(PlainDecoder):
     NativeDecoder instead.
     """
 
+    name = "torch.compile"
     option = "compile"
 
     def __init__(self, model: Thinker) -> None:

@@ -20,6 +20,7 @@ class Decoder(Protocol):
 
     Attributes:
         model: the model, prepared for inference.
+        name: what runs its steps, for people.
         option: the option of Generator() that asks for this decoder, for messages.
         is_exact: whether its logits are those of the model, up to rounding.
         is_batch_invariant: whether a text has the same logits, to the bit, in any batch and however
@@ -33,6 +34,7 @@ class Decoder(Protocol):
     """
 
     model: Thinker
+    name: str
     option: str
     is_exact: bool
     is_batch_invariant: bool

@@ -49,6 +49,7 @@ class NativeDecoder:
     linear attention or choice by content, learned or sinusoidal positions, or token shift.
     """
 
+    name = "kernels in C"
     option = "compile"
     is_exact = True
     has_kernels = True

@@ -29,6 +29,7 @@ GPU_TOKENS_PER_STEP = 2048
 class PlainDecoder:
     """Calls the model for each step (see Decoder)."""
 
+    name = "torch"
     option = ""
     is_exact = True
     is_batch_invariant = False

@@ -35,6 +35,7 @@ class FusedDecoder(PlainDecoder):
         fused_problem: why the kernels are not used, or "".
     """
 
+    name = "fused kernels"
     option = "compile"
 
     def __init__(self, fallback: Decoder) -> None:

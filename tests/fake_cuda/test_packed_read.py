@@ -24,7 +24,9 @@ def new_batch(gpu):
         shape = {"vocab_size": 264, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
         with gpu:
             model = Thinker(ThinkerConfig(**shape, n_layers=n_layers, max_seq_len=512, **config))
-        batch = ContinuousBatch(Generator(model, make_tokenizer("byte", []), dtype=dtype), N_ROWS)
+        # No kernels in Triton, which the fake device could not run.
+        generator = Generator(model, make_tokenizer("byte", []), dtype=dtype, compile=False)
+        batch = ContinuousBatch(generator, N_ROWS)
         assert isinstance(batch.rows, PooledRows)
         model = batch.generator.model
         if model.rope is not None:
@@ -118,10 +120,7 @@ def test_a_server_warms_up_and_names_its_decoder(new_batch):
     with DeviceTrace(answer=1):
         batch.warm_up()
     assert batch.is_idle
-    assert (
-        describe_decoder(batch.generator)
-        == f"; decoded by {type(batch.generator.decoder).__name__}"
-    )
+    assert describe_decoder(batch.generator) == "; decoded by torch"
 
 
 def test_a_server_says_why_prompts_are_read_one_by_one(gpu):
@@ -131,5 +130,5 @@ def test_a_server_says_why_prompts_are_read_one_by_one(gpu):
     generator = Generator(model, make_tokenizer("byte", []), dtype=torch.bfloat16)
     assert isinstance(ContinuousBatch(generator, 2).rows, JoinedRows)
     reason = "packed reads do not know model.attention=window(8)"
-    expected = f"; decoded by PlainDecoder; prompts are read one by one: {reason}"
+    expected = f"; decoded by torch; prompts are read one by one: {reason}"
     assert describe_decoder(generator) == expected
