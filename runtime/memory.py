@@ -91,7 +91,9 @@ def _gpu_memory(device: torch.device) -> int:
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    # By index, as it refuses a device without one; None is the current device.
+    fraction = torch.cuda.get_per_process_memory_fraction(device.index)
+    allowed = int(fraction * total)
     allowed -= torch.cuda.memory_reserved(device)
     return max(0, min(free, allowed))
 

@@ -78,7 +78,6 @@ for module, functions in {
         "empty_cache": lambda: None,
         "mem_get_info": lambda device=None: (GPU.total_memory, GPU.total_memory),
         "memory_reserved": lambda device=None: 0,
-        "get_per_process_memory_fraction": lambda device=None: 1.0,
         "get_device_name": lambda device=None: GPU.name,
         "get_device_properties": lambda device=None: GPU,
         "get_device_capability": lambda device=None: (GPU.major, GPU.minor),
@@ -101,6 +100,7 @@ for module, functions in {
     for name, function in functions.items():
         assert hasattr(module, name), f"{module} has no {name}"
         setattr(module, name, function)
+torch._C._cuda_getMemoryFraction = lambda index: 1.0  # which a CPU build lacks
 fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)
 
 

@@ -86,6 +86,7 @@ def test_the_micro_batch_is_chosen_for_masked_documents():
 GB = 10**9
 
 
+@pytest.mark.parametrize("device", [GPU, torch.device("cuda")], ids=str)
 @pytest.mark.parametrize(
     ("fraction", "reserved", "free", "expected"),
     [
@@ -97,25 +98,22 @@ GB = 10**9
         (0.1, 10, 70, 0),  # taken before the limit
     ],
 )
-def test_a_limit_of_the_process_counts(fraction, reserved, free, expected, monkeypatch):
+def test_a_limit_of_the_process_counts(
+    fraction, reserved, free, expected, device, monkeypatch
+):  # fmt: skip
     """`fraction` of a card of 80 GB."""
-    for name, value in {
-        "mem_get_info": (free * GB, 80 * GB),
-        "memory_reserved": reserved * GB,
-        "get_per_process_memory_fraction": fraction,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert free_memory(GPU) == expected * GB
-    check_memory({"weights": expected * GB}, GPU, "take less")
+    memory = free * GB, 80 * GB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: memory)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved * GB)
+    monkeypatch.setattr(torch._C, "_cuda_getMemoryFraction", lambda index: fraction)
+    assert free_memory(device) == expected * GB
+    check_memory({"weights": expected * GB}, device, "take less")
     with pytest.raises(UserError, match="the GPU has only"):
-        check_memory({"weights": expected * GB + 1}, GPU, "take less")
+        check_memory({"weights": expected * GB + 1}, device, "take less")
 
 
 def test_the_micro_batch_is_chosen_for_a_limited_process(monkeypatch):
     peak = estimate_memory(resolve(), 2, GPU).peak
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_per_process_memory_fraction",
-        lambda device: 1.1 * peak / fake_cuda.GPU.total_memory,
-    )
+    fraction = 1.1 * peak / fake_cuda.GPU.total_memory
+    monkeypatch.setattr(torch._C, "_cuda_getMemoryFraction", lambda index: fraction)
     assert resolve(micro_batch_size="auto").train.micro_batch_size == 2
