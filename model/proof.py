@@ -31,6 +31,10 @@ PERIOD = 4099  # numbers after which Noise repeats
 MAX_POSITIONS = 256  # to compare; in a longer context the first and the last half as many
 MAX_BLOCK = 1 << 24  # parameters of a block that is compared in its real shape
 
+# Of the logits of passes that compute the same in another order, relative to the largest.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.03}
+TF32_TOLERANCE = 0.01  # if products round factors in fp32 to 10 bits
+
 Tensors = Tensor | tuple[Tensor, ...]
 T = TypeVar("T")
 _kept: dict[tuple[Hashable, ...], Any] = {}
@@ -199,6 +203,15 @@ def is_near(ours: Tensor | None, known: Tensor | None, tolerance: float) -> bool
         return False
     difference = (ours.float() - known.float()).abs().amax()
     return bool(difference <= tolerance * known.float().abs().amax())
+
+
+def has_near_logits(model: Thinker, found: Tensor, known: Tensor) -> bool:
+    """Whether another form of the model computes its logits, up to rounding."""
+    tolerance = TOLERANCES.get(model.dtype, 1e-4)
+    is_fp32_on_a_gpu = model.dtype == torch.float32 and model.device.type == "cuda"
+    if is_fp32_on_a_gpu and torch.backends.cuda.matmul.allow_tf32:
+        tolerance = TF32_TOLERANCE
+    return is_near(found.float(), known.float(), tolerance)
 
 
 def where_defined(kind: type) -> str:

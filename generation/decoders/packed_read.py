@@ -24,7 +24,6 @@ from thinker.runtime.errors import UserError
 
 # Rows of a cache that are read in place for each row that is wanted, rather than copied.
 MAX_SPREAD = 2
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.03}
 # Reads that prove a reader, as (row, tokens): pieces of prompts, then single tokens beside a piece.
 PROVED_READS = (((0, 5), (2, 3)), ((0, 1), (2, 1), (1, 4)))
 PROVED_SHAPE = (3, 8)  # rows and positions of the cache
@@ -111,7 +110,7 @@ class PackedReader:
                     batch = torch.tensor([new], device=model.device)  # (1, length)
                     known.append(model(batch, cache=alone[row])[0])
             found = self.read(together, rows, tokens, range(len(tokens)))
-            if not proof.is_near(found, torch.cat(known), TOLERANCES[model.dtype]):
+            if not proof.has_near_logits(model, found, torch.cat(known)):
                 return False
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 from typing import TypeGuard
 
@@ -12,6 +13,7 @@ from thinker.generation.caches.cache_factory import CacheFactory
 from thinker.generation.decoders.decoder import Decoder, RowDecoder
 from thinker.generation.sequence import Sequence
 from thinker.model import KVCache
+from thinker.model.inspection.open_hooks import has_open_hooks
 
 
 @torch.no_grad()
@@ -53,8 +55,11 @@ def read_prompts(
 def _packs_rows(decoder: Decoder, kind: type[KVCache]) -> TypeGuard[RowDecoder]:
     """Whether prompts of several lengths take the time of one.
 
-    Kernels in C read rows, too, but they read prompts of one length faster.
+    Kernels in C read rows, too, but they read prompts of one length faster. Whoever records
+    activations expects prompts of one length.
     """
+    if has_open_hooks(decoder.model):
+        return False
     return not decoder.is_batch_invariant and decoder.reads_rows(kind)
 
 
@@ -68,7 +73,8 @@ def _read_packed(decoder: RowDecoder, cache: KVCache, prompts: list[tuple[int, .
         rows += [row] * len(prompt)
         tokens += prompt
         ends.append(len(tokens) - 1)
-    n = decoder.tokens_per_step
+    n_passes = math.ceil(len(tokens) / decoder.tokens_per_step)
+    n = math.ceil(len(tokens) / n_passes)  # so that no pass is small
     logits = []
     for start in range(0, len(tokens), n):
         part = slice(start, start + n)

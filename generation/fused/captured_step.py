@@ -14,7 +14,6 @@ from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache, Thinker, proof
 from thinker.runtime.device import to_device
 
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.03}
 PROVED_LENGTHS = (200, 0, 77)  # tokens before those whose logits are compared, at most
 PROVED_UNIFORMS = (0.0, 0.25, 0.5, 0.75)
 LOGPROB_TOLERANCE = 1e-3
@@ -122,7 +121,7 @@ class CapturedStep:
             for (keys, values), (old_keys, old_values) in zip(layers, kept):
                 keys[rows, :, :end] = old_keys
                 values[rows, :, :end] = old_values
-        if not proof.is_near(found.float(), known.float(), TOLERANCES[self.model.dtype]):
+        if not proof.has_near_logits(self.model, found, known):
             return False
         return self._samples_alike(found[0])
 

@@ -20,8 +20,10 @@ from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache
 from thinker.model.inspection.open_hooks import has_open_hooks
 from thinker.runtime.device import to_device
+from thinker.runtime.errors import UserError
 
 LEAST_TEMPERATURE = 1e-5  # below, other than 0, the kernels would round it up
+MOST_TEMPERATURE = 1e30  # above, it might be infinite in fp32
 
 
 class FusedDecoder(PlainDecoder):
@@ -48,6 +50,10 @@ class FusedDecoder(PlainDecoder):
         if unknown:
             self.fused_problem = f"the kernels do not know {unknown}"
         self._is_dense = not unknown and is_dense(self.model)
+        # Hooks of torch, which a user may register at any time.
+        self._hooks: list[dict] = []
+        for module in self.model.modules():
+            self._hooks += [module._forward_hooks, module._forward_pre_hooks]
         self._seconds = 0.0  # spent on compiling and on capturing
         self._buffers: CacheBuffers | None = None  # where caches move to
         self._steps: dict[int, CapturedStep] = {}  # on their tensors, by number of texts
@@ -107,7 +113,7 @@ class FusedDecoder(PlainDecoder):
     ) -> Tensor:
         """As PlainDecoder.read(). The kernels read a pass in which each row has one token."""
         step = None
-        if len(set(rows)) == len(rows):
+        if wanted and len(set(rows)) == len(rows):
             step = self._pool_step(cache, len(rows))
         if step is None:
             return super().read(cache, rows, tokens, wanted)
@@ -145,7 +151,11 @@ class FusedDecoder(PlainDecoder):
         if buffers is None or buffers.shape[0] < n_rows or buffers.shape[1] < needed:
             self._steps = {}  # frees their memory first
             self._buffers = buffers = None
-            buffers = CacheBuffers(self.model, n_rows, needed)
+            try:
+                buffers = CacheBuffers(self.model, n_rows, needed)
+            except (torch.OutOfMemoryError, UserError) as error:
+                self._give_up(f"the kernels failed: {_first_line(error)}")
+                return None
             self._buffers = buffers
         step = self._prove_once(self._steps, buffers.buffers, n_texts)
         if step is not None:
@@ -165,7 +175,9 @@ class FusedDecoder(PlainDecoder):
 
     def _can_run(self, cache: KVCache, n_texts: int) -> bool:
         """Whether the kernels know what is asked for."""
-        if self.fused_problem or type(cache) is not KVCache or has_open_hooks(self.model):
+        if self.fused_problem or type(cache) is not KVCache:
+            return False
+        if has_open_hooks(self.model) or any(self._hooks):
             return False
         return n_texts == 1 or self._is_dense
 
@@ -182,12 +194,19 @@ class FusedDecoder(PlainDecoder):
                 if step.agrees_with_model():
                     steps[n_texts] = step
                 else:
-                    self.fused_problem = "the model computes something else than the kernels"
+                    self._give_up("the model computes something else than the kernels")
             except Exception as error:  # of a compiler or a card that they were not tried on
-                first_line = (str(error).splitlines() or [type(error).__name__])[0]
-                self.fused_problem = f"the kernels failed: {first_line}"
+                self._give_up(f"the kernels failed: {_first_line(error)}")
             self._seconds += time.perf_counter() - start
         return steps.get(n_texts)
+
+    def _give_up(self, problem: str) -> None:
+        """Decode without kernels from now on, which frees their memory."""
+        self.fused_problem = problem
+        self._steps = {}
+        self._buffers = None
+        self._pool = []
+        self._pool_steps = {}
 
     def report(self) -> str:
         """As Decoder.report()."""
@@ -196,8 +215,13 @@ class FusedDecoder(PlainDecoder):
         return self.fallback.report()
 
 
+def _first_line(error: Exception) -> str:
+    """What an error says, without the rest."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _is_simple(sequence: Sequence) -> bool:
     """Whether the kernels can sample a sequence."""
     temperature = sequence.params.temperature
-    is_known = temperature == 0 or temperature >= LEAST_TEMPERATURE
+    is_known = temperature == 0 or LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE
     return sequence.is_unfiltered and sequence.constraint is None and is_known

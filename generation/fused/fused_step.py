@@ -14,7 +14,7 @@ from thinker.generation.decoders.inference_model import FusedAttention, FusedMLP
 from thinker.generation.decoders.quantized_linear import QuantizedLinear
 from thinker.generation.fused import product_kernels as kernels
 from thinker.generation.fused.decode_buffers import OPTIONS, DecodeBuffers, Launch, next_power_of_2
-from thinker.model import KVCache, Thinker
+from thinker.model import KVCache, Thinker, proof
 from thinker.model.layers import Linear
 
 MAX_HEAD_DIM = 256
@@ -42,6 +42,8 @@ HEAD_TILES = Tiles(SAMPLE_ROWS, 1024, 4)
 def unsupported(model: Thinker) -> str:
     """What the kernels do not know of a model from fuse_for_inference(); "" if they know it."""
     config = model.config
+    if model.dtype not in proof.TOLERANCES:
+        return f"weights in {str(model.dtype).removeprefix('torch.')}"
     if not config.is_plain or config.prefix:
         return "its attention or its positions"
     head_dim = config.head_dim

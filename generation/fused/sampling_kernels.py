@@ -93,6 +93,8 @@ def sample_kernel(
     token = tl.minimum(token, last)
     likeliest = tl.min(tl.where(y == maximum, id, 1 << 30), 0)
     token = tl.where(temperature > 0, token, likeliest)
+    # Of NaN none is the likeliest. The next step would read beyond the embedding.
+    token = tl.minimum(token, tl.load(n_ids) - 1)
     tl.store(tokens + text, token)
     tl.store(sampled + text * STEPS + step, token)
     logprob = tl.sum(tl.where(id == token, y, 0.0), 0) - logsumexp

@@ -4,8 +4,10 @@
 """
 
 import importlib.util
+import itertools
 import os
 import random
+import threading
 import time
 import warnings
 
@@ -176,6 +178,44 @@ class TestOnAGpu:
             counts.append(len(waits))
         assert_fused(generator)
         assert counts[1] == counts[2]
+
+    def test_other_threads_use_the_gpu_while_graphs_are_captured(self):
+        """Such as those that pin batches of training and take new memory."""
+        is_done = threading.Event()
+        errors = []
+
+        def use_gpu():
+            sizes = itertools.count(1)
+            while not is_done.is_set():
+                try:
+                    torch.zeros(next(sizes), 4096).pin_memory().to(CUDA).sum().item()
+                except RuntimeError as error:
+                    errors.append(str(error))
+                    return
+
+        thread = threading.Thread(target=use_gpu)
+        thread.start()
+        try:
+            generator = fused_generator(drawn_model(9, CUDA))
+            for n_texts in (1, 2, 4):
+                generator.generate(["a"] * n_texts, SamplingParams(3))
+        finally:
+            is_done.set()
+            thread.join()
+        assert errors == []
+        assert_fused(generator)
+
+    def test_products_in_tf32_are_near_enough(self):
+        options = torch.backends.cuda.matmul
+        before = options.allow_tf32
+        options.allow_tf32 = True
+        try:
+            generator = fused_generator(drawn_model(10, CUDA))
+            for n_texts in (1, 3):
+                generator.generate(["a"] * n_texts, SamplingParams(3))
+        finally:
+            options.allow_tf32 = before
+        assert_fused(generator)
 
     def test_the_logits_do_not_change_from_run_to_run(self):
         model = drawn_model(8, CUDA)

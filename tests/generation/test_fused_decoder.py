@@ -23,6 +23,7 @@ from thinker.generation.decoders.inference_model import KINDS, _Fusing
 from thinker.generation.sequence import Sequence
 from thinker.model.layers import Linear
 from thinker.native.quantization import quantize
+from thinker.runtime.errors import RunError
 
 TOKENIZER = make_tokenizer("byte", [])
 NO_END = {TOKENIZER.bos_id: -math.inf}
@@ -320,6 +321,70 @@ def test_the_kernels_say_what_they_do_not_know():
     problems = [result["problem"] for result in interpret(yield_unknown)]
     for problem, (_, reason) in zip(problems, UNKNOWN, strict=True):
         assert reason in problem
+
+
+def yield_odd_texts():
+    """Texts and errors, plain and fused, where a number overflows or is none."""
+    model = random_model(1, 0.3, 0.4, vocab_size=301, max_seq_len=64, head_dim=16, n_layers=1)
+    with torch.no_grad():
+        model.embedding.weight[ord("z")] = math.nan  # of no token that the proof reads
+    plain, fused = (Generator(model, TOKENIZER, compile=False) for _ in range(2))
+    fused.decoder = new_decoder(model)
+    for prompts, temperature in ((["a"], 1e100), (["az"], 0.0), (["a", "z"], 0.0), (["az"], 1.0)):
+        params = SamplingParams(3, temperature=temperature, seed=3)
+        results = []
+        for generator in (plain, fused):
+            try:
+                results.append([each.token_ids for each in generator.generate(prompts, params)])
+            except RunError as error:
+                results.append(str(error))
+        yield {"plain": results[0], "fused": results[1], "problem": fused.decoder.fused_problem}
+
+
+def test_extreme_temperatures_and_nan_are_those_of_plain_decoding():
+    """A greedy choice among NaN would be an id beyond the embedding, which the next step reads."""
+    results = interpret(yield_odd_texts)
+    for result in results:
+        assert result["problem"] == ""
+        assert result["fused"] == result["plain"]
+    texts = [isinstance(result["plain"], list) for result in results]
+    assert texts == [True, False, False, False]
+    assert "non-finite" in results[1]["plain"]
+
+
+def yield_hooks_and_memory():
+    model = random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=64, head_dim=16, n_layers=1)
+    plain, fused = (Generator(model, TOKENIZER, compile=False) for _ in range(2))
+    fused.decoder = new_decoder(model)
+    params = SamplingParams(3, temperature=0, logit_bias=NO_END)
+    known = plain.generate(["ab"], params)[0].token_ids
+    for _ in range(2):
+        fused.generate(["ab"], params)
+    seen = []
+    block = fused.model.blocks[0]
+    hook = block.register_forward_hook(lambda *_: seen.append(1))
+    found = fused.generate(["ab"], params)[0].token_ids
+    hook.remove()
+    yield {"same": found == known, "passes": len(seen), "problem": fused.decoder.fused_problem}
+
+    from thinker.generation.fused import fused_decoder
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    fused_decoder.CacheBuffers = fail
+    found = fused.generate(["ab", "ab"], params)[0].token_ids
+    decoder = fused.decoder
+    is_free = decoder._buffers is None and not decoder._steps
+    yield {"same": found == known, "is_free": is_free, "report": decoder.report()}
+
+
+def test_hooks_of_a_user_run_and_missing_memory_ends_no_text():
+    hooked, crowded = interpret(yield_hooks_and_memory)
+    assert hooked == {"same": True, "passes": 3, "problem": ""}
+    assert crowded["same"]
+    assert crowded["is_free"]
+    assert crowded["report"].endswith("the kernels failed: CUDA out of memory.")
 
 
 class BytesMoved:

@@ -1,6 +1,7 @@
 """A packed read has the logits that the model has for each row alone, whatever is read together."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from thinker.generation import Generator, SamplingParams
 from thinker.generation.decoders import packed_read
 from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.generation.decoders.packed_read import PROVED_READS, PackedReader, new_reader
+from thinker.model import proof
 from thinker.model.attention import Attention
 from thinker.model.kernels.varlen_attention import VarlenRows
 from thinker.runtime.errors import UserError
@@ -149,6 +151,58 @@ def test_activations_are_not_recorded():
     ):
         reader.read(cache, [0], [1], [0])
     assert cache.lengths == [0]
+
+
+def test_prompts_of_unequal_lengths_are_read_apart_while_hooks_are_open():
+    generator = Generator(make_model(), TOKENIZER, compile=False)
+    generator.decoder.packs_rows = True
+    params = SamplingParams(1, temperature=0)
+    known = generator.generate(["abc", "de"], params)
+    with generator.model.record("blocks.0.attention.weights") as recorded:
+        found = generator.generate(["abc", "de"], params)
+    assert [each.token_ids for each in found] == [each.token_ids for each in known]
+    assert len(recorded) > 0
+
+
+def test_no_pass_over_prompts_is_small():
+    """One token by itself would be a step of decoding, which is compiled and captured."""
+    generator = Generator(make_model(), TOKENIZER, compile=False)
+    decoder = generator.decoder
+    decoder.packs_rows = True
+    decoder.tokens_per_step = 8
+    sizes = []
+    plain = decoder.read
+
+    def read(cache, rows, tokens, wanted):
+        sizes.append(len(tokens))
+        return plain(cache, rows, tokens, wanted)
+
+    decoder.read = read
+    generator.generate(["abc", "defg"], SamplingParams(1))
+    assert sizes == [5, 4]  # each prompt begins with a token of its own
+
+
+@pytest.fixture
+def tf32():
+    """torch's options of products on a GPU."""
+    options = torch.backends.cuda.matmul
+    before = options.allow_tf32
+    yield options
+    options.allow_tf32 = before
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_the_proof_allows_for_tf32_where_products_use_it(tf32, is_allowed):
+    """Where factors have the 10 bits of a GPU's tensor cores."""
+    model = SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
+    tf32.allow_tf32 = is_allowed
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 256, generator=numbers)
+    w = torch.randn(256, 256, generator=numbers)
+    rounded = [(each.view(torch.int32) + (1 << 12)) & ~0x1FFF for each in (x, w)]
+    found = rounded[0].view(torch.float32) @ rounded[1].view(torch.float32)
+    assert proof.has_near_logits(model, found, x @ w) == is_allowed
+    assert not proof.has_near_logits(model, 1.02 * (x @ w), x @ w)
 
 
 def loops_of_varlen(query, key, value, query_starts, key_starts, max_q, max_k, **options):
