@@ -21,6 +21,7 @@ from thinker.benchmarks.gpu import (
     first_text,
     gpu_commands,
     gpu_decoding,
+    gpu_memory,
     gpu_serving,
     gpu_training,
     tile_search,
@@ -61,6 +62,7 @@ DECODING = (
 )
 SERVING = Stage("serving", 1.2, gpu_serving.serving)
 PROFILE = Stage("profile", 1.0, gpu_training.profile)
+MEMORY = Stage("memory", 2.0, gpu_memory.memory)
 PARTS = {
     # What is least known comes first.
     "first": (
@@ -70,6 +72,7 @@ PARTS = {
         Stage("whole path", 3.6, whole_path.whole_path),
         SERVING,
         Stage("training rate", 1.4, gpu_training.training_rate),
+        MEMORY,
         PROFILE,
     ),
     # Training
@@ -78,6 +81,7 @@ PARTS = {
         Stage("training, 124m", 2.6, partial(gpu_training.train_beside, "124m")),
         PROFILE,
         Stage("training, 350m", 2.8, partial(gpu_training.train_beside, "350m")),
+        MEMORY,
         Stage("precisions", 0.9, gpu_training.precisions),
         Stage("real training", 4.5, gpu_commands.real_training),
     ),

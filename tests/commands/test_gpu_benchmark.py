@@ -18,7 +18,7 @@ from conftest import ROOT, run_script
 from thinker.benchmarks import contenders
 from thinker.benchmarks.baselines import PlainGPT
 from thinker.benchmarks.contenders import Calls, Contender, race
-from thinker.benchmarks.gpu import gpu
+from thinker.benchmarks.gpu import gpu, gpu_memory
 from thinker.benchmarks.gpu.first_text import NO_TRITON
 from thinker.benchmarks.gpu.gpu_commands import OUTCOME, Command
 from thinker.benchmarks.gpu.gpu_decoding import rates
@@ -85,7 +85,26 @@ def test_rehearsal_of_all_parts(tmp_path):
     assert steps == list(range(1, len(steps) + 1))  # resumed where it was interrupted
     assert "bits per byte" in by_name["real training", "evaluation"]["output"].replace("_", " ")
     assert by_name["precisions", "bf16 to fp32"]["ratio"] == pytest.approx(1, rel=0.01)
+    for case in gpu_memory.CASES:
+        row = by_name["memory", case.name]
+        # A limit is for a GPU; without one, the whole batch fits.
+        assert row["micro_batch_size"] == (4 if case.limit_gb is None else 8)
+        n_weights = 2 * (4 * 64 * 64 + 3 * 64 * 192) + 2 * 256 * 64  # without norms
+        # In fp32: weights and gradients, and what Muon and AdamW keep.
+        n_kept = 3 * n_weights + 2 * 256 * 64
+        assert 4 * n_kept < row["predicted_bytes"] < 4 * n_kept + 4e6
+        assert row.keys().isdisjoint({"limit_bytes", "peak_memory_bytes", "predicted_to_measured"})
     assert not multiprocessing_children(out)
+
+
+@pytest.mark.parametrize(
+    ("peak", "is_right"), [(8.9, False), (9.2, True), (11, True), (11.2, False)]
+)
+def test_a_prediction_that_is_wrong_by_a_tenth_is_an_error(peak, is_right):
+    result = {"name": "x", "predicted_bytes": 10.0, "peak_memory_bytes": peak}
+    found = gpu_memory.compare(result, torch.device("cuda"))
+    assert found["predicted_to_measured"] == pytest.approx(10 / peak)
+    assert ("error" not in found) == is_right
 
 
 def test_rates_of_a_step():

@@ -6,6 +6,7 @@ import torch
 from device_trace import DeviceTrace
 
 from thinker.benchmarks.environment import measure_bandwidth
+from thinker.benchmarks.gpu import gpu_memory
 from thinker.benchmarks.speed.attention import AttentionPass
 from thinker.benchmarks.speed.train import SHAPES, make_step
 from thinker.model.patterns.pattern_parser import parse_pattern
@@ -84,3 +85,23 @@ def test_memory_of_attention_is_the_allocators(gpu, monkeypatch):
     with DeviceTrace():  # answers what the mask is counted with
         one_pass = AttentionPass(parse_pattern("full"), "sdpa", (1, 4, 64, 16), gpu, torch.bfloat16)
     assert one_pass.facts["memory_bytes"] == 4000
+
+
+@pytest.mark.parametrize("case", gpu_memory.CASES, ids=lambda case: case.name)
+def test_memory_is_limited_before_the_micro_batch_is_chosen(gpu, monkeypatch, case):
+    def limit(fraction):
+        monkeypatch.setattr(torch._C, "_cuda_getMemoryFraction", lambda index: fraction)
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.nn.Module, "to", move)
+    if case.limit_gb is not None:
+        case = case._replace(limit_gb=0.098)  # too little for all 8 sequences
+    calls = gpu_memory.make_steps(case, torch.device("cuda"), is_toy=True)
+    assert calls.calls["step"]().device == gpu
+    if case.limit_gb is None:
+        assert calls.facts.keys() == {"micro_batch_size", "predicted_bytes"}
+    else:
+        assert calls.facts["limit_bytes"] == 98_000_000
+        assert calls.facts["micro_batch_size"] < 8
+        assert calls.facts["predicted_bytes"] < 0.95 * 98_000_000
