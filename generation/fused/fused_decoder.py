@@ -52,8 +52,11 @@ class FusedDecoder(PlainDecoder):
         self._is_dense = not unknown and is_dense(self.model)
         # Hooks of torch, which a user may register at any time.
         self._hooks: list[dict] = []
+        self._tensors: list[dict[str, Tensor | None]] = []  # weights, which a user may replace
         for module in self.model.modules():
             self._hooks += [module._forward_hooks, module._forward_pre_hooks]
+            self._tensors += [module._parameters, module._buffers]
+        self._addresses: list[int] = []  # of the weights, on which the steps were made
         self._seconds = 0.0  # spent on compiling and on capturing
         self._buffers: CacheBuffers | None = None  # where caches move to
         self._steps: dict[int, CapturedStep] = {}  # on their tensors, by number of texts
@@ -187,6 +190,11 @@ class FusedDecoder(PlainDecoder):
         """The step of at least `n_texts` texts on the tensors of a cache, proved when it is made;
         None if it computes something else."""
         n_texts = next_power_of_2(n_texts)
+        addresses = self._current_addresses()
+        if addresses != self._addresses:  # the kernels would read freed memory
+            self._steps.clear()
+            self._pool_steps.clear()
+            self._addresses = addresses
         if n_texts not in steps:
             start = time.perf_counter()
             try:
@@ -199,6 +207,15 @@ class FusedDecoder(PlainDecoder):
                 self._give_up(f"the kernels failed: {_first_line(error)}")
             self._seconds += time.perf_counter() - start
         return steps.get(n_texts)
+
+    def _current_addresses(self) -> list[int]:
+        """Where the weights are."""
+        addresses = []
+        for tensors in self._tensors:
+            for tensor in tensors.values():
+                if tensor is not None:
+                    addresses.append(tensor.data_ptr())
+        return addresses
 
     def _give_up(self, problem: str) -> None:
         """Decode without kernels from now on, which frees their memory."""

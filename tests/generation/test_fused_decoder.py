@@ -352,7 +352,7 @@ def test_extreme_temperatures_and_nan_are_those_of_plain_decoding():
     assert "non-finite" in results[1]["plain"]
 
 
-def yield_hooks_and_memory():
+def yield_hooks_weights_and_memory():
     model = random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=64, head_dim=16, n_layers=1)
     plain, fused = (Generator(model, TOKENIZER, compile=False) for _ in range(2))
     fused.decoder = new_decoder(model)
@@ -367,6 +367,18 @@ def yield_hooks_and_memory():
     hook.remove()
     yield {"same": found == known, "passes": len(seen), "problem": fused.decoder.fused_problem}
 
+    for generator in (plain, fused):
+        numbers = torch.Generator().manual_seed(5)
+        down = generator.model.blocks[0].mlp.down_proj
+        down.weight.data = torch.randn(down.weight.shape, generator=numbers)
+        gain = torch.rand(down.weight.shape[0], generator=numbers)
+        generator.model.norm.weight = torch.nn.Parameter(gain, requires_grad=False)
+    before = known
+    known = plain.generate(["ab"], params)[0].token_ids
+    assert known != before
+    found = fused.generate(["ab"], params)[0].token_ids
+    yield {"same": found == known, "problem": fused.decoder.fused_problem}
+
     from thinker.generation.fused import fused_decoder
 
     def fail(*_):
@@ -379,12 +391,37 @@ def yield_hooks_and_memory():
     yield {"same": found == known, "is_free": is_free, "report": decoder.report()}
 
 
-def test_hooks_of_a_user_run_and_missing_memory_ends_no_text():
-    hooked, crowded = interpret(yield_hooks_and_memory)
+def test_hooks_and_new_weights_take_effect_and_missing_memory_ends_no_text():
+    hooked, edited, crowded = interpret(yield_hooks_weights_and_memory)
+    assert edited == {"same": True, "problem": ""}
     assert hooked == {"same": True, "passes": 3, "problem": ""}
     assert crowded["same"]
     assert crowded["is_free"]
     assert crowded["report"].endswith("the kernels failed: CUDA out of memory.")
+
+
+def yield_flat_distributions():
+    """Whether steps prove themselves beside a sampler that draws a token a bit later."""
+    model = random_model(
+        1, vocab_size=4099, max_seq_len=64, head_dim=16, n_layers=1, tie_embeddings=False
+    )
+    torch.nn.init.zeros_(model.lm_head.weight)
+    plain = sampler.sample
+    for shift in (0, 1, 30):
+
+        def shifted(logits, params, *rest, shift=shift):
+            return plain(logits, params, *rest) + (shift if params.temperature else 0)
+
+        sampler.sample = shifted
+        decoder = new_decoder(model)
+        decoder.step(torch.tensor([[5]]), decoder.model.new_cache(1, 64))
+        yield {"shift": shift, "problem": decoder.fused_problem}
+
+
+def test_rounding_between_tokens_of_like_probability_is_no_other_sampler():
+    problems = {one["shift"]: one["problem"] for one in interpret(yield_flat_distributions)}
+    assert problems.pop(30) == "the model computes something else than the kernels"
+    assert problems == {0: "", 1: ""}
 
 
 class BytesMoved:
