@@ -31,8 +31,9 @@ PERIOD = 4099  # numbers after which Noise repeats
 MAX_POSITIONS = 256  # to compare; in a longer context the first and the last half as many
 MAX_BLOCK = 1 << 24  # parameters of a block that is compared in its real shape
 
-# Of the logits of passes that compute the same in another order, relative to the largest.
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.03}
+# Of the logits of passes that compute the same in another order, relative to the largest. In bf16,
+# those of 24 layers that each add as much as the embedding are rounded by up to 0.04.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.08, torch.float16: 0.03}
 TF32_TOLERANCE = 0.01  # if products round factors in fp32 to 10 bits
 
 Tensors = Tensor | tuple[Tensor, ...]

@@ -205,6 +205,37 @@ def test_the_proof_allows_for_tf32_where_products_use_it(tf32, is_allowed):
     assert not proof.has_near_logits(model, 1.02 * (x @ w), x @ w)
 
 
+def logits_after_noise(model):
+    """The logits after a token that follows 200 random keys, (1, 1, V)."""
+    cache = model.new_cache(1, 201)
+    noise = proof.Noise()
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            tensor.copy_(noise(tensor.shape).bfloat16())
+    cache.lengths = cache.high_water = cache.high_water_before = [200]
+    with torch.no_grad():
+        return model(torch.tensor([[512]]), cache=cache)
+
+
+@pytest.mark.parametrize("edit", [None, 0.5, 2.0])
+def test_the_proof_allows_for_the_rounding_of_many_layers_in_bf16(edit):
+    """A residual stream in fp32, as the fused kernels have it, beside one in bf16; and an edit."""
+    shape = {"d_model": 256, "n_heads": 4, "n_kv_heads": 4, "head_dim": 64, "d_ff": 512}
+    shape |= {"vocab_size": 1024, "max_seq_len": 256, "tie_embeddings": False}
+    model = random_model(0, n_layers=24, **shape)
+    proof.randomize(model, proof.Noise())
+    for parameter in model.parameters():
+        parameter.data = parameter.bfloat16().float()
+    narrow = fuse_for_inference(model, torch.bfloat16)
+    known = logits_after_noise(narrow)
+    if edit is not None:
+        model.norm.weight.data[:128] *= edit
+    found = logits_after_noise(model)
+    error = (found - known.float()).abs().max() / known.float().abs().max()
+    assert error > 0.03
+    assert proof.has_near_logits(narrow, found, known) == (edit is None)
+
+
 def loops_of_varlen(query, key, value, query_starts, key_starts, max_q, max_k, **options):
     """torch's variable-length attention with the mask of SDPA's lower-right alignment."""
     assert options["window_size"] == (-1, 0)
