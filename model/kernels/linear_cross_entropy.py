@@ -119,6 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad, w, out=x_grad[part])
             if needs_w_grad:
                 w_grad = _add_product(w_grad, grad.T, x[part])
+            del losses, grad  # before the logits of the next chunk need memory
         ctx.save_for_backward(x_grad, w_grad)
         ctx.weight_dtype = weight.dtype
         return total

@@ -1,6 +1,7 @@
 """The predicted memory of a step is what an H100, an H200 and Inductor's own programs need."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from thinker.benchmarks.speed.train import SHAPES
 from thinker.data.batches.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention import Attention
+from thinker.model.kernels import linear_cross_entropy as head
 from thinker.model.layers import RMSNorm
 from thinker.model.positions import apply_rotary_emb, heads_last
 from thinker.model.transformer import MLP
 from thinker.training.config.load import load_config, validate_config
 from thinker.training.kernels import project_jointly
-from thinker.training.settings import compiled_programs
+from thinker.training.settings import compiled_programs, memory_estimate
 from thinker.training.settings.memory_estimate import WORKSPACES, estimate_memory
 from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep
@@ -55,8 +57,30 @@ def recorded_plans():
     return {row["config"]: 1e9 * float(row["measured GB"]) for row in plan["rows"]}
 
 
+def keep_last_chunk(monkeypatch):
+    """As when a card was measured: a chunk's gradient stays while the next logits are computed."""
+    kept = []
+    forward = head._LinearCrossEntropy.forward
+
+    def forward_of_that_time(*arguments):
+        total = forward(*arguments)
+        kept.clear()
+        return total
+
+    monkeypatch.setattr(head._LinearCrossEntropy, "forward", staticmethod(forward_of_that_time))
+    for module, name in ((memory_estimate, "_compiled_loss"), (head, "loss_and_gradient")):
+        monkeypatch.setattr(module, name, partial(_keep, kept, getattr(module, name)))
+
+
+def _keep(kept, chunk_loss, logits, *rest):
+    result = chunk_loss(logits, *rest)
+    kept[:] = [result]
+    return result
+
+
 @pytest.mark.parametrize("name", PLANS)
-def test_peaks_of_an_h100(name):
+def test_peaks_of_an_h100(name, monkeypatch):
+    keep_last_chunk(monkeypatch)
     config_name, overrides = PLANS[name]
     config = load_config(ROOT / "configs" / f"{config_name}.yaml", [*BYTE_TEXT, *overrides])
     settings = resolve_settings(config, config.thinker_config(config.model.vocab_size), GPU)
@@ -98,6 +122,7 @@ def norm_of_that_time(norm, x):
 @pytest.mark.parametrize(("shape", "name", "measured"), list(recorded_races()), ids=str)
 def test_peaks_of_an_h200(shape, name, measured, monkeypatch):
     """With joined products, as the model had them when it was measured there."""
+    keep_last_chunk(monkeypatch)
     monkeypatch.setattr(Attention, "project", project_with_one_product)
     monkeypatch.setattr(MLP, "forward", gated_with_one_product)
     monkeypatch.setattr(RMSNorm, "forward", norm_of_that_time)

@@ -1,6 +1,7 @@
 """The chunked head is cross-entropy, values and gradients."""
 
 import functools
+import weakref
 
 import pytest
 import torch
@@ -185,3 +186,20 @@ def test_no_gradient_is_computed_where_none_is_kept(monkeypatch):
     assert asked == [False]
     linear_cross_entropy(x, weight, torch.tensor([[1, 2, -1, 3]]))
     assert asked == [False, True]
+
+
+def test_a_chunk_is_freed_before_the_next_one(monkeypatch):
+    monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", 50 * 8)
+    monkeypatch.setattr(module, "MIN_CHUNK_ROWS", 1)
+    earlier = []
+
+    def chunk_loss(logits, targets, needs_gradient):
+        assert [gradient() for gradient in earlier] == [None] * len(earlier)
+        losses, gradient = module.loss_and_gradient(logits, targets, needs_gradient)
+        earlier.append(weakref.ref(gradient))
+        return losses, gradient
+
+    x = torch.randn(1, 24, 6, requires_grad=True)
+    weight = torch.randn(50, 6, requires_grad=True)
+    module.linear_cross_entropy(x, weight, torch.zeros(1, 24, dtype=int), chunk_loss=chunk_loss)
+    assert len(earlier) == 3
