@@ -4,6 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import fake_cuda
 import pytest
 import torch
 import torch.nn.functional as F
@@ -204,6 +205,18 @@ def test_peaks_of_inductors_programs(options, monkeypatch, capsys):
     assert capsys.readouterr().err == ""  # no doubt about the compiler
     counted = counted_peak(settings, monkeypatch)
     assert predicted - WORKSPACES["cuda"] == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_the_micro_batch_is_the_largest_that_fits(size, monkeypatch):
+    """In what Inductor's programs count: with 6% to spare it is chosen, with 1% too little not."""
+    options = {"n_layers": 2, "micro_batch_size": "auto"}
+    needed = counted_peak(resolve(options | {"micro_batch_size": size}), monkeypatch)
+    needed += WORKSPACES["cuda"]
+    for free, chosen in ((1.06 * needed, size), (0.99 * needed, size // 2)):
+        memory = int(free), fake_cuda.GPU.total_memory
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, memory=memory: memory)
+        assert resolve(options).train.micro_batch_size == chosen
 
 
 def test_without_the_compiler_every_operation_counts(monkeypatch, capsys):
