@@ -17,7 +17,7 @@ from thinker.generation.fused.captured_step import CapturedStep
 from thinker.generation.fused.decode_buffers import MAX_STEPS, next_power_of_2
 from thinker.generation.fused.fused_step import unsupported
 from thinker.generation.sequence import SampledToken, Sequence
-from thinker.model import KVCache
+from thinker.model import KVCache, proof
 from thinker.model.inspection.open_hooks import has_open_hooks
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
@@ -209,8 +209,10 @@ class FusedDecoder(PlainDecoder):
         return steps.get(n_texts)
 
     def _current_addresses(self) -> list[int]:
-        """Where the weights are."""
-        addresses = []
+        """Where the weights are; none if they have no values, as in traces."""
+        addresses: list[int] = []
+        if proof.is_fake(self.model):
+            return addresses
         for tensors in self._tensors:
             for tensor in tensors.values():
                 if tensor is not None:
