@@ -86,7 +86,9 @@ class CapturedStep:
         """
         fused = self.fused
         B = len(sequences)
-        uniforms = [[one.uniform(step) for step in range(n_steps)] for one in sequences]
+        uniforms: list[list[float]] = []
+        for sequence in sequences:
+            uniforms.append([sequence.uniform(step) for step in range(n_steps)])
         numbers = torch.tensor(uniforms, dtype=torch.float64, device="cpu")
         temperatures = [one.params.temperature for one in sequences]
         fused.uniforms[:B, :n_steps] = to_device(numbers, fused.uniforms.device)
