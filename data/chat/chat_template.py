@@ -126,7 +126,7 @@ def serve(cpu_seconds: int) -> None:
     replies = sys.stdout
     sys.stdout = sys.stderr  # libraries may print
     with contextlib.suppress(ImportError):  # an error that _reply() reports
-        _trace()
+        _load_libraries()
     for line in sys.stdin:
         limit_next_request(cpu_seconds, MEMORY_BYTES)
         try:
@@ -137,9 +137,13 @@ def serve(cpu_seconds: int) -> None:
         replies.flush()
 
 
-def _trace() -> None:
-    """Let transformers compile templates in an environment that traces texts."""
+def _load_libraries() -> None:
+    """Import what renders, and let transformers compile templates in an environment that traces.
+
+    Importing takes seconds on a slow machine, which no conversation's limit should pay.
+    """
     import jinja2.sandbox
+    import transformers.utils.chat_template_utils  # noqa: F401
 
     from thinker.data.chat.tracing_environment import TracingEnvironment
 
