@@ -143,11 +143,11 @@ def _load_libraries() -> None:
     Importing takes seconds on a slow machine, which no conversation's limit should pay.
     """
     import jinja2.sandbox
-    import transformers.utils.chat_template_utils  # noqa: F401
 
     from thinker.data.chat.tracing_environment import TracingEnvironment
 
     jinja2.sandbox.ImmutableSandboxedEnvironment = TracingEnvironment
+    import transformers.utils.chat_template_utils  # noqa: F401 - which looks the class up
 
 
 def _reply(
