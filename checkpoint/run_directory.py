@@ -1,4 +1,5 @@
-"""A run directory: the resolved config, the tokenizer, metrics.jsonl and checkpoints/."""
+"""A run directory: the resolved config, the tokenizer, metrics.jsonl, samples.jsonl and
+checkpoints/."""
 
 import contextlib
 import errno
@@ -6,7 +7,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class RunDirectory:
         self.writes = writes
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self.samples = self.path / "samples.jsonl"
         self.checkpoints = self.path / CHECKPOINTS
         self.dataset_files = self.path / "streams"  # for as long as a run reads them
         self._lock = FileLock(self.path / ".lock", timeout=0)
@@ -94,47 +96,45 @@ class RunDirectory:
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl. Raises RunError if the folder is gone."""
-        self.check()
-        if self.writes:
-            with self.metrics.open("a", encoding="utf-8", newline="\n") as file:
-                file.write(json.dumps(line) + "\n")
+        self._append(self.metrics, line)
 
-    def flush_metrics(self) -> None:
-        """Sync metrics.jsonl to the disk.
+    def log_sample(self, step: int, prompt: str, text: str) -> None:
+        """Append one line to samples.jsonl: the prompt, and what the model wrote after it. Raises
+        RunError if the folder is gone."""
+        self._append(self.samples, {"step": step, "prompt": prompt, "text": text})
+
+    def flush_logs(self) -> None:
+        """Sync metrics.jsonl and samples.jsonl to the disk.
 
         Call it before a checkpoint is saved, so that the lines of its steps survive with it.
         """
-        if self.writes and self.metrics.exists():
-            sync_to_disk(self.metrics)
+        for path in (self.metrics, self.samples):
+            if self.writes and path.exists():
+                sync_to_disk(path)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Read the lines of metrics.jsonl.
 
         Skips lines that are damaged or have non-finite values.
         """
-        if not self.metrics.is_file():
-            return
-        with self.metrics.open(encoding="utf-8", errors="replace") as file:
-            for text in file:
-                line = None
-                if text.endswith("\n"):  # otherwise the writer was killed
-                    with contextlib.suppress(ValueError, RecursionError):
-                        line = json.loads(text)
-                if _are_metrics(line):
-                    yield line
+        return _read_lines(self.metrics, _are_metrics)
 
-    def truncate_metrics(self, step: int, evaluated_at: int | None) -> None:
-        """Drop metrics after `step`, and evaluations after `evaluated_at`.
+    def read_samples(self) -> Iterator[dict[str, Any]]:
+        """Read the lines of samples.jsonl, with the keys step, prompt and text. Skips damaged
+        lines."""
+        return _read_lines(self.samples, _is_sample)
+
+    def truncate_logs(self, step: int, evaluated_at: int | None) -> None:
+        """Drop metrics and samples after `step`, and evaluations after `evaluated_at`.
 
         The run can then resume from there.
         """
         if not self.writes:
             return
-        if self.metrics.is_symlink() or self.metrics.is_fifo():
-            self.metrics.unlink()  # a link could lead anywhere, and a pipe block forever
         # No evaluation is kept if none had been saved.
         if evaluated_at is None:
             evaluated_at = -1
+        _remove_special_file(self.metrics)
         kept = []
         for line in self.read_metrics():
             is_new = "train_loss" in line and line["step"] > step
@@ -144,9 +144,40 @@ class RunDirectory:
         if self.metrics.exists():
             atomic_write(self.metrics, "".join(kept))
 
+        _remove_special_file(self.samples)
+        samples = [json.dumps(line) + "\n" for line in self.read_samples() if line["step"] <= step]
+        if self.samples.exists():
+            atomic_write(self.samples, "".join(samples))
+
     def latest(self) -> Path | None:
         """The newest intact checkpoint; see latest_checkpoint()."""
         return latest_checkpoint(self.checkpoints)
+
+    def _append(self, path: Path, line: dict[str, Any]) -> None:
+        self.check()
+        if self.writes:
+            with path.open("a", encoding="utf-8", newline="\n") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def _read_lines(path: Path, is_valid: Callable[[Any], bool]) -> Iterator[dict[str, Any]]:
+    """The valid lines of a file with one JSON value per line."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            line = None
+            if text.endswith("\n"):  # otherwise the writer was killed
+                with contextlib.suppress(ValueError, RecursionError):
+                    line = json.loads(text)
+            if is_valid(line):
+                yield line
+
+
+def _remove_special_file(path: Path) -> None:
+    """Remove a link, which could lead anywhere, and a pipe, which would block forever."""
+    if path.is_symlink() or path.is_fifo():
+        path.unlink()
 
 
 def _are_metrics(line: Any) -> bool:
@@ -155,3 +186,10 @@ def _are_metrics(line: Any) -> bool:
         return False
     # Also excludes NaN.
     return all(isinstance(n, int | float) and abs(n) < 1e300 for n in line.values())
+
+
+def _is_sample(line: Any) -> bool:
+    """Whether a line of samples.jsonl has a step, a prompt and a text."""
+    if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+        return False
+    return isinstance(line.get("prompt"), str) and isinstance(line.get("text"), str)

@@ -64,6 +64,10 @@ class Callback:
         """A line was written to metrics.jsonl. While one with `val_loss` is, the model has the
         evaluated weights."""
 
+    def on_sample(self, step: int, prompt: str, text: str) -> None:
+        """A sample was written to samples.jsonl (train.sample_every): what the model wrote after
+        the prompt."""
+
     def on_step_end(self, info: StepInfo) -> None:
         """A step is complete: logged, evaluated and saved where that was due. The time here counts
         not as training."""

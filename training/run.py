@@ -144,7 +144,7 @@ def build_trainer(
     create_run(run, is_new=previous is None, dist=dist)
     if previous is not None:
         resume.resume_run(run, folder, state, step, settings, dist)
-    run.truncate_metrics(state.step, state.evaluated_at)
+    run.truncate_logs(state.step, state.evaluated_at)
     state.settings = settings
     state.tokenizer = corpus.tokenizer.content_hash
     state.corpus = corpus.sha256

@@ -355,7 +355,7 @@ class Trainer:
         if self.state == self.saved:
             return
         self.run.check()
-        self.run.flush_metrics()
+        self.run.flush_logs()
         with evaluated_weights(self.callbacks):
             tensors = training_tensors(self.step)
             state = self.state.model_dump(mode="json")

@@ -324,14 +324,33 @@ def test_metrics_are_cut_where_the_run_goes_on(run):
     with run.metrics.open("a") as file:
         file.write('{"step": 6, "train')  # a crash in the middle of a line
     assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4, 5]
-    run.truncate_metrics(3, None)
+    run.truncate_logs(3, None)
     run.log({"step": 4, "train_loss": 2.0})
     assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4]
     run.metrics.unlink()
     os.mkfifo(run.metrics)  # reading it would wait for ever
     assert list(run.read_metrics()) == []
-    run.truncate_metrics(4, None)
+    run.truncate_logs(4, None)
     assert not run.metrics.exists()
+
+
+def test_samples_are_cut_where_the_run_goes_on(run):
+    for step in (2, 4, 6):
+        run.log_sample(step, "Once", f" upon\na {step}")
+    with run.samples.open("a") as file:
+        file.write('{"step": "8", "prompt": "", "text": ""}\n{"step": 8}\n[]\n{"step": 8, "pro')
+    run.truncate_logs(4, None)
+    run.log_sample(6, "Once", "")
+    assert list(run.read_samples()) == [
+        {"step": 2, "prompt": "Once", "text": " upon\na 2"},
+        {"step": 4, "prompt": "Once", "text": " upon\na 4"},
+        {"step": 6, "prompt": "Once", "text": ""},
+    ]
+    target = run.samples.rename(run.path / "elsewhere")
+    run.samples.symlink_to(target)
+    run.truncate_logs(4, None)
+    assert len(target.read_text().splitlines()) == 3  # no file behind a link is changed
+    assert not run.samples.exists()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Callbacks: the contract of those of the road and of a user's, their order, and what is
 refused."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from training_contract import check_resumes, small_config
@@ -98,6 +101,38 @@ def test_hooks_run_in_the_order_of_the_list(tmp_path, monkeypatch):
         *("a.before_eval", "b.before_eval", "b.after_eval", "a.after_eval"),
         *("a.on_save", "b.on_save", "a.on_end", "b.on_end"),
     ]
+
+
+class SampleList(Callback):
+    """Keeps the samples that it is told of."""
+
+    def __init__(self):
+        self.samples = []
+
+    def on_sample(self, step, prompt, text):
+        self.samples.append({"step": step, "prompt": prompt, "text": text})
+
+
+def test_samples_are_written_and_told_and_cut_when_the_run_resumes(tmp_path, monkeypatch):
+    """A sample depends on the weights and its step, so the run that resumes repeats those that it
+    has cut."""
+    monkeypatch.setattr(summary, "print_summary", lambda *arguments: None)
+    config = small_config(tmp_path, "run", ["train.sample_every=2", "train.sample_prompt=One"])
+    told = SampleList()
+    assert train(config, callbacks=[told]) == 0
+    path = tmp_path / "run" / "samples.jsonl"
+    whole = path.read_text()
+    assert [json.loads(line) for line in whole.splitlines()] == told.samples
+    assert [sample["step"] for sample in told.samples] == [2, 4, 6]
+    assert all(sample["prompt"] == "One" for sample in told.samples)
+    assert all(sample["text"] for sample in told.samples)
+
+    for step in (4, 5, 6):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08d}")
+    again = SampleList()
+    assert train(config, callbacks=[again]) == 0
+    assert again.samples == told.samples[1:]
+    assert path.read_text() == whole
 
 
 def test_weights_come_back_after_an_error():

@@ -1,6 +1,7 @@
 """Samples of the model during training (train.sample_every)."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -8,12 +9,15 @@ from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import RunError
 from thinker.training.callback import Callback, StepInfo, TrainingParts, TrainingRun
 
+if TYPE_CHECKING:
+    from thinker.generation import Generator
+
 MAX_TOKENS = 48
 TEMPERATURE = 0.8
 
 
 class Samples(Callback):
-    """Prints a sample every few steps, as one line."""
+    """Takes a sample every few steps: prints it as one line, and writes it to samples.jsonl."""
 
     def __init__(self, every: int, prompt: str, tokenizer: Tokenizer) -> None:
         self.every = every
@@ -34,14 +38,39 @@ class Samples(Callback):
         self.run = run
 
     def on_step_end(self, info: StepInfo) -> None:
-        """Print a sample if it is time to."""
-        if info.step % self.every == 0:
-            self.run.show_status(f"step {info.step}, sampling")
-            tqdm.write(f"step {info.step}: {self.sample(info.step)}", file=sys.stderr)
+        """Take a sample if it is time to."""
+        if info.step % self.every:
+            return
+        run = self.run
+        run.show_status(f"step {info.step}, sampling")
+        text = self.sample(info.step)
+        if text is None:
+            return
+        if run.directory.writes:
+            line = " ".join((self.prompt + text).split())
+            tqdm.write(f"step {info.step}: {line}", file=sys.stderr)
+            run.directory.log_sample(info.step, self.prompt, text)
+        for callback in run.parts.callbacks:
+            callback.on_sample(info.step, self.prompt, text)
 
-    def sample(self, seed: int) -> str:
-        """A sample from the current model; empty except on rank 0. All ranks must call this."""
-        from thinker.generation import Generator, SamplingParams  # for the first sample
+    def sample(self, step: int) -> str | None:
+        """What the current model writes after the prompt, drawn on rank 0; None if its logits are
+        not finite. All ranks must call this."""
+        generator = self._generator()
+        text = None
+        if generator is not None:
+            from thinker.generation import SamplingParams
+
+            params = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=TEMPERATURE, seed=step)
+            try:
+                text = generator.generate([self.prompt], params)[0].text
+            except RunError as error:  # training goes on and checks the next loss
+                tqdm.write(f"step {step}: {error}", file=sys.stderr)
+        return self.run.parts.dist.broadcast_object(text)
+
+    def _generator(self) -> "Generator | None":
+        """A generator with a copy of the weights that are evaluated; None except on rank 0."""
+        from thinker.generation import Generator  # for the first sample
 
         parts = self.run.parts
         with self.run.evaluated_weights():
@@ -51,11 +80,5 @@ class Samples(Callback):
 
                 model = unwrapped_copy(model)
             if not parts.dist.is_main:
-                return ""
-            generator = Generator(model, self.tokenizer)  # which copies the weights
-        params = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=TEMPERATURE, seed=seed)
-        try:
-            completion = generator.generate([self.prompt], params)
-        except RunError as error:  # non-finite logits; training goes on and checks the next loss
-            return str(error)
-        return " ".join((self.prompt + completion[0].text).split())
+                return None
+            return Generator(model, self.tokenizer)

@@ -247,9 +247,9 @@ class TrainConfig(ConfigSection):
     """Names of callbacks that modules in `extensions` register, in the order in which they run.
     null: none."""
     sample_every: Positive | None = None
-    """Steps between printed samples. null: print none."""
+    """Steps between samples, which are printed and written to samples.jsonl. null: none."""
     sample_prompt: str = ""
-    """Prompt of the printed samples."""
+    """Prompt of the samples."""
 
 
 @with_feature_keys("tracking")
