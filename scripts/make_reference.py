@@ -51,6 +51,7 @@ PACKAGE_NAMES = (
 )
 DOCUMENTED = (  # modules, or some names of a module
     "thinker.training.callback:Callback,StepInfo,TrainingParts,TrainingRun",
+    "thinker.training.reports.run_summary:RunSummary",
     "thinker.training.objective:Objective,Loss",
     "thinker.generation:Score",
     "thinker.data.tokenizers.tokenizer:Tokenizer",

@@ -19,6 +19,7 @@ from thinker.model import Thinker
 from thinker.runtime.ranks import DistContext
 from thinker.training.kernels import Kernels
 from thinker.training.optim.optimizers import Optimizers
+from thinker.training.reports.run_summary import RunSummary
 from thinker.training.settings.settings import Settings
 from thinker.training.state.run_state import RunState
 
@@ -36,7 +37,8 @@ class StepInfo(NamedTuple):
 class Callback:
     """Hooks around training steps, which do nothing here. A callback overrides those that it needs.
 
-    All ranks call all hooks. A callback changes only what is its own, and the weights of the model.
+    All ranks call all hooks, except on_summary(). A callback changes only what is its own, and the
+    weights of the model.
     """
 
     def setup(self, parts: "TrainingParts") -> None:
@@ -80,6 +82,13 @@ class Callback:
 
     def on_save(self, step: int) -> None:
         """A checkpoint of this step was handed to the writer, which may still be writing it."""
+
+    def on_summary(self, summary: RunSummary) -> None:
+        """The run is finished, and its summary was printed. on_end() follows.
+
+        Only the first rank calls it, so it must not wait for other ranks. A finished run that is
+        started again calls it again.
+        """
 
     def on_end(self, is_complete: bool) -> None:
         """The run ends or pauses. is_complete: the last step has its evaluation, if one was due."""

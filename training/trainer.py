@@ -88,15 +88,15 @@ class Trainer:
                 if not is_finished:
                     self.fit()
                 self.checkpoints.wait()
+                stopping = self.stopping
+                if not stopping:
+                    self._summarize()
             finally:
                 self._close()
-            if self.stopping:
-                saved = f"saved step {self.state.step} in {self.run.path}"
-                print(f"{saved}; run the same command again to resume", file=sys.stderr)
-                return 128 + self.stopping  # as shells report a signal: 129, 130, 143
-            from thinker.training.reports.summary import print_summary  # needed only here
-
-            print_summary(self.run, self.state, self.epochs, self.corpus, self.loader)
+        if stopping:
+            saved = f"saved step {self.state.step} in {self.run.path}"
+            print(f"{saved}; run the same command again to resume", file=sys.stderr)
+            return 128 + stopping  # as shells report a signal: 129, 130, 143
         return 0
 
     def fit(self) -> None:
@@ -204,6 +204,16 @@ class Trainer:
         )
         for callback in self.callbacks:
             callback.on_start(run)
+
+    def _summarize(self) -> None:
+        """Print the summary of the finished run, and give it to the callbacks."""
+        from thinker.training.reports.summary import print_summary  # needed only here
+
+        self.bar.close()
+        summary = print_summary(self.run, self.state, self.epochs, self.corpus, self.loader)
+        if summary is not None:
+            for callback in self.callbacks:
+                callback.on_summary(summary)
 
     def _close(self) -> None:
         self.bar.close()

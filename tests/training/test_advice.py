@@ -205,10 +205,7 @@ def test_results_that_need_advice(ended):
     assert "the validation loss was lowest at step 10 (3.000)" in line
     assert line.endswith("use the weights of that step (generate.py --checkpoint best)")
     (line,) = after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0)
-    assert (
-        line
-        == "advice: against overfitting, try a smaller model, more text or a higher model.dropout"
-    )
+    assert line == "against overfitting, try a smaller model, more text or a higher model.dropout"
     assert after_training([*losses(5, 3), val(10, 3.1), val(20, 3.12)], ended(100, 1), 3.0) == []
     # Since then another part of the validation set is measured, and the weights of step 20 are the
     # best.
@@ -297,9 +294,9 @@ def test_the_advice_to_train_longer_is_given_once(ended):
     (line,) = after_training(lines, ended(100, 1), 0.5, better)
     assert line.endswith("train longer: raise train.max_steps")
     (line,) = after_training(lines, ended(60, 3), 0.5, better)  # ended by its time
-    assert line.startswith("advice: train.max_minutes=3 ended the run")
+    assert line.startswith("train.max_minutes=3 ended the run")
     (line,) = after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0, better)
-    assert line.startswith("advice: against overfitting")
+    assert line.startswith("against overfitting")
     assert after_training(lines, ended(100, 1), 0.5, {"5-gram": 3.5}) == []
     state = ended(50, 1)
     train = state.settings.train.model_copy(update={"patience": 2})
@@ -460,7 +457,7 @@ def test_nothing_advises_more_epochs_than_a_run_is_warned_of(ended, dropout, mos
 def test_a_worse_model_after_many_epochs_needs_something_else(ended):
     (line,) = after_training([*losses(4, 3), val(20, 3.4)], ended(100, 1), 30.0, {"5-gram": 3.3})
     assert line == (
-        "advice: a 5-gram model predicts the text better than this model, which has seen the data "
+        "a 5-gram model predicts the text better than this model, which has seen the data "
         "30 times; try a larger model, a higher optimizer.lr or more text"
     )
 

@@ -3,6 +3,7 @@ refused."""
 
 import json
 import shutil
+import signal
 
 import pytest
 import torch
@@ -166,3 +167,53 @@ def test_a_run_that_resumes_needs_its_callbacks(tmp_path, monkeypatch):
     other = small_config(tmp_path, "other", ["train.max_steps=3", "train.decay_fraction=0"])
     with pytest.raises(UserError, match="was saved without the callback Drift"):
         build_trainer(other, callbacks=[Drift()])
+
+
+class SummaryKeeper(Callback):
+    """Keeps the summaries, and how many of them there were when the run ended."""
+
+    def __init__(self):
+        self.summaries = []
+        self.n_at_end = []
+
+    def on_summary(self, summary):
+        self.summaries.append(summary)
+
+    def on_end(self, is_complete):
+        self.n_at_end.append(len(self.summaries))
+
+
+class InterruptAt(Callback):
+    """Interrupts the run after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def after_step(self, info):
+        if info.step == self.step:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_the_summary_comes_once_per_finished_run_and_before_its_end(tmp_path, capsys):
+    config = small_config(tmp_path, "run")
+    paused = SummaryKeeper()
+    assert train(config, callbacks=[paused, InterruptAt(4)]) == 130
+    assert (paused.summaries, paused.n_at_end) == ([], [0])
+    capsys.readouterr()
+    for _ in ("resumed", "finished already"):
+        keeper = SummaryKeeper()
+        assert train(config, callbacks=[keeper]) == 0
+        (said,) = keeper.summaries
+        assert keeper.n_at_end == [1]
+        printed = capsys.readouterr().out.splitlines()
+        loss_curve = f"loss curve {tmp_path / 'run' / 'loss.png'}"
+        advice = [f"advice: {text}" for text in said.advice]
+        body = [*said.result, *said.assessment, loss_curve, *said.next_commands, *advice]
+        assert printed == body
+        assert said.verdict
+        assert said.fit.endswith(said.verdict)
+        last = [line for line in read_metrics(tmp_path / "run") if "val_loss" in line][-1]
+        assert last.items() <= said.values.items()
+        assert said.values["step"] == 6
+        for name, bits in said.baselines.items():
+            assert said.values[f"baseline_bits_per_byte/{name}"] == bits

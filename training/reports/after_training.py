@@ -94,7 +94,7 @@ def after_training(
         advice.append(_continue_the_run(state, longer))
     if not advice and is_worse_than_ngrams(last, baselines):
         advice.append(_beat_the_ngrams(state, epochs))
-    return [f"advice: {line}" for line in advice]
+    return advice
 
 
 def _beat_the_ngrams(state: RunState, epochs: float) -> str:
