@@ -13,7 +13,7 @@ import fork_server
 import pytest
 from conftest import run_script
 
-from thinker.benchmarks import processes
+from thinker.training.processes import child_process
 
 
 @pytest.fixture
@@ -24,13 +24,13 @@ def fork_processes(monkeypatch, stress):
         return
     context, starting = fork_server.fork_context(), threading.Lock()
 
-    def start(command, env, stdout, stderr, text):
+    def start(command, env, **options):
         assert command[0] == sys.executable
         with starting:  # a fork server does not expect several threads
             return fork_server.ForkedCommand(command[1:], cwd=Path.cwd(), environment=env)
 
     forking = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
-    monkeypatch.setattr(processes, "subprocess", forking)
+    monkeypatch.setattr(child_process, "subprocess", forking)
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from thinker.benchmarks.environment import time_alternately
-from thinker.benchmarks.training_runs import ROOT, TrainingRun, train_all
+from thinker.benchmarks.training_runs import ROOT, train_all
 from thinker.data.batches.prefetch import Batch
 from thinker.runtime.backend import configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import BLUE, GREY, new_figure
 from thinker.training.config.load import load_config
+from thinker.training.processes.training_process import TrainingProcess
 from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     chosen = ("full", *arguments.only) if arguments.only else tuple(VARIANTS)
     variants = {name: overrides for name, overrides in VARIANTS.items() if name in chosen}
     seeds = range(1, arguments.seeds + 1)
-    runs: dict[tuple[str, str, int], TrainingRun] = {}
+    runs: dict[tuple[str, str, int], TrainingProcess] = {}
     for corpus, (file, batch_size, default_steps) in CORPORA.items():
         steps = arguments.steps or default_steps
         for name, variant in variants.items():
@@ -102,7 +103,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     / f"{corpus}-{name.translate(str.maketrans(' (),|:', '------'))}-{seed}"
                 )
                 path = ROOT / "benchmarks" / "configs" / file
-                runs[corpus, name, seed] = TrainingRun(
+                runs[corpus, name, seed] = TrainingProcess(
                     f"{corpus}, {name}, {seed}", path, overrides, folder
                 )
     train_all(list(runs.values()), arguments.jobs)

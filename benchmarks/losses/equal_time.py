@@ -8,9 +8,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from thinker.benchmarks.training_runs import TrainingRun, train_all
+from thinker.benchmarks.training_runs import train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure
+from thinker.training.processes.training_process import TrainingProcess
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train all variants in turns and print a table of their mean losses."""
     variants = dict(parse_variant(text) for text in arguments.variant)
-    runs: dict[str, list[TrainingRun]] = {name: [] for name in variants}
+    runs: dict[str, list[TrainingProcess]] = {name: [] for name in variants}
     for seed in range(1, arguments.seeds + 1):
         for name, overrides in variants.items():
             options = [
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             ]
             folder = arguments.folder / f"{name}-{seed}".replace(" ", "-")
             runs[name].append(
-                TrainingRun(f"{name}, seed {seed}", arguments.config, options, folder)
+                TrainingProcess(f"{name}, seed {seed}", arguments.config, options, folder)
             )
     train_all([each for group in zip(*runs.values()) for each in group], arguments.jobs)
     base, rows = [each.loss for each in next(iter(runs.values()))], []
@@ -104,7 +105,7 @@ def mean_and_interval(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), float(t.ppf(0.975, len(values) - 1)) * error
 
 
-def plot(runs: dict[str, list[TrainingRun]], line: str | None, path: Path) -> None:
+def plot(runs: dict[str, list[TrainingProcess]], line: str | None, path: Path) -> None:
     """Left the loss of every run over minutes, or tokens if all have about as many; right how far
     each variant ends from the first one, seed by seed.
     """

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from thinker.benchmarks.losses.ablation import COMMON_OVERRIDES, CORPORA
-from thinker.benchmarks.training_runs import ROOT, TrainingRun, train_all
+from thinker.benchmarks.training_runs import ROOT, train_all
 from thinker.data.batches.windows import PackedDataset
 from thinker.evaluation.long_context import loss_by_position, override_rope_scaling
 from thinker.interop import load
@@ -22,6 +22,7 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure
 from thinker.training.config.load import load_config
 from thinker.training.data.run_corpus import prepare_training_data
+from thinker.training.processes.training_process import TrainingProcess
 
 MULTIPLES = (1, 2, 4)  # of the trained length
 LONGEST = max(MULTIPLES)
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     path = ROOT / "benchmarks" / "configs" / file
     config = load_config(path, [])
     trained_length = config.data.seq_len
-    runs: dict[tuple[str, int], TrainingRun] = {}
+    runs: dict[tuple[str, int], TrainingProcess] = {}
     for positions in POSITIONS:
         # Learned positions need rows for the lengths beyond the training, which stay at their
         # initial values.
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                          f"run.seed={seed}", f"train.max_steps={arguments.steps}",
                          f"train.batch_size={batch_size}"]  # fmt: skip
             folder = arguments.folder / f"{positions}-{seed}"
-            runs[positions, seed] = TrainingRun(f"{positions}, {seed}", path, overrides, folder)
+            runs[positions, seed] = TrainingProcess(f"{positions}, {seed}", path, overrides, folder)
     train_all(list(runs.values()), arguments.jobs)
     validation_tokens = prepare_training_data(config).val
     configure_backend(choose_device("cpu"))

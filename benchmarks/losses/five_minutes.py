@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import thinker.features.auto_size
-from thinker.benchmarks.training_runs import TrainingRun, train_all
+from thinker.benchmarks.training_runs import train_all
 from thinker.runtime.files import atomic_write
+from thinker.training.processes.training_process import TrainingProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 AUTO_SIZE = Path(thinker.features.auto_size.__file__).parent
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         runs = {}
         for name, (config, overrides) in RUNS.items():
             where = [f"data.cache_dir={folder}/cache", f"train.max_minutes={arguments.minutes}"]
-            runs[name] = TrainingRun(
+            runs[name] = TrainingProcess(
                 name, config, [*overrides, *where, *arguments.overrides], Path(folder) / name
             )
         train_all(list(runs.values()))
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def measure(training: TrainingRun) -> dict[str, Any]:
+def measure(training: TrainingProcess) -> dict[str, Any]:
     """Bits per byte of a finished run on its validation split, with a 95% interval, and what was
     trained."""
     from thinker.data.batches.windows import PackedDataset

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from thinker.benchmarks.training_runs import TrainingRun
 from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.batches.dataset import ShuffledDataset
 from thinker.data.batches.windows import PackedDataset
@@ -22,10 +21,11 @@ from thinker.training.config.load import load_config
 from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.metrics import MemoryMeter
 from thinker.training.optim.schedule import lr_multiplier
+from thinker.training.processes.training_process import TrainingProcess
 
 
 @dataclass
-class Gpt2Run(TrainingRun):
+class Gpt2Run(TrainingProcess):
     """Learned positions, LayerNorm, GELU, biases, tied embeddings, normal(0.02) initialization;
     fp32 on the CPU.
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from thinker.benchmarks.training_runs import TrainingRun, parse_shapes, train_all
+from thinker.benchmarks.training_runs import parse_shapes, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, ORANGE, new_figure
 from thinker.training.config.load import load_config
+from thinker.training.processes.training_process import TrainingProcess
 from thinker.training.reports.plan import make_plan
 
 
@@ -114,7 +115,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         steps = max(1, round(ratio * plan["parameters"] / plan["tokens_per_step"]))
         overrides = [*overrides, f"train.max_steps={steps}"]
         runs.append(
-            TrainingRun(shape, arguments.config, overrides, arguments.folder / f"{shape}-{steps}")
+            TrainingProcess(
+                shape, arguments.config, overrides, arguments.folder / f"{shape}-{steps}"
+            )
         )
     train_all(
         runs[::-1], arguments.jobs
@@ -157,7 +160,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def plot(
-    runs: list[TrainingRun], rows: list[dict[str, Any]], law: PowerLaw, floor_name: str, path: Path
+    runs: list[TrainingProcess],
+    rows: list[dict[str, Any]],
+    law: PowerLaw,
+    floor_name: str,
+    path: Path,
 ) -> None:
     """Loss by compute on log axes: the curve and end of each run, the power law and its floor."""
     from matplotlib import colormaps

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import thinker.features.auto_size
-from thinker.benchmarks.training_runs import TrainingRun, parse_shapes, train_all
+from thinker.benchmarks.training_runs import parse_shapes, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
+from thinker.training.processes.training_process import TrainingProcess
 
 CONFIG = Path(thinker.features.auto_size.__file__).with_name("any-text.yaml")
 QUIET = ["train.eval_every=null", "train.save_every=null", "train.sample_every=null"]
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"{arguments.text} has only {len(text):,} characters; lower --characters")
     shapes = {AUTO: []} | parse_shapes(arguments.shapes)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    runs: dict[tuple[int, float, str], TrainingRun] = {}
+    runs: dict[tuple[int, float, str], TrainingProcess] = {}
     for size in arguments.characters:
         part = arguments.folder / f"{arguments.text.stem}-{size}.txt"
         atomic_write(part, text[:size])
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for shape, overrides in shapes.items():
                 name = f"{arguments.text.stem}-{size}-{minutes:g}-{shape}"
                 where = [f"data.path={part}", f"data.cache_dir={arguments.folder}/cache"]
-                runs[size, minutes, shape] = TrainingRun(
+                runs[size, minutes, shape] = TrainingProcess(
                     name,
                     CONFIG,
                     [*where, f"train.max_minutes={minutes}", *QUIET, *overrides],

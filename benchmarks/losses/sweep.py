@@ -4,12 +4,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from thinker.benchmarks.training_runs import TrainingRun, parse_assignments, parse_shapes, train_all
+from thinker.benchmarks.training_runs import parse_assignments, parse_shapes, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config
 from thinker.training.optim.optimizers import resolve_learning_rates
+from thinker.training.processes.training_process import TrainingProcess
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for text in arguments.vary:
         variations += parse_assignments("--vary", text, "0.01,0.04")
     shapes = parse_shapes(arguments.shapes) if arguments.shapes else {"": []}
-    runs: dict[str, list[TrainingRun]] = {}
+    runs: dict[str, list[TrainingProcess]] = {}
     for shape, sizes in shapes.items():
         runs[shape] = []
         for key, setting in variations:
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     f"{key}={scale_setting(load_config(arguments.config, overrides), key, setting)}"
                 )
             runs[shape].append(
-                TrainingRun(name, arguments.config, overrides, arguments.folder / name)
+                TrainingProcess(name, arguments.config, overrides, arguments.folder / name)
             )
     train_all([run for shape_runs in runs.values() for run in shape_runs], arguments.jobs)
     rows = []
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"config": arguments.config.name, "rows": rows}
 
 
-def lookup(run: TrainingRun, key: str) -> Any:
+def lookup(run: TrainingProcess, key: str) -> Any:
     """The value of section.key that the run was trained with."""
     section, name = key.split(".")
     return run.resolved[section][name]

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from thinker.benchmarks.losses.gpt2 import Gpt2Run
-from thinker.benchmarks.training_runs import TrainingRun, parse_assignments, train_all
+from thinker.benchmarks.training_runs import parse_assignments, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import BLUE, GREY, new_figure
 from thinker.training.config.load import load_config
+from thinker.training.processes.training_process import TrainingProcess
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,14 +45,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trials = parse_assignments("--tune", arguments.tune, "0.001,0.002") if arguments.tune else []
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as folder:
         baselines = []
-        run_class = Gpt2Run if arguments.gpt2 else TrainingRun
+        run_class = Gpt2Run if arguments.gpt2 else TrainingProcess
         for number, trial in enumerate([[f"{key}={value}"] for key, value in trials] or [[]]):
             name = " ".join([arguments.baseline.stem, *trial])
             overrides = [*arguments.overrides, *trial]
             baselines.append(
                 run_class(name, arguments.baseline, overrides, Path(folder) / f"baseline-{number}")
             )
-        candidate = TrainingRun(
+        candidate = TrainingProcess(
             arguments.candidate.stem,
             arguments.candidate,
             arguments.overrides,
@@ -107,7 +108,7 @@ def summarize(line: dict[str, Any]) -> dict[str, Any]:
     return {key: line[key] for key in ("val_loss", "step", "tokens", "elapsed_s")}
 
 
-def plot(baseline: TrainingRun, candidate: TrainingRun, path: Path) -> None:
+def plot(baseline: TrainingProcess, candidate: TrainingProcess, path: Path) -> None:
     """Validation loss by tokens and by seconds, and the loss to reach."""
     figure, panels = new_figure(10, 4.5, columns=2)
     for axes, key, label in zip(panels, ("tokens", "elapsed_s"), ("tokens", "seconds")):

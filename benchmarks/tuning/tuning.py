@@ -13,8 +13,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from thinker.benchmarks.processes import train_side_by_side
-from thinker.benchmarks.training_runs import TrainingRun
 from thinker.benchmarks.tuning.halving import Cost, Rung, better_half, plan_rungs
 from thinker.benchmarks.tuning.tuning_report import (
     HEADER,
@@ -35,6 +33,8 @@ from thinker.training.config.load import load_config
 from thinker.training.config.sections import OptimizerConfig
 from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.initial_model import load_initial_model
+from thinker.training.processes.child_process import train_side_by_side
+from thinker.training.processes.training_process import Diverged, TrainingProcess
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
 from thinker.training.settings.resolve import resolve_open_keys, resolve_precision, resolve_settings
@@ -60,7 +60,7 @@ class Candidate:
 
 
 @dataclass
-class Trial(TrainingRun):
+class Trial(TrainingProcess):
     """The run of a candidate in a rung (from 1). A diverged run counts as infinite loss."""
 
     candidate: Candidate = field(kw_only=True)
@@ -71,11 +71,7 @@ class Trial(TrainingRun):
         """Run train.py to its end. Raises UserError unless it succeeds or diverges."""
         try:
             super().train(threads)
-        except UserError as error:
-            if (
-                "lower optimizer.lr" not in str(error).lower()
-            ):  # what train.py advises if a loss is not finite
-                raise
+        except Diverged:
             self.curve = [{"val_loss": math.inf, "elapsed_s": math.nan}]
 
 

@@ -19,12 +19,13 @@ from thinker.benchmarks.speed import attention
 from thinker.benchmarks.speed.step_parts import PARTS
 from thinker.benchmarks.speed.train import SHAPES
 from thinker.benchmarks.systems.before_after import MEASURES, summarize
-from thinker.benchmarks.training_runs import TrainingRun, train_all
+from thinker.benchmarks.training_runs import train_all
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.patterns.pattern_parser import PATTERNS
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
 from thinker.training.metrics import flops_per_token
+from thinker.training.processes.training_process import TrainingProcess
 
 BENCHMARK = ROOT / "scripts" / "benchmark.py"
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -297,7 +298,7 @@ def test_time_to_loss(benchmark, train_args, tmp_path):
 @pytest.mark.usefixtures("fork_processes")
 def test_no_run_starts_after_one_has_failed(tmp_path):
     configs = [ROOT / "configs" / f"{name}.yaml" for name in ("pysource", "quickstart")]
-    runs = [TrainingRun(config.stem, config, [], tmp_path / config.stem) for config in configs]
+    runs = [TrainingProcess(config.stem, config, [], tmp_path / config.stem) for config in configs]
     (tmp_path / "pysource").write_text("a file where the run needs a folder")
     with pytest.raises(UserError, match="^pysource: "):
         train_all(runs)

@@ -1,11 +1,14 @@
 """Processes side by side, which end when one of them fails or a signal comes."""
 
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
+
+POLL_SECONDS = 0.5  # between two calls of on_wait()
 
 
 class ChildProcess:
@@ -28,16 +31,26 @@ class ChildProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
+                encoding="utf-8",
+                errors="replace",
+                # So that Ctrl-C does not reach it: with the signal of stop(), there would be two,
+                # which end it before it has saved. Windows has no sessions.
+                start_new_session=True,
             )
         stderr = self._process.communicate()[1]
         return self._process.returncode, stderr
 
     def stop(self) -> None:
         """Let the process end with SIGTERM, on which training finishes its step; never start it if
-        it has not yet."""
+        it has not yet.
+
+        On Windows, Ctrl-C has reached it already, and any other signal would end it at once.
+        """
         with self._lock:
             self._is_stopped = True
-            if self._process is not None and self._process.poll() is None:
+            if self._process is None or sys.platform == "win32":
+                return
+            if self._process.poll() is None:
                 self._process.terminate()
 
 
@@ -51,10 +64,14 @@ class Trainable(Protocol):
 
 
 def train_side_by_side(
-    runs: Sequence[Trainable], jobs: int, threads: int | None, on_end: Callable[[Any], None]
+    runs: Sequence[Trainable],
+    jobs: int,
+    threads: int | None,
+    on_end: Callable[[Any], None],
+    on_wait: Callable[[], None] = lambda: None,
 ) -> None:
     """Train `jobs` runs at a time with `threads` threads each, and call on_end(run) in this thread
-    as they end.
+    as they end, and on_wait() twice a second.
 
     When a run fails, or a signal raises an exception here, the others stop or never start, and the
     error is raised.
@@ -73,11 +90,15 @@ def train_side_by_side(
 
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            futures = {pool.submit(train, run): run for run in runs}
-            for future in as_completed(futures):
-                if future.result():
-                    on_end(futures[future])
+            futures: dict[Future[bool], Trainable] = {pool.submit(train, run): run for run in runs}
+            pending = set(futures)
+            while pending:
+                ended, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
+                for future in ended:
+                    if future.result():
+                        on_end(futures[future])
+                on_wait()
         finally:
-            cancelled.set()  # Ctrl-C reaches only this thread
+            cancelled.set()
             for run in runs:
                 run.process.stop()
