@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from thinker.data.tokenizers.token_label import token_label
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.interpretability import prompt_reports
 from thinker.interpretability.head_reports import MEASURES
 from thinker.interpretability.plots import plot_panels
-from thinker.interpretability.reports import Prompt, Report, token_label
+from thinker.interpretability.reports import Prompt, Report
 from thinker.model import Thinker
 from thinker.runtime.checks import check_computed
 from thinker.runtime.errors import UserError
@@ -32,8 +33,14 @@ THUMBNAIL_SIDE = 48  # pixels, at most
 N_LIKELIEST = 10  # most likely next tokens
 N_LENS = 5  # most likely next tokens after each layer
 LOGITS_PER_BATCH = 1 << 24
-STYLES = ("page_base.css", "html_report.css")
-SCRIPTS = ("page_base.js", "html_report_draw.js", "html_report_views.js", "html_report.js")
+# Relative to FOLDER; the first of each is shared by all pages.
+STYLES = ("../../runtime/page/page_base.css", "html_report.css")
+SCRIPTS = (
+    "../../runtime/page/page_base.js",
+    "html_report_draw.js",
+    "html_report_views.js",
+    "html_report.js",
+)
 
 
 Head = tuple[int, int]  # layer and head in it

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinker.data.tokenizers.token_label import token_label
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.interpretability import attribution, flow, reports
 from thinker.interpretability.attribution import LogitComponents
-from thinker.interpretability.reports import Panel, Prompt, Report, decimal, token_label
+from thinker.interpretability.reports import Panel, Prompt, Report, decimal
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 

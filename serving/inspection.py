@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 
+from thinker.data.tokenizers.token_label import token_label
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.interop import load
 from thinker.interpretability.html_report import make_explorer, write_html_report
-from thinker.interpretability.reports import Prompt, token_label
+from thinker.interpretability.reports import Prompt
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 from thinker.serving.api_errors import ApiError

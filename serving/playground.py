@@ -5,10 +5,10 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "page"
-# Relative to this folder; the first of each is shared with the interpretability page.
-STYLES = ("../../interpretability/page/page_base.css", "playground.css")
+# Relative to this folder; the first of each is shared by all pages.
+STYLES = ("../../runtime/page/page_base.css", "playground.css")
 SCRIPTS = (
-    "../../interpretability/page/page_base.js",
+    "../../runtime/page/page_base.js",
     "playground_api.js",
     "playground_tokens.js",
     "playground_popover.js",

@@ -37,7 +37,7 @@ def test_a_wheel_holds_the_files_that_packages_read():
     }
     folders = [ROOT / folder for folder in PACKAGES if folder.parts]
     files = {path for folder in folders for path in folder.iterdir() if path.is_file()}
-    pages = [ROOT / room / "page" for room in ("interpretability", "lessons", "serving")]
+    pages = [ROOT / room / "page" for room in ("interpretability", "lessons", "runtime", "serving")]
     files |= {path for page in pages for path in page.rglob("*") if path.is_file()}
     files -= {ROOT / "lessons" / "README.md"}  # for readers of the repository
     files -= set(ROOT.glob("features/*/guide.md"))  # and of the site

@@ -6,9 +6,10 @@ import pytest
 import torch
 from installed import needs
 
+from thinker.data.tokenizers.token_label import token_label
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interpretability import comparison, flow, head_reports, heads, prompt_reports
-from thinker.interpretability.reports import Prompt, decimal, token_label
+from thinker.interpretability.reports import Prompt, decimal
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
