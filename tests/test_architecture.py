@@ -18,7 +18,9 @@ LAYERS = [  # bottom to top; packages of one layer do not import each other
     {"interpretability"},
     {"serving"},
     {"benchmarks", "generate", "train"},
-    {"scripts", "lessons"},
+    {"lessons"},
+    {"commands"},
+    {"scripts"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = [

@@ -1,0 +1,1 @@
+"""The commands of `thinker`. Each module has a main(), which parses sys.argv."""
