@@ -15,6 +15,7 @@ try:
     from thinker.generation.command_flags import CommandFlags, ModelSource, add_feature_flags
     from thinker.runtime.cli import ArgumentParser, parse_bits, unescape
     from thinker.runtime.errors import UserError, run_command
+    from thinker.runtime.invocation import other_command
 except ModuleNotFoundError:
     print(
         "error: run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt",
@@ -59,7 +60,21 @@ WITHOUT_EFFECT = {  # by mode, the flags that have no effect in it
 
 def main() -> int:
     """Load a model, then score a text, talk, or write texts. Returns the exit status."""
-    arguments, features = parse_arguments()
+    description = (
+        "Generate text with a trained model. Text goes to stdout, everything else to stderr."
+    )
+    parser = ArgumentParser(description=description, examples=EXAMPLES)
+    parser.add_model("path", "PATH")
+    add_prompt_flags(parser)
+    add_output_flags(parser)
+    add_sampling_flags(parser)
+    add_performance_flags(parser)
+    return run(parser, add_feature_flags(parser, "generate"))
+
+
+def run(parser: ArgumentParser, features: list[CommandFlags]) -> int:
+    """Do what the command line asks for. Returns the exit status."""
+    arguments = parse_arguments(parser, features)
     prompt = arguments.prompt
     if arguments.prompt_file is not None:
         prompt = read_text_or_stdin(arguments.prompt_file)
@@ -109,20 +124,9 @@ def main() -> int:
     return 0
 
 
-def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
-    """Parse the command line. Returns its arguments, and the features that have flags.
-
-    Raises UserError for flags that contradict each other or have no effect.
-    """
-    description = (
-        "Generate text with a trained model. Text goes to stdout, everything else to stderr."
-    )
-    parser = ArgumentParser(description=description, examples=EXAMPLES)
-    parser.add_model("path", "PATH")
-    add_input_flags(parser)
-    add_sampling_flags(parser)
-    add_performance_flags(parser)
-    features = add_feature_flags(parser, "generate")
+def parse_arguments(parser: ArgumentParser, features: list[CommandFlags]) -> argparse.Namespace:
+    """Parse the command line. Raises UserError for flags that contradict each other or have no
+    effect."""
     arguments = parser.parse_args()
 
     mode = ""
@@ -149,11 +153,11 @@ def parse_arguments() -> tuple[argparse.Namespace, list[CommandFlags]]:
         raise UserError("--system needs --chat; add it, or remove --system")
     if arguments.allow_special_tokens and not arguments.chat:
         raise UserError("--allow-special-tokens needs --chat; add it, or remove the flag")
-    return arguments, features
+    return arguments
 
 
-def add_input_flags(parser: ArgumentParser) -> None:
-    """Flags for what the model reads, and how its text is printed."""
+def add_prompt_flags(parser: ArgumentParser) -> None:
+    """Flags for what the model reads."""
     group = parser.group("input and output")
     add = group.add_argument
     prompt = group.add_mutually_exclusive_group()
@@ -161,11 +165,17 @@ def add_input_flags(parser: ArgumentParser) -> None:
     prompt.add_argument("--prompt", default="", metavar="TEXT", help=prompt_help)
     file_help = "read the prompt from FILE (UTF-8, also compressed; - for stdin)"
     prompt.add_argument("--prompt-file", metavar="FILE", help=file_help)
+    add("--system", metavar="TEXT", help="system message of a chat (default: none)")
+    allow_help = "in a chat, read names of special tokens in messages as these tokens"
+    add("--allow-special-tokens", action="store_true", help=allow_help)
+
+
+def add_output_flags(parser: ArgumentParser) -> None:
+    """Flags for what is done with the prompt, and how the text is printed."""
+    group = parser.group("input and output")
+    add = group.add_argument
     add("--num-samples", type=int, default=1, help="number of samples, separated by ---")
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
-    add("--system", metavar="TEXT", help="system message, with --chat (default: none)")
-    allow_help = "with --chat, read names of special tokens in messages as these tokens"
-    add("--allow-special-tokens", action="store_true", help=allow_help)
     mode = group.add_mutually_exclusive_group()
     interactive_help = "read prompts from the terminal, turn by turn"
     mode.add_argument("--interactive", action="store_true", help=interactive_help)
@@ -356,7 +366,8 @@ def open_conversation(
         return Conversation(generator)
     if generator.tokenizer.chat_template is None:
         problem = "has no chat template: it was not trained on chats"
-        raise UserError(f"{arguments.path} {problem}; remove --chat")
+        remedy = f"use {other_command('generate')} {arguments.path} --interactive"
+        raise UserError(f"{arguments.path} {problem}; {remedy}")
     if not prompt.strip() and (prompt or not arguments.interactive):
         raise UserError("--chat needs a message; add --prompt TEXT or --interactive")
     from thinker.generation.chat.chat_conversation import ChatConversation

@@ -1,8 +1,11 @@
 """Command line of the benchmarks, with a subcommand for each."""
 
+import sys
+from collections.abc import Collection
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 
-from thinker.benchmarks.environment import record_result
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.files import output_file
 from thinker.runtime.plot_style import png_file
@@ -43,37 +46,71 @@ BENCHMARKS = {  # by room and name, the arguments of two examples
     "systems.tokenizing": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --repeats 1"),
     "speed.train": ("--shape 12m", "--shape 124m --no-baseline --png train.png"),
 }  # fmt: skip
+FOLDER = Path(__file__).parent
 WITHOUT_RESULT = ("gpu", "pages")  # they write their own files
 
 
 def main() -> int:
     """Run a benchmark and record its result. Returns the exit status."""
-    description = "Run a benchmark and print its results, with a line of JSON at the end."
-    parser = ArgumentParser(
-        description=description, examples=("decode --shape 124m", "BENCHMARK --help")
-    )
-    commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    for path, examples in BENCHMARKS.items():
-        name = path.partition(".")[2]
-        try:
-            module = import_module(f"thinker.benchmarks.{path.replace('-', '_')}")
-        except ModuleNotFoundError as error:
-            if not str(error.name).startswith("thinker.features"):
-                raise
-            continue  # it measures a feature that is not installed
-        doc = module.__doc__.strip().splitlines()[0].rstrip(".")
-        command = commands.add_parser(
-            name, help=doc[0].lower() + doc[1:], description=f"{doc}.", examples=examples
-        )
-        module.add_arguments(command)
-        if name not in WITHOUT_RESULT:
-            command.add_argument(
-                "--out", type=output_file, metavar="FILE", help="append a line of JSON to FILE"
-            )
-        command.set_defaults(run_benchmark=module.run)
-    arguments = parser.parse_args()
+    # Only the benchmark that is named is imported, as most of them import torch.
+    arguments = make_parser([name for name in names() if name in sys.argv]).parse_args()
     if getattr(arguments, "png", None) is not None:
         png_file(arguments.png)
+    from thinker.benchmarks.environment import record_result
+
     out = None if arguments.benchmark in WITHOUT_RESULT else arguments.out
     record_result(arguments.benchmark, arguments.run_benchmark(arguments), out)
     return 0
+
+
+def names() -> list[str]:
+    """The names of all benchmarks."""
+    return [path.partition(".")[2] for path in BENCHMARKS]
+
+
+def make_parser(with_arguments: Collection[str]) -> ArgumentParser:
+    """The parser of the command, which knows the arguments of some of the benchmarks.
+
+    One of these that measures a feature that is not installed is left out.
+    """
+    description = "Run a benchmark and print its results, with a line of JSON at the end."
+    examples = ("decode --shape 124m", "BENCHMARK --help")
+    parser = ArgumentParser(description=description, examples=examples)
+    commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    for path, its_examples in BENCHMARKS.items():
+        name = path.partition(".")[2]
+        module = None
+        if name in with_arguments:
+            module = import_benchmark(path)
+            if module is None:
+                continue
+        doc = first_line(path)
+        summary = doc[0].lower() + doc[1:]
+        command = commands.add_parser(
+            name, help=summary, description=f"{doc}.", examples=its_examples
+        )
+        if module is not None:
+            module.add_arguments(command)
+            command.set_defaults(run_benchmark=module.run)
+            if name not in WITHOUT_RESULT:
+                out_help = "append a line of JSON to FILE"
+                command.add_argument("--out", type=output_file, metavar="FILE", help=out_help)
+    return parser
+
+
+def import_benchmark(path: str) -> ModuleType | None:
+    """The module of a benchmark; None if it measures a feature that is not installed."""
+    try:
+        return import_module(f"thinker.benchmarks.{path.replace('-', '_')}")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("thinker.features"):
+            raise
+        return None
+
+
+def first_line(path: str) -> str:
+    """The first line of a benchmark's docstring, without importing it."""
+    file = FOLDER / f"{path.replace('.', '/').replace('-', '_')}.py"
+    with file.open(encoding="utf-8") as lines:
+        line = lines.readline()
+    return line.strip().strip('"').rstrip(".")

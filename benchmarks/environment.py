@@ -14,12 +14,13 @@ import torch
 from tqdm import tqdm
 
 from thinker.runtime.backend import processor_name
+from thinker.runtime.invocation import this_command
 
 
 def describe_environment() -> dict[str, str]:
     """Describe what is needed to repeat a measurement."""
     return {
-        "command": "python " + " ".join(sys.argv),
+        "command": " ".join([this_command(), *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "processor": processor_name(),
         "threads": str(torch.get_num_threads()),

@@ -10,10 +10,7 @@ from thinker.training.config.command_line import ConfigArgumentParser
 
 def main() -> int:
     """Prepare the data, print a table, and write the plot and the page. Returns the exit status."""
-    examples = (
-        "configs/mixture.yaml --html data.html",
-        "configs/quickstart.yaml --png lengths.png --step 100",
-    )
+    examples = ("mixture --html data.html", "quickstart --png lengths.png --step 100")
     description = (
         "Show the training data of a config: sources, lengths of documents, and the "
         "sequences of a step."

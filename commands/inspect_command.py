@@ -12,6 +12,7 @@ from typing import Any
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import output_file
+from thinker.runtime.invocation import other_command
 from thinker.runtime.plot_style import png_file
 
 IN_EXPLORER = (
@@ -389,7 +390,8 @@ def report_on_heads(
     checkpoint.save(arguments.out, pruned, {"step": 0})
     tokenizer.save(arguments.out)
     print(
-        f"wrote {arguments.out}; sample with: python generate.py {shlex.quote(str(arguments.out))}",
+        f"wrote {arguments.out}; sample with: {other_command('generate')} "
+        f"{shlex.quote(str(arguments.out))}",
         file=sys.stderr,
     )
     return report

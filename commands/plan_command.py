@@ -7,10 +7,7 @@ from thinker.training.config.command_line import ConfigArgumentParser
 
 def main() -> int:
     """Print the estimate. Returns the exit status."""
-    examples = (
-        "configs/small-text.yaml data.path=my.txt",
-        "configs/gpu-124m.yaml --no-steps --json",
-    )
+    examples = ("small-text data.path=my.txt", "gpu-124m --no-steps --json")
     description = "Estimate the memory, FLOPs, tokens and time of a run, and check whether it fits."
     parser = ConfigArgumentParser(description=description, examples=examples)
     group = parser.add_argument_group("output")

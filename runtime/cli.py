@@ -4,11 +4,12 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import UserError, did_you_mean
+from thinker.runtime.invocation import this_command
 from thinker.runtime.reading import read_json
 
 METAVARS = {int: "N", float: "X", Path: "PATH"}  # what help texts show for a value of this type
@@ -53,15 +54,14 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, *, examples: Iterable[str] = (), **options: Any) -> None:
         """Create a parser. The help ends with `examples`: the arguments of command lines."""
+        program = os.path.basename(sys.argv[0])  # such as "thinker eval" or "train.py"
+        options.setdefault("prog", program)
         options.setdefault("formatter_class", HelpFormatter)
         super().__init__(**options)
-        command = os.path.basename(sys.argv[0])
-        if command.endswith(".py"):
-            command = f"python {sys.argv[0]}"
-        subcommands = self.prog.split()[1:]
+        subcommands = self.prog.removeprefix(program).split()
         lines = ["examples:"]
         for example in examples:
-            line = " ".join([command, *subcommands, example])
+            line = " ".join([this_command(), *subcommands, example])
             lines.append(line.rstrip())
         if len(lines) > 1:
             self.epilog = "\n  ".join(lines)
@@ -73,9 +73,30 @@ class ArgumentParser(argparse.ArgumentParser):
         checkpoint_help = "checkpoint to load from a run directory: latest, best, a step or a name"
         self.add_argument("--checkpoint", default="latest", metavar="NAME", help=checkpoint_help)
 
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        """Parse arguments, or complete them if a shell asks for that."""
+        complete_if_asked(self)
+        return super().parse_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        """Raise UserError."""
-        raise UserError(f"{message} (--help lists all flags)")
+        """Raise UserError, with the flag that a misspelled one may stand for."""
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        hint = ""
+        if unknown:
+            hint = did_you_mean(unknown[1], self._all_flags())
+        raise UserError(f"{message}{hint} (--help lists all flags)")
+
+    def _all_flags(self) -> list[str]:
+        """The long flags of this parser and of its subparsers."""
+        flags = []
+        for action in self._actions:
+            flags += [name for name in action.option_strings if name.startswith("--")]
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    flags += parser._all_flags()
+        return flags
 
     def check_utf8(self, arguments: argparse.Namespace, *names: str) -> None:
         """Raise UserError if the value of a flag is not UTF-8.
@@ -103,6 +124,14 @@ class ArgumentParser(argparse.ArgumentParser):
         return self.add_argument_group(title)
 
 
+def complete_if_asked(parser: argparse.ArgumentParser) -> None:
+    """If a shell asks what may stand at the cursor, answer and end the process."""
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -123,6 +152,6 @@ def parse_bits(text: str) -> int | dict[str, int]:
     bits = read_json(Path(name)).get("bits")
     if not isinstance(bits, dict):
         raise UserError(
-            f"{name} does not contain bits; use a file that scripts/sensitivity.py has written"
+            f"{name} does not contain bits; use a file that thinker sensitivity has written"
         )
     return bits

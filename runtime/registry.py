@@ -54,6 +54,15 @@ class Registry(Generic[T]):
 
 
 @dataclass(frozen=True)
+class Command:
+    """A command of `thinker`, as the list of all commands shows it."""
+
+    main: str  # "module:name" of a function () -> exit status, which parses sys.argv
+    summary: str  # what the command does, in lower case and without a full stop
+    group: str  # the heading under which `thinker --help` shows it
+
+
+@dataclass(frozen=True)
 class Feature:
     """What one optional feature offers.
 
@@ -119,8 +128,8 @@ class Feature:
     observer: str = ""  # (setup, caches, decoder, **options) -> Observer | None
     constraint: str = ""  # a ConstraintSource, for SamplingParams.json_schema and .regex
 
-    # Commands: main functions by the name of the command; flags for other commands by their name.
-    commands: Mapping[str, str] = field(default_factory=dict)  # () -> exit status
+    # Commands by name; flags for other commands by their name.
+    commands: Mapping[str, Command] = field(default_factory=dict)
     arguments: Mapping[str, str] = field(default_factory=dict)  # (parser) -> CommandFlags | None
 
     # Reference. Pages of docs/reference/ by file name: (note) -> Markdown, where the note says that
@@ -180,8 +189,9 @@ def only_offer(seam: str, wanted: str) -> Any:
 
 def feature_command(name: str) -> Callable[[], int]:
     """The main function of a feature's command. Raises UserError if the feature is missing."""
-    for main in offers_by_name("commands", name):
-        return main
+    for feature in features():
+        if name in feature.commands:
+            return import_offer(feature.commands[name].main)
     raise UserError(
         f"the command {name} belongs to a feature that is not installed; add it to {FEATURES}"
     )

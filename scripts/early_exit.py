@@ -6,7 +6,7 @@ from thinker.runtime.registry import feature_command
 
 def main() -> int:
     """Run the command. Raises UserError if its feature is missing."""
-    return feature_command("early_exit")()
+    return feature_command("early-exit")()
 
 
 if __name__ == "__main__":

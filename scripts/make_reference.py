@@ -12,31 +12,20 @@ import re
 import sys
 import textwrap
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from thinker.benchmarks.command import names
+from thinker.commands.table import all_commands
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import run_command
-from thinker.runtime.registry import FEATURES, feature_command, features, import_offer
+from thinker.runtime.invocation import script_path
+from thinker.runtime.registry import FEATURES, features, import_offer
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = {  # command: the module with its main()
-    "train.py": "thinker.training.command",
-    "generate.py": "thinker.generate",
-    "thinker-serve": "thinker.serving.__main__",
-    "scripts/plan.py": "thinker.scripts.plan",
-    "scripts/data.py": "thinker.scripts.data",
-    "scripts/tune.py": "thinker.scripts.tune",
-    "scripts/eval.py": "thinker.scripts.eval",
-    "scripts/inspect_model.py": "thinker.scripts.inspect_model",
-    "scripts/export_hf.py": "thinker.scripts.export_hf",
-    "scripts/export_gguf.py": "thinker.scripts.export_gguf",
-    "scripts/plot_patterns.py": "thinker.scripts.plot_patterns",
-    "scripts/benchmark.py": "thinker.benchmarks.command",
-}
 PACKAGE_NAMES = (
     "train",
     "load",
@@ -194,28 +183,35 @@ def _type_name(schema: dict[str, Any]) -> str:
 def commands_markdown() -> str:
     """The commands, each with its options by group."""
     parts = ["# Commands\n", f"Every command and its options. {GENERATED}"]
-    commands = {name: import_module(module).main for name, module in COMMANDS.items()}
-    for feature in features():
-        for name in feature.commands:
-            commands[f"scripts/{name}.py"] = feature_command(name)
-    for name, main_function in commands.items():
-        parts += _command(name, parser_of(name, main_function), "##")
+    parts.append("`thinker COMMAND` needs an installation. In a checkout, scripts do the same.\n")
+    for name in all_commands():
+        heading = f"thinker {name}"
+        script = script_path(name)
+        if (ROOT / script).is_file():
+            heading += f" (python {script})"
+        parts += _command(heading, parser_of(name), "##")
     return _join(parts)
 
 
-def parser_of(name: str, main: Callable[[], int]) -> argparse.ArgumentParser:
+def parser_of(name: str) -> argparse.ArgumentParser:
     """The parser of a command, caught when it is about to parse: commands build and parse in one
     function."""
-    names, caught = ("parse_known_args", "parse_known_intermixed_args"), []
+    main = import_offer(all_commands()[name].main)
+    arguments = []
+    if name == "benchmark":  # it builds the parsers of those that it finds in its arguments
+        arguments = names()
+    caught = []
 
     def catch(parser: argparse.ArgumentParser, *arguments: Any) -> None:
         caught.append(parser)
         raise SystemExit
 
-    originals = {name: getattr(argparse.ArgumentParser, name) for name in names}
-    command_line, sys.argv = sys.argv, [name]
+    methods = ("parse_known_args", "parse_known_intermixed_args")
+    originals = {method: getattr(argparse.ArgumentParser, method) for method in methods}
+    command_line = sys.argv
+    sys.argv = [f"thinker {name}", *arguments]
     try:
-        for method in names:
+        for method in methods:
             setattr(argparse.ArgumentParser, method, catch)
         with contextlib.suppress(SystemExit):
             main()
@@ -226,8 +222,8 @@ def parser_of(name: str, main: Callable[[], int]) -> argparse.ArgumentParser:
     return caught[0]
 
 
-def _command(name: str, parser: argparse.ArgumentParser, heading: str) -> Iterator[str]:
-    yield f"{heading} {name}\n"
+def _command(title: str, parser: argparse.ArgumentParser, heading: str) -> Iterator[str]:
+    yield f"{heading} {title}\n"
     yield f"{_sentence(parser.description)}\n"
     if parser.epilog:
         yield _code(inspect.cleandoc(parser.epilog.removeprefix("examples:\n")))
@@ -240,12 +236,12 @@ def _command(name: str, parser: argparse.ArgumentParser, heading: str) -> Iterat
             elif not isinstance(action, argparse._HelpAction):
                 rows.append(_option_row(parser, action))
         if rows:
-            title = {"positional arguments": "arguments", "options": "option"}.get(
+            column = {"positional arguments": "arguments", "options": "option"}.get(
                 group.title, group.title
             )
-            yield f"| {title} | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"
-    for subcommand, subparser in subcommands.items():
-        yield from _command(f"{name} {subcommand}", subparser, heading + "#")
+            yield f"| {column} | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"
+    for subparser in subcommands.values():
+        yield from _command(subparser.prog, subparser, heading + "#")
 
 
 def _option_row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:

@@ -240,7 +240,7 @@ def test_benchmark_commands_are_accepted():
         if line.startswith("python scripts/benchmark.py ") and "BENCHMARK" not in line
     ]
     assert len(commands) > 15
-    parser = parser_of("scripts/benchmark.py", command.main)
+    parser = parser_of("benchmark")
     (offered,) = parser._subparsers._group_actions
     every = {path.partition(".")[2] for path in command.BENCHMARKS}
     of_deleted_features = every - offered.choices.keys()

@@ -2,12 +2,9 @@
 
 from thinker.runtime.errors import run_command
 from thinker.training.config.command_line import ConfigArgumentParser
+from thinker.training.config.shipped import find_config
 
-EXAMPLES = (
-    "configs/quickstart.yaml",
-    "configs/small-text.yaml data.path=my.txt run.dir=runs/mine",
-    "--keys train",
-)
+EXAMPLES = ("quickstart", "small-text data.path=my.txt run.dir=runs/mine", "--keys train")
 
 
 def main() -> int:
@@ -16,7 +13,7 @@ def main() -> int:
     parser = ConfigArgumentParser(description=description, examples=EXAMPLES)
     arguments = parser.parse_command_line()
 
-    # Imported after parsing, so that --help and errors do not wait for torch.
+    find_config(arguments.config)  # before the slow imports, which begin here
     from thinker.training.distributed.session import distributed_session
 
     with distributed_session() as dist:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError
+from thinker.runtime.invocation import other_command
 from thinker.runtime.registry import features
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def print_next_step(arguments: argparse.Namespace) -> None:
     print(f"wrote {out}; {advice}:", file=sys.stderr)
     if arguments.weights:  # keeps the zeros
         options += f" train.prune.weights={arguments.weights:g}"
-    print(f"  python train.py CONFIG {options} run.dir=...", file=sys.stderr)
+    print(f"  {other_command('train')} CONFIG {options} run.dir=...", file=sys.stderr)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -42,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="X",
         help="choose 4 or 8 bits by matrix: X bits per weight at most",
     )
-    out_help = "write the choice to FILE, for --bits mixed:FILE of generate.py and thinker-serve"
+    out_help = "write the choice to FILE, for --bits mixed:FILE of thinker generate and serve"
     parser.add_argument("--out", type=output_file, metavar="FILE", help=out_help)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of tables"

@@ -6,8 +6,9 @@ import argparse
 import sys
 from typing import Any
 
-from thinker.runtime.cli import ArgumentParser
+from thinker.runtime.cli import ArgumentParser, complete_if_asked
 from thinker.runtime.errors import UserError
+from thinker.training.config.key_completion import complete_config, complete_override
 
 
 class ConfigArgumentParser(ArgumentParser):
@@ -17,13 +18,17 @@ class ConfigArgumentParser(ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         group = self.add_argument_group("config")
-        group.add_argument(
-            "config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml"
+        config_help = (
+            "YAML file, run directory, or the name of a config that comes with Thinker, such as "
+            "quickstart (thinker configs lists them)"
         )
+        config = group.add_argument("config", metavar="CONFIG", help=config_help)
+        config.completer = complete_config
         overrides_help = "override a key of the config, such as train.max_steps=100 (default: none)"
-        group.add_argument(
+        overrides = group.add_argument(
             "overrides", nargs="*", default=[], metavar="section.key=value", help=overrides_help
         )
+        overrides.completer = complete_override
         keys_help = (
             "list the config keys of SECTION with their defaults and exit (default: all sections)"
         )
@@ -32,6 +37,7 @@ class ConfigArgumentParser(ArgumentParser):
     def parse_command_line(self) -> argparse.Namespace:
         """Parse this process's arguments. Raises UserError for an unknown flag, with the key that
         it may stand for."""
+        complete_if_asked(self)
         for word in sys.argv[1:]:
             if self._is_unknown(word):
                 from thinker.training.config.key_list import suggest_key

@@ -10,17 +10,17 @@ from pydantic import ValidationError
 from thinker.runtime.errors import UserError
 from thinker.runtime.yaml_files import read_yaml
 from thinker.training.config.config import Config
+from thinker.training.config.shipped import find_config
 from thinker.training.config.stored import known_keys
 
 
 def load_config(path: str | Path, overrides: list[str]) -> Config:
     """Read a config from YAML and apply overrides "section.key=value". Raises UserError that names
-    the wrong key."""
-    path = Path(path)
-    if not path.exists():
-        names = sorted(str(found) for found in Path("configs").glob("*.yaml"))
-        available = ", ".join(names) or "none in configs/"
-        raise UserError(f"config {path} does not exist (available: {available})")
+    the wrong key.
+
+    path: a YAML file, a run directory, or the name of a config that comes with Thinker.
+    """
+    path = find_config(path)
     tree = read_yaml(path)
     for name, section in tree.items():
         if section is None:  # a section without keys
@@ -68,7 +68,8 @@ def validate_config(
 def check_run_folder(path: str | Path, config: Config, overrides: list[str]) -> None:
     """Raise UserError if the config belongs to a run that was copied or moved, unless run.dir is
     overridden."""
-    folder = Path(path).resolve().parent
+    path = find_config(path)
+    folder = path.resolve().parent
     is_given = any(override.strip().startswith("run.dir") for override in overrides)
     if is_given or not _is_in_run_directory(path):
         return

@@ -2,12 +2,12 @@
 
 import math
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 from thinker.evaluation.entropy_floor import format_excess
 from thinker.evaluation.text_baselines import NGRAM
+from thinker.runtime.invocation import other_command
 from thinker.training.metrics import format_trained
 from thinker.training.reports.epochs import may_train_longer, most_epochs
 from thinker.training.reports.fit import (
@@ -60,7 +60,7 @@ def sampling_hint(run: Path, state: RunState, is_chat: bool) -> str:
         prompt = ' --chat --prompt "your message"'
     elif prefix_len:
         prompt = f' --prompt "at least {prefix_len} tokens of text"'
-    return f"sample from it: {_command('generate')} {shlex.quote(str(run))}{prompt}"
+    return f"sample from it: {other_command('generate')} {shlex.quote(str(run))}{prompt}"
 
 
 def after_training(
@@ -135,7 +135,7 @@ def _continue_the_run(state: RunState, longer: float) -> str:
     of_steps = f" of {train.max_steps:,}" if train.max_steps else ""
     minutes = math.ceil(longer * train.max_minutes)
     config = shlex.quote(f"{state.settings.run.dir}/config.yaml")
-    command = f"{_command('train')} {config}"
+    command = f"{other_command('train')} {config}"
     if "ranks" in state.machine:  # torchrun has options of its own
         command = "the same command and"
     return (
@@ -152,14 +152,3 @@ def _limit(state: RunState) -> str:
     if state.stops_early(state.settings.train):
         return "patience"
     return "max_steps"
-
-
-def _command(name: str) -> str:
-    """The start of a command line: thinker-NAME, or python NAME.py in a checkout."""
-    script = Path(sys.argv[0])
-    if script.name != "train.py":
-        return f"thinker-{name}"
-    python = Path(sys.executable)
-    if python.is_relative_to(Path.cwd()):
-        python = python.relative_to(Path.cwd())
-    return shlex.join([str(python), str(script.with_name(f"{name}.py"))])

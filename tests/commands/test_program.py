@@ -1,0 +1,186 @@
+"""The program `thinker`: its commands, their names, and what they import before they work."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import thinker
+from thinker.commands.table import GROUPS, all_commands
+from thinker.runtime.registry import import_offer
+from thinker.training.config.shipped import read_header, shipped_configs
+
+COMMANDS = all_commands()
+# Modules that --help of a command may import beside the standard library and our own.
+NO_MODULES = {"thinker", "_distutils_hack", "sitecustomize", "usercustomize"}
+IMPORTED = """
+import sys
+from thinker.commands.program import main
+before = {name.partition(".")[0] for name in sys.modules}  # by the site, as in an editable install
+try:
+    main()
+except SystemExit:
+    pass
+after = {name.partition(".")[0] for name in sys.modules}
+print(*sorted(after - before - sys.stdlib_module_names), file=sys.stderr)
+"""
+
+
+def run_thinker(*arguments, cwd=ROOT):
+    command = [sys.executable, "-m", "thinker", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def test_the_list_has_every_command_in_its_group():
+    done = run_thinker("--help")
+    assert done.returncode == 0
+    assert done.stdout == run_thinker().stdout == run_thinker("help").stdout
+    shown = []
+    for line in done.stdout.split("examples:")[0].splitlines():
+        if line.startswith("  "):
+            shown.append(line[2:].split("  ")[0])
+    assert shown == list(COMMANDS)
+    for group in GROUPS:
+        assert f"\n{group}:\n" in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 88
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_summaries_are_phrases(name):
+    summary = COMMANDS[name].summary
+    assert summary[0].islower()
+    assert not summary.endswith(".")
+    assert COMMANDS[name].group in GROUPS
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_imports_only_thinker(name):
+    """Each command begins with its parser, and imports the rest when it is needed."""
+    command = [sys.executable, "-c", IMPORTED, *name.split(), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith(f"usage: -c {name} [-h]")
+    assert set(done.stderr.split()) <= {"thinker"}
+
+
+def test_names_of_commands_lead_to_functions():
+    for command in COMMANDS.values():
+        assert callable(import_offer(command.main))
+
+
+def test_the_version():
+    for flag in ("--version", "-V"):
+        assert run_thinker(flag).stdout == f"thinker {thinker.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    {
+        ("tran", "quickstart"): "there is no command tran; did you mean train?",
+        ("qwerty",): "there is no command qwerty; thinker --help lists them",
+        ("export", "runs/x"): "thinker export needs one more word; use export hf or export gguf",
+        ("--keys",): "thinker has no flag --keys; flags follow the name of a command",
+        ("generate", "x", "--promt", "y"): "unrecognized arguments: --promt y; did you mean --prompt?",
+        ("train", "quickstrat"): "config quickstrat does not exist; did you mean the config quickstart",
+        ("train", "qwerty"): "config qwerty does not exist; give a YAML file, a run, or one of chars,",
+        ("configs", "show", "smalltext"): "there is no config smalltext; did you mean small-text?",
+        ("configs", "--json", "show", "chars"): "--json has no effect on show; remove it",
+    }.items(),
+)  # fmt: skip
+def test_mistakes_are_one_line(words, message):
+    done = run_thinker(*words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: {message}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_help_names_the_command_as_it_was_called():
+    """The examples of a command can be pasted."""
+    by_program = run_thinker("help", "export", "gguf")
+    assert by_program.stdout.startswith("usage: python -m thinker export gguf [-h]")
+    assert "\n  python -m thinker export gguf runs/quickstart my-model.gguf\n" in by_program.stdout
+    script = [sys.executable, "scripts/export_gguf.py", "--help"]
+    by_script = subprocess.run(script, capture_output=True, text=True, cwd=ROOT).stdout
+    assert by_script.startswith("usage: export_gguf.py [-h]")
+    assert "\n  python scripts/export_gguf.py runs/quickstart my-model.gguf\n" in by_script
+    assert (
+        by_program.stdout.partition("positional")[2].partition("examples")[0]
+        == (by_script.partition("positional")[2].partition("examples")[0])
+    )
+
+
+def test_configs_are_listed_with_hardware(tmp_path):
+    done = run_thinker("configs", "--json", cwd=tmp_path)
+    listed = {values["name"]: values for values in map(json.loads, done.stdout.splitlines())}
+    assert set(listed) == set(shipped_configs())
+    for name, values in listed.items():
+        assert values["purpose"].endswith("."), name
+        assert values["hardware"], name
+        assert {"time", "loss"} <= set(values) or "time and loss" in values, name
+    shown = " ".join(run_thinker("configs", cwd=tmp_path).stdout.split())
+    for name in listed:
+        assert f"{name} " in shown
+
+
+def test_the_facts_of_a_header_are_its_sentences():
+    header = read_header(ROOT / "configs" / "quickstart.yaml")
+    assert header.purpose.startswith("A first run without network: readable stories")
+    assert list(header.facts) == ["hardware", "time", "loss"]
+    assert header.facts["time"] == "under 3 minutes of training on two cores."
+    text = (ROOT / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
+    words = text.partition("\n\n")[0].replace("#", " ").split()
+    assert header.facts["loss"].split() == words[words.index("Loss:") + 1 :]
+
+
+def test_a_copied_config_trains_and_finds_its_schema(tmp_path):
+    done = run_thinker("configs", "copy", "quickstart", cwd=tmp_path)
+    assert done.stdout.splitlines()[0] == "wrote quickstart.yaml"
+    copied = (tmp_path / "quickstart.yaml").read_text(encoding="utf-8")
+    original = (ROOT / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
+    assert copied.partition("\n")[2] == original.partition("\n")[2]
+    schema = copied.partition("\n")[0].partition("$schema=")[2]
+    assert json.loads((tmp_path / schema).read_text(encoding="utf-8"))["title"] == "Thinker config"
+    again = run_thinker("configs", "copy", "quickstart", cwd=tmp_path)
+    assert again.returncode == 2
+    assert again.stderr == "error: quickstart.yaml already exists; give another FILE\n"
+    template = run_thinker("configs", "copy", "chat.jinja", "mine.jinja", cwd=tmp_path)
+    assert template.returncode == 0
+    assert (tmp_path / "mine.jinja").read_bytes() == (ROOT / "configs/chat.jinja").read_bytes()
+
+
+def test_lessons_are_listed_and_copied(tmp_path):
+    listed = run_thinker("lessons", cwd=tmp_path).stdout.splitlines()
+    notebooks = sorted((ROOT / "lessons" / "notebooks").glob("*.ipynb"))
+    assert [line[0] for line in listed[: len(notebooks)]] == [path.name[1] for path in notebooks]
+    assert run_thinker("lessons", "copy", "mine", cwd=tmp_path).returncode == 0
+    assert [path.name for path in sorted((tmp_path / "mine").iterdir())] == [
+        path.name for path in notebooks
+    ]
+    again = run_thinker("lessons", "copy", "mine", cwd=tmp_path)
+    assert again.stderr == "error: mine already exists; give a new or empty folder\n"
+
+
+def test_a_run_directory_stands_for_its_config(train_args, tmp_path):
+    """`thinker train runs/mine` resumes the run."""
+    script, config, *overrides = map(str, train_args)
+    assert script.endswith("train.py")
+    run = tmp_path / "run"
+    first = run_thinker("train", config, *overrides, f"run.dir={run}", "train.max_steps=2")
+    assert first.returncode == 0, first.stderr
+    assert f"thinker generate {run}" in first.stdout
+    resumed = run_thinker("train", run, "train.max_steps=4")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resuming from step 2 in {run}" in resumed.stderr
+    again = run_thinker("train", run)
+    assert f"{run} is finished" in again.stderr
+
+
+def test_a_chat_needs_a_model_of_chats(tiny_run):
+    done = run_thinker("chat", tiny_run)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"error: {tiny_run} has no chat template: it was not trained on chats; "
+        f"use thinker generate {tiny_run} --interactive"
+    )
