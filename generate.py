@@ -15,7 +15,7 @@ try:
     from thinker.generation.command_flags import CommandFlags, ModelSource, add_feature_flags
     from thinker.runtime.cli import ArgumentParser, parse_bits, unescape
     from thinker.runtime.errors import UserError, run_command
-    from thinker.runtime.invocation import other_command
+    from thinker.runtime.process.invocation import other_command
 except ModuleNotFoundError:
     print(
         "error: run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt",

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from thinker.runtime.backend import processor_name
-from thinker.runtime.invocation import this_command
+from thinker.runtime.process.invocation import this_command
 
 
 def describe_environment() -> dict[str, str]:

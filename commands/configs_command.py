@@ -11,7 +11,7 @@ from typing import Any
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.runtime.files import atomic_write
-from thinker.runtime.invocation import other_command, this_command
+from thinker.runtime.process.invocation import other_command, this_command
 from thinker.training.config.shipped import ROOT, read_header, shipped_configs
 
 EXAMPLES = ("", "show small-text", "copy small-text mine.yaml")

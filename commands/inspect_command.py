@@ -12,8 +12,8 @@ from typing import Any
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import output_file
-from thinker.runtime.invocation import other_command
 from thinker.runtime.plot_style import png_file
+from thinker.runtime.process.invocation import other_command
 
 IN_EXPLORER = (
     "explain",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from thinker.runtime.errors import UserError, did_you_mean
-from thinker.runtime.invocation import this_command
+from thinker.runtime.process.invocation import this_command
 from thinker.runtime.reading import read_json
 
 METAVARS = {int: "N", float: "X", Path: "PATH"}  # what help texts show for a value of this type

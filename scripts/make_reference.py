@@ -22,7 +22,7 @@ from thinker.benchmarks.command import names
 from thinker.commands.table import all_commands
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import run_command
-from thinker.runtime.invocation import script_path
+from thinker.runtime.process.invocation import script_path
 from thinker.runtime.registry import FEATURES, features, import_offer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ import pytest
 import thinker
 
 ROOT = Path(__file__).parents[1]
-NOT_IN_A_WHEEL = {".venv", "benchmarks", "build", "tests"}  # `pip install .` leaves build
+NOT_IN_A_WHEEL = {".venv", "build", "tests"}  # `pip install .` leaves build
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 FOLDERS = [path.parent.relative_to(ROOT) for path in ROOT.rglob("__init__.py")]
 PACKAGES = [folder for folder in FOLDERS if not {*folder.parts} & NOT_IN_A_WHEEL]
@@ -39,12 +39,16 @@ def test_a_wheel_holds_the_files_that_packages_read():
     files = {path for folder in folders for path in folder.iterdir() if path.is_file()}
     pages = [ROOT / room / "page" for room in ("interpretability", "lessons", "runtime", "serving")]
     files |= {path for page in pages for path in page.rglob("*") if path.is_file()}
+    files |= set((ROOT / "lessons" / "notebooks").iterdir())
+    files |= set((ROOT / "configs").iterdir())
+    files |= set((ROOT / "benchmarks" / "configs").iterdir())
+    files -= {ROOT / "benchmarks" / "leaderboard.md"}  # for readers of the repository
     files -= {ROOT / "lessons" / "README.md"}  # for readers of the repository
     files -= set(ROOT.glob("features/*/guide.md"))  # and of the site
-    files -= set(ROOT.glob("features/*/*.yaml"))  # configs, which are not in the package
     read = {path for path in files if path.suffix not in (".py", ".pyc")}
     for folder in FEATURES:
         read |= set(ROOT.joinpath(folder).rglob("*.py"))
+        read |= set(ROOT.joinpath(folder).glob("*.yaml"))
     assert read == included
 
 

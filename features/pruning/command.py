@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError
-from thinker.runtime.invocation import other_command
+from thinker.runtime.process.invocation import other_command
 from thinker.runtime.registry import features
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 from thinker.evaluation.entropy_floor import format_excess
 from thinker.evaluation.text_baselines import NGRAM
-from thinker.runtime.invocation import other_command
+from thinker.runtime.process.invocation import other_command
 from thinker.training.metrics import format_trained
 from thinker.training.reports.epochs import may_train_longer, most_epochs
 from thinker.training.reports.fit import (

@@ -27,7 +27,7 @@ def this_command() -> str:
 def other_command(name: str) -> str:
     """The start of the command line of another command, as the user of this one would write it."""
     script = Path(sys.argv[0])
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     is_script = script.suffix == ".py" and script.resolve().is_relative_to(root)
     if not is_script or script.name == "__main__.py":
         return f"thinker {name}"
