@@ -17,7 +17,23 @@ import torch  # first, so that the library shares torch's OpenMP threads
 from thinker.runtime.errors import UserError
 
 FOLDER = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
+
+
+def machine_flags(system: str, machine: str) -> tuple[str, str]:
+    """The flags for this processor and for threads, by platform.system() and platform.machine()."""
+    cpu = "-march=native"
+    if machine in ("arm64", "aarch64"):
+        cpu = "-mcpu=native"  # clang does not know the other one on ARM
+    threads = "-fopenmp"
+    if system == "Darwin":
+        # Apple's clang has no OpenMP, and another clang would bring a second one into the process,
+        # which ends it. So the kernels run on one thread.
+        threads = "-fopenmp-simd"
+    return cpu, threads
+
+
+SYSTEM = platform.system()
+FLAGS = ("-O3", *machine_flags(SYSTEM, platform.machine()), *("-shared", "-fPIC", "-std=gnu11"))
 COMPILERS = ("gcc", "clang", "cc")
 CPU_INFO = Path("/proc/cpuinfo")
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
@@ -61,6 +77,10 @@ def compiled(source: str, signatures: Mapping[str, str], *flags: str) -> ctypes.
 
 def _find_compiler() -> str:
     """The path of the compiler that CC names, or else of the first that is installed."""
+    if SYSTEM == "Windows":
+        # Visual C++ has no vectors as in vectors.h. GCC puts them at addresses on the stack that
+        # are no multiples of their size, so that the process would end (GCC bug 54412).
+        raise UserError("the kernels in C run on Linux and macOS, on Windows only in WSL")
     names = COMPILERS
     if os.environ.get("CC"):
         names = (os.environ["CC"],)
@@ -139,7 +159,7 @@ def _key(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
         described = r"(?m)^(?:model name|flags|Features)\s*:.*"
         cpu = re.findall(described, CPU_INFO.read_text())[:2]
     headers = sorted(FOLDER.glob("*.h"))
-    texts = [path.read_text() for path in (source, *headers)]
+    texts = [path.read_text(encoding="utf-8") for path in (source, *headers)]
     stat = os.stat(compiler)
     found = [compiler, stat.st_size, stat.st_mtime_ns, "".join(cpu), torch.__version__]
     return _hash("\n".join(map(str, [*texts, *flags, *found])).encode())

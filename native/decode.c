@@ -1,7 +1,9 @@
 /* Decoding: a list of operations, run in order by all threads, on a few rows of activations (n_rows, width) in fp32.
    native/operations.py has the same structures. In plain PyTorch, the operations are those of model/, with the rounding
    of native/quantization.py. */
+#ifdef _OPENMP
 #include <omp.h>
+#endif
 #include "attention.h"
 #include "sampling.h"
 
@@ -171,7 +173,11 @@ int64_t max_rows(void) {
 void run(const Operation *operations, int64_t n_operations, const Step *step, int64_t n_threads) {
     #pragma omp parallel num_threads(n_threads)
     {
-        int64_t thread = omp_get_thread_num(), n = omp_get_num_threads();
+        int64_t thread = 0, n = 1; /* of a compiler without OpenMP, such as Apple's */
+#ifdef _OPENMP
+        thread = omp_get_thread_num();
+        n = omp_get_num_threads();
+#endif
         for (int64_t i = 0; i < n_operations; i++) {
             switch (operations[i].kind) {
             case EMBED: embed(&operations[i], step, thread, n); break;

@@ -1,7 +1,6 @@
 /* Training: fused operations between the matrix products, forward and backward, and the updates of Muon. Tensors are in
    fp32 or bf16, sums in fp32. Rows are cut into PARTS, whatever the number of threads, so that sums over rows do not
    depend on it. native/training.py calls these functions; in plain PyTorch, they are in model/ and training/optim/muon.py. */
-#include <omp.h>
 #include "dropout.h"
 #include "rows.h"
 

@@ -5,10 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
-from thinker.native.compiler import COMPILERS, has_compiler
+from thinker.native.compiler import COMPILERS, FOLDER, has_compiler, machine_flags
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
 CODE = """
@@ -110,3 +111,34 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "thinker").write_text("a file where the folder belongs")
     assert run(CODE, tmp_path) == "loaded"
     assert run(CODE, tmp_path, HOME="/nonexistent", XDG_CACHE_HOME="") == "loaded"
+
+
+def test_flags_for_the_processor_and_for_threads():
+    assert machine_flags("Linux", "x86_64") == ("-march=native", "-fopenmp")
+    assert machine_flags("Linux", "aarch64") == ("-mcpu=native", "-fopenmp")
+    assert machine_flags("Darwin", "arm64") == ("-mcpu=native", "-fopenmp-simd")
+    assert machine_flags("Darwin", "x86_64") == ("-march=native", "-fopenmp-simd")
+
+
+def test_on_windows_torch_decodes_whatever_is_installed(tmp_path):
+    as_on_windows = "import platform\nplatform.system = lambda: 'Windows'\n"
+    assert run(as_on_windows + GENERATE, tmp_path) == (
+        "the kernels in C run on Linux and macOS, on Windows only in WSL"
+    )
+    assert libraries(tmp_path) == []
+
+
+@pytest.mark.skipif(find_spec("ziglang") is None, reason="needs pip install ziglang")
+@pytest.mark.parametrize("machine", ["arm64", "x86_64"])
+@pytest.mark.parametrize("source", ["decode.c", "train.c"])
+def test_clang_builds_the_kernels_for_macs(source, machine, tmp_path):
+    """With the flags of a Mac, but for the processor."""
+    library = tmp_path / "kernels.dylib"
+    flags = [machine_flags("Darwin", machine)[1], "-O1", "-shared", "-fPIC", "-std=gnu11", "-Wall"]
+    target = ["-target", {"arm64": "aarch64"}.get(machine, machine) + "-macos"]
+    command = [sys.executable, "-m", "ziglang", "cc", *target, *flags, "-o", library]
+    done = subprocess.run(
+        [*command, FOLDER / source, "-lm"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert library.read_bytes()[:4] == bytes.fromhex("cffaedfe")  # a Mach-O file of 64 bits

@@ -6,6 +6,7 @@ import platform
 import random
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sampler import sample as plain_sample
-from thinker.native.compiler import has_compiler
+from thinker.native.compiler import has_compiler, machine_flags
 from thinker.native.operations import linear, sample
 from thinker.native.quantization import pack, quantize, quantized_linear, unpack
 
@@ -118,18 +119,40 @@ def test_sampling_never_draws_an_impossible_token():
     assert math.isnan(sample(logits, 40, [0.0], [0.0])[1][0])
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
-@pytest.mark.parametrize("march", ["x86-64-v3", "x86-64"], ids=["avx2", "sse2"])
-def test_kernels_for_older_cpus(march, tmp_path):
-    """The same tests, without AVX-512 and its instructions for 8 bits and bf16. With -O3, GCC would
-    take 20 s."""
+def run_again(flags, environment):
+    """These tests, in a process whose compiler has other flags and these environment variables."""
     code = (
         "import sys, pytest, torch, thinker.native.compiler as compiler\n"
-        f"compiler.FLAGS = ('-O1', '-march={march}', *compiler.FLAGS[2:])\n"
-        f"sys.exit(pytest.main(['-o', 'addopts=', '-q', '-p', 'no:cacheprovider', {__file__!r}, '-k', 'not older']))"
+        f"compiler.FLAGS = (*{flags!r}, *compiler.FLAGS[3:])\n"
+        f"sys.exit(pytest.main(['-o', 'addopts=', '-q', '-p', 'no:cacheprovider', {__file__!r}, '-k', 'not again']))"
     )
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
     )
-    assert done.returncode == 0, done.stdout[-2000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
+@pytest.mark.parametrize("march", ["x86-64-v3", "x86-64"], ids=["avx2", "sse2"])
+def test_again_for_older_cpus(march, tmp_path):
+    """Without AVX-512 and its instructions for 8 bits and bf16. With -O3, GCC would take 20 s."""
+    run_again(["-O1", f"-march={march}", "-fopenmp"], {"XDG_CACHE_HOME": str(tmp_path)})
+
+
+@pytest.mark.more
+def test_again_on_one_thread_as_on_a_mac(tmp_path):
+    flags = ["-O1", *machine_flags("Darwin", platform.machine())]
+    run_again(flags, {"XDG_CACHE_HOME": str(tmp_path)})
+
+
+@pytest.mark.more
+@pytest.mark.skipif(find_spec("ziglang") is None, reason="needs pip install ziglang")
+def test_again_with_clang(tmp_path):
+    clang = tmp_path / "clang"
+    clang.write_text(f'#!/bin/sh\nexec {sys.executable} -m ziglang cc "$@"\n')
+    clang.chmod(0o755)
+    flags = ["-O1", *machine_flags("Darwin", platform.machine())]
+    run_again(flags, {"XDG_CACHE_HOME": str(tmp_path), "CC": str(clang)})
