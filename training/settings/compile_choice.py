@@ -112,7 +112,8 @@ def measure_plain_step(settings: Settings, device: torch.device) -> float:
 def compiler_problem(device: torch.device) -> str:
     """Why torch.compile cannot run, or "": on a CPU it needs a C++ compiler, on a GPU Triton."""
     if device.type == "cpu":
-        has_compiler = any(shutil.which(name) for name in ("g++", "clang++"))
+        names = ("cl",) if sys.platform == "win32" else ("g++", "clang++")  # torch takes these
+        has_compiler = any(shutil.which(name) for name in names)
         return "" if has_compiler else "no C++ compiler found"
     if device.type == "cuda" and not has_capability(device, TRITON_CAPABILITY):
         return _too_old(device)
