@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from thinker.training.callbacks.registry import CALLBACKS
     from thinker.training.objective import Loss, Objective
     from thinker.training.optim.registry import OPTIMIZERS
+    from thinker.training.tracking.tracker import Tracker
+    from thinker.training.tracking.trackers import TRACKERS
 
 _MODULES = {
     "ACTIVATIONS": "thinker.model.registries",
@@ -34,6 +36,7 @@ _MODULES = {
     "OPTIMIZERS": "thinker.training.optim.registry",
     "PATTERNS": "thinker.model.patterns.pattern_parser",
     "SOURCES": "thinker.data.text.sources",
+    "TRACKERS": "thinker.training.tracking.trackers",
     "Callback": "thinker.training.callback",
     "Completion": "thinker.generation",
     "Generator": "thinker.generation",
@@ -44,6 +47,7 @@ _MODULES = {
     "SamplingParams": "thinker.generation",
     "Thinker": "thinker.model",
     "ThinkerConfig": "thinker.model",
+    "Tracker": "thinker.training.tracking.tracker",
     "UserError": "thinker.runtime.errors",
     "load": "thinker.interop",
     "register_source": "thinker.data.text.registered_source",
@@ -59,6 +63,7 @@ __all__ = [
     "OPTIMIZERS",
     "PATTERNS",
     "SOURCES",
+    "TRACKERS",
     "Callback",
     "Completion",
     "Generator",
@@ -69,6 +74,7 @@ __all__ = [
     "SamplingParams",
     "Thinker",
     "ThinkerConfig",
+    "Tracker",
     "UserError",
     "load",
     "register_source",

@@ -41,6 +41,7 @@ PACKAGE_NAMES = (
 DOCUMENTED = (  # modules, or some names of a module
     "thinker.training.callback:Callback,StepInfo,TrainingParts,TrainingRun",
     "thinker.training.reports.run_summary:RunSummary",
+    "thinker.training.tracking.tracker:Tracker,TrackedRun",
     "thinker.training.objective:Objective,Loss",
     "thinker.generation:Score",
     "thinker.data.tokenizers.tokenizer:Tokenizer",

@@ -190,6 +190,7 @@ class Search:
         ]  # auto: a trial is short
         overrides += [
             f"train.eval_sequences={min(eval_sequences, EVAL_SEQUENCES)}",
+            "tracking.trackers=null",
             "tracking.wandb=disabled",
         ]
         folder, values = (

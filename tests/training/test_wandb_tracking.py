@@ -9,9 +9,8 @@ import signal
 
 import pytest
 from conftest import run_script, start_script
+from tracker_readers import BLOCK_BYTES, read_runs
 from training_runs import last_step, read_metrics, wait_for
-
-BLOCK_BYTES = 32768  # wandb writes its offline file in blocks
 
 
 @pytest.fixture(autouse=True)
@@ -19,49 +18,6 @@ def wandb_folders(tmp_path, monkeypatch):
     """wandb reads no settings of this machine, and leaves nothing outside tmp_path."""
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
-
-
-def read_records(path):
-    """The protobuf records of an offline file: a LevelDB log in blocks, whose records may be split
-    into parts."""
-    data = path.read_bytes()
-    assert data[:4] == b":W&B"
-    position, record = 7, b""
-    while position + 7 <= len(data):
-        left_in_block = BLOCK_BYTES - position % BLOCK_BYTES
-        if left_in_block < 7:  # too few bytes for a header: padding
-            position += left_in_block
-            continue
-        size, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
-        record += data[position + 7 : position + 7 + size]
-        position += 7 + size
-        if kind in (1, 4):  # a complete record, or the last part of one
-            yield record
-            record = b""
-
-
-def read_offline(folder):
-    """The run's id, and its history as {step: {key: value}}."""
-    from wandb.proto import wandb_internal_pb2
-
-    history, run_id = {}, None
-    for data in read_records(next(folder.glob("*.wandb"))):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "run":
-            run_id = record.run.run_id
-        if record.WhichOneof("record_type") == "history":
-            line = {
-                item.key or item.nested_key[0]: json.loads(item.value_json)
-                for item in record.history.item
-            }
-            history.setdefault(line.pop("_step", record.history.step.num), {}).update(line)
-    return run_id, history
-
-
-def read_runs(run):
-    """What read_offline() gives for each of the run's trainings, oldest first."""
-    return [read_offline(folder) for folder in sorted((run / "wandb").glob("offline-run-*"))]
 
 
 def assert_equals_metrics(sent, run):

@@ -1,1 +1,1 @@
-"""Callbacks of the road: the average of the weights, samples, and tracking."""
+"""Callbacks of the road: the average of the weights, and samples."""

@@ -1,11 +1,17 @@
 """The callbacks that a config asks for."""
 
+from typing import TYPE_CHECKING
+
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
-from thinker.runtime.registry import offers
+from thinker.runtime.registry import import_offer, offers
 from thinker.training.callback import Callback
 from thinker.training.callbacks.registry import CALLBACKS
 from thinker.training.settings.settings import Settings
+from thinker.training.tracking.trackers import TRACKERS
+
+if TYPE_CHECKING:
+    from thinker.training.tracking.tracker import Tracker
 
 
 def callbacks_of_weights(settings: Settings) -> list[Callback]:
@@ -34,8 +40,29 @@ def callbacks_of_output(settings: Settings, tokenizer: Tokenizer) -> list[Callba
 
         train = settings.train
         callbacks.append(Samples(train.sample_every, train.sample_prompt, tokenizer))
-    if settings.tracking.wandb != "disabled":
-        from thinker.training.callbacks.tracking import Tracker
+    trackers = make_trackers(settings)
+    if trackers:
+        from thinker.training.tracking.tracking_callback import Tracking
 
-        callbacks.append(Tracker())
+        callbacks.append(Tracking(trackers))
     return callbacks
+
+
+def make_trackers(settings: Settings) -> "list[Tracker]":
+    """Those of tracking.trackers and tracking.wandb. Raises UserError if the package of one is not
+    installed."""
+    if not settings.tracking.names:
+        return []
+    from thinker.training.tracking.tracker import Tracker
+
+    trackers = []
+    for name in settings.tracking.names:
+        factory = TRACKERS.get(name)
+        if isinstance(factory, str):
+            factory = import_offer(factory)
+        tracker = factory(settings)
+        if not isinstance(tracker, Tracker):
+            kind = type(tracker).__name__
+            raise UserError(f"the tracker {name} is a {kind}; derive it from thinker.Tracker")
+        trackers.append(tracker)
+    return trackers

@@ -9,7 +9,7 @@ files.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
 from thinker.training.callbacks.registry import CALLBACKS
@@ -25,6 +25,7 @@ from thinker.training.config.types import (
     with_feature_keys,
 )
 from thinker.training.optim.registry import OPTIMIZERS
+from thinker.training.tracking.trackers import TRACKERS
 
 
 @with_feature_keys("run")
@@ -254,11 +255,49 @@ class TrainConfig(ConfigSection):
 
 @with_feature_keys("tracking")
 class TrackingConfig(ConfigSection):
-    """Logging to Weights & Biases, in addition to metrics.jsonl."""
+    """Where metrics go in addition to metrics.jsonl."""
 
+    trackers: list[str] | None = None
+    """Trackers that log the run: tensorboard, csv, wandb, or names that modules in `extensions`
+    register. null: none but that of the key wandb."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Weights & Biases: disabled, offline or online."""
+    """Weights & Biases: disabled, offline or online. With wandb among the trackers: online, unless
+    this says offline."""
     project: str = "thinker"
     """Project in Weights & Biases."""
     name: str | None = None
     """Name of the run in Weights & Biases. null: the name of the run directory."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_wandb(cls, values: Any) -> Any:
+        """Log online if wandb is among the trackers and its key is not set."""
+        if not isinstance(values, dict) or "wandb" not in (values.get("trackers") or ()):
+            return values
+        if values.get("wandb") == "disabled":
+            raise ValueError(
+                "trackers has wandb, but tracking.wandb is disabled; set that to online or "
+                "offline, or remove wandb from the trackers"
+            )
+        return {"wandb": "online"} | values
+
+    @model_validator(mode="after")
+    def _check_trackers(self) -> "TrackingConfig":
+        for name in self.trackers or ():
+            if name not in TRACKERS:
+                known = ", ".join(TRACKERS.names())
+                raise ValueError(
+                    f"trackers has {name}, which is none; use {known}, or list the module that "
+                    "registers it in extensions"
+                )
+            if self.trackers.count(name) > 1:
+                raise ValueError(f"trackers has {name} twice; remove one")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """All trackers of the run."""
+        names = list(self.trackers or ())
+        if self.wandb != "disabled" and "wandb" not in names:
+            names.append("wandb")
+        return names

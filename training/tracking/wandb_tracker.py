@@ -1,5 +1,6 @@
-"""Logging to Weights & Biases, in addition to metrics.jsonl."""
+"""Logging to Weights & Biases."""
 
+import html
 import json
 import secrets
 import shlex
@@ -10,67 +11,74 @@ from typing import Any
 
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
-from thinker.training.callback import Callback, TrainingRun
+from thinker.training.reports.run_summary import RunSummary
 from thinker.training.settings.settings import Settings
+from thinker.training.tracking.tracker import TrackedRun, Tracker, require_package
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
-class Tracker(Callback):
-    """A wandb run on rank 0 that keeps its id when training resumes.
+class WandbTracker(Tracker):
+    """A wandb run that keeps its id when training resumes.
 
     wandb accepts steps only in increasing order. tracking.json stores the last step sent and is
     replaced before wandb gets that step, so no step is sent twice, even if training is killed and
     repeats steps. It needs no sync, since the page cache outlives a killed process. wandb keeps the
     newest steps in memory, which a kill loses. Therefore tracking.json also has the last step that
     is known to be kept, and the next start reads how far an offline log reaches, or asks the
-    server. On start, the lines of metrics.jsonl after the last step that W&B has are sent, also
-    such as were trained while tracking was disabled.
+    server. The steps after that come again from metrics.jsonl, also such as were trained while
+    tracking was disabled.
     """
 
-    def __init__(self) -> None:
-        self.wandb_run: Any = None
-        self.pending: dict[str, Any] = {}  # the newest step, as wandb accepts each step once
+    def __init__(self, settings: Settings) -> None:
+        require_package("wandb", "tracking.wandb")
+        self.section = settings.tracking
+        self.samples: list[str] = []  # of the step to come, as HTML
 
-    def on_start(self, run: TrainingRun) -> None:
-        """Start a wandb run. metrics.jsonl must end at the step that training resumes from.
-
-        Raises UserError if wandb cannot start.
-        """
-        if not run.directory.writes:
-            return
-        try:
-            import wandb  # noqa: F401 - before any file is written
-        except ImportError as error:
-            raise UserError(
-                "tracking.wandb needs the wandb package; run pip install wandb, or disable it"
-            ) from error
-        self.path = run.directory.path / "tracking.json"
+    def start(self, run: TrackedRun) -> int:
+        """Start a wandb run. Returns the last step that W&B has. Raises UserError if wandb cannot
+        start."""
+        self.path = run.directory / "tracking.json"
         self.run_id, self.last_step, kept_step = self._read()
         self.last_step = self._last_kept_step(kept_step)
         self.kept_step = self.last_step
-        self.is_offline = run.parts.settings.tracking.wandb == "offline"
+        self.is_offline = self.section.wandb == "offline"
         self._save()
-        self.wandb_run = self._start_wandb(run.parts.settings, run.directory.path)
+        self.wandb_run = self._start_wandb(run)
         if not self.is_offline and self.wandb_run.resumed:
             self.last_step = self.wandb_run.starting_step - 1  # the last step that has arrived
-        for line in run.directory.read_metrics():
-            self.on_log(line)
+        return self.last_step
 
-    def on_log(self, line: Mapping[str, Any]) -> None:
-        """Send one line of metrics.jsonl under its step, unless that step has been sent."""
-        if self.wandb_run and line["step"] > self.last_step:
-            if line["step"] != self.pending.get("step"):
-                self._send()
-            self.pending |= line
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Keep a sample for log(), as W&B accepts each step once."""
+        self.samples.append(f"<pre>{html.escape(prompt)}<b>{html.escape(text)}</b></pre>")
 
-    def on_end(self, is_complete: bool) -> None:
-        """End the wandb run. Sends the newest step only if it is complete, including its
-        evaluation."""
-        if not self.wandb_run:
-            return
-        if is_complete:
-            self._send()
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send a step."""
+        import wandb
+
+        logged: dict[str, Any] = dict(values)
+        if self.samples:
+            logged["sample"] = wandb.Html("".join(self.samples), inject=False)
+            self.samples = []
+        self.last_step = step
+        self._save()
+        self.wandb_run.log(logged, step=step)
+
+    def summary(self, summary: RunSummary) -> None:
+        """Put the numbers of the result, and what is said of it, into the summary of the run."""
+        values: dict[str, Any] = {f"final/{key}": value for key, value in summary.values.items()}
+        values["final/report"] = "\n".join([*summary.result, *summary.assessment, *summary.advice])
+        self.wandb_run.summary.update(values)
+
+    def picture(self, path: Path) -> None:
+        """Put a picture into the summary of the run."""
+        import wandb
+
+        self.wandb_run.summary[f"final/{path.stem}"] = wandb.Image(str(path))
+
+    def finish(self) -> None:
+        """End the wandb run, and say how to upload the log of one that is offline."""
         self.wandb_run.finish()
         self.kept_step = self.last_step
         self._save()
@@ -79,19 +87,19 @@ class Tracker(Callback):
             logs = f"{folder}/offline-run-*-{self.run_id}"
             print(f"upload the log to Weights & Biases: wandb sync {logs}", file=sys.stderr)
 
-    def _start_wandb(self, settings: Settings, folder: Path) -> Any:
+    def _start_wandb(self, run: TrackedRun) -> Any:
         import wandb
 
-        section = settings.tracking
+        section = self.section
         try:
             return wandb.init(
                 project=section.project,
-                name=section.name or folder.name,
+                name=run.name,
                 id=self.run_id,
                 resume="allow",
                 mode=section.wandb,
-                dir=str(folder),
-                config=settings.model_dump(),
+                dir=str(run.directory),
+                config=run.config,
                 settings=wandb.Settings(console="off", silent=section.wandb == "offline"),
             )
         except wandb.Error as error:
@@ -101,19 +109,12 @@ class Tracker(Callback):
             names = f"tracking.project={section.project}, id {self.run_id} of {self.path}"
             raise UserError(f"wandb cannot start ({names}): {error}{remedy}") from error
 
-    def _send(self) -> None:
-        if self.pending:
-            self.last_step = self.pending.pop("step")
-            self._save()
-            self.wandb_run.log(self.pending, step=self.last_step)
-        self.pending = {}
-
     def _last_kept_step(self, kept_step: int) -> int:
         """The last step that W&B has: `kept_step`, or a later one in an offline log. The last step
         sent if that is unknown."""
         if kept_step == self.last_step:
             return kept_step
-        from thinker.training.callbacks.offline_log import last_written_step
+        from thinker.training.tracking.wandb_log import last_written_step
 
         try:
             written = last_written_step(self.path.parent / "wandb", self.run_id)
