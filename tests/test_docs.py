@@ -79,6 +79,7 @@ NOT_HERE = {
     "pip install": "a download",
     "source .venv": "an interactive shell",
     "--tasks": "a download",
+    "tensorboard --logdir": "a server",
     "torchrun --nproc-per-node gpu": "needs a GPU",
     "torchrun --standalone --nproc-per-node gpu": "needs a GPU",
     "torchrun --nnodes": "needs several machines",
