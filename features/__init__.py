@@ -15,5 +15,6 @@ FEATURES = [
     "structured_output",
     "speculation",
     "quantization_study",
+    "sweeps",
     "ollama",
 ]

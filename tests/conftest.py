@@ -99,8 +99,8 @@ def examples(number):
 MORE = (
     "commands/test_benchmark_command.py",
     "commands/test_gpu_benchmark.py",
-    "commands/test_tune_command.py",
     "features/pruning/test_pruned_report.py",
+    "features/sweeps/test_tune_command.py",
     "generation/test_attention_variants_sampling.py",
     "generation/test_option_matrix.py",
     "interpretability/test_html_report.py",

@@ -24,6 +24,7 @@ KNOWN = {
     "speculation",
     "streams",
     "structured_output",
+    "sweeps",
 }
 # What shared configs, pages and commands need, by a part of their text.
 NEEDED = {

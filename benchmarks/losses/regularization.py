@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from thinker.benchmarks.losses.equal_time import mean_and_interval
 from thinker.checkpoint.run_directory import RunDirectory
+from thinker.features.sweeps.seed_statistics import mean_and_interval
 from thinker.runtime.errors import UserError
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config

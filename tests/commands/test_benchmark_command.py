@@ -320,41 +320,6 @@ def test_time_to_loss_of_gpt2(benchmark, train_args, tmp_path):
 
 
 @pytest.mark.usefixtures("fork_processes")
-def test_sweep(benchmark, train_args, tmp_path):
-    config = write_config(
-        train_args, tmp_path, "small", "model.n_kv_heads=null", "train.eval_every=null"
-    )
-    command = [
-        BENCHMARK, "sweep", config, "train.max_steps=8", "--vary", "optimizer.head_lr=x0.5", "--jobs", "2", "--png",
-        "sweep.png",
-    ]  # fmt: skip
-    shown = benchmark(*command, "--shapes", "16x1x2,32x1x2")
-    rows = json.loads(shown.splitlines()[-1])["rows"]
-    assert [(row["shape"], row["key"], row["setting"]) for row in rows] == [
-        (shape, *variation)
-        for shape in ("16x1x2", "32x1x2")
-        for variation in (("", ""), ("optimizer.head_lr", "x0.5"))
-    ]
-    runs = tmp_path / "runs" / "sweep"
-    for row in rows:
-        name = f"{row['shape']}-head_lr-x0.5" if row["key"] else row["shape"]
-        last = (runs / name / "metrics.jsonl").read_text().splitlines()[-1]
-        assert json.loads(last)["val_loss"] == row["loss"]
-        best = min(other["loss"] for other in rows if other["shape"] == row["shape"])
-        assert row["relative_excess"] == row["loss"] / best - 1
-        if row["key"]:
-            assert (
-                row["value"] == 0.5 * row["config_value"] == 0.5 * 0.025
-            )  # the default of 0.05, scaled for 4 sequences per step
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    weights = runs / "16x1x2" / "checkpoints" / "step-00000008" / "model.safetensors"
-    written_at = weights.stat().st_mtime_ns
-    again = benchmark(*command, "--shapes", "16x1x2")
-    assert json.loads(again.splitlines()[-1])["rows"] == rows[:2]
-    assert weights.stat().st_mtime_ns == written_at  # not trained again
-
-
-@pytest.mark.usefixtures("fork_processes")
 def test_scaling(benchmark, train_args, tmp_path):
     config = write_config(train_args, tmp_path, "small", "model.n_kv_heads=null")
     shown = benchmark(
@@ -398,40 +363,6 @@ def test_size_rule(benchmark, tmp_path):
     )
     assert done.returncode == 2
     assert "lower --characters" in done.stderr
-
-
-@pytest.mark.usefixtures("fork_processes")
-def test_equal_time(benchmark, train_args, tiny_run, tmp_path):
-    config = write_config(train_args, tmp_path, "small", "train.max_steps=4")
-    distilled = f"distilled: train.distill.teacher={tiny_run}"
-    command = [
-        "equal_time",
-        config,
-        "--variant",
-        "alone:",
-        "--variant",
-        distilled,
-        "--minutes",
-        9,
-        "--seeds",
-        2,
-    ]
-    shown = benchmark(BENCHMARK, *command, "--line", "teacher=3", "--png", "losses.png")
-    rows = json.loads(shown.splitlines()[-1])["rows"]
-    assert [row["name"] for row in rows] == ["alone", "distilled"]
-    assert rows[0]["difference"] == rows[0]["interval"] == 0
-    for row in rows:
-        assert row["loss"] == pytest.approx(np.mean(row["losses"]))
-    differences = [a - b for a, b in zip(rows[1]["losses"], rows[0]["losses"])]
-    assert rows[1]["difference"] == pytest.approx(np.mean(differences))
-    assert rows[1]["interval"] == pytest.approx(
-        12.706 * np.std(differences, ddof=1) / 2**0.5, rel=1e-3
-    )
-    done = run_script(
-        BENCHMARK, "equal_time", config, "--variant", "train.max_steps=3", cwd=tmp_path
-    )
-    assert done.returncode == 2
-    assert "is not a variant; write it as 'NAME: section.key=value ...'" in done.stderr
 
 
 @settings(max_examples=25, deadline=None)

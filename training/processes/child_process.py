@@ -17,13 +17,13 @@ class ChildProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._is_stopped = False
+        self.is_stopped = False  # whether stop() was called
 
     def run(self, command: list[str | Path], environment: dict[str, str]) -> tuple[int, str]:
         """Run a command to its end. Returns its exit status and standard error; (1, "") after
         stop()."""
         with self._lock:
-            if self._is_stopped:
+            if self.is_stopped:
                 return 1, ""
             self._process = subprocess.Popen(
                 command,
@@ -47,7 +47,7 @@ class ChildProcess:
         On Windows, Ctrl-C has reached it already, and any other signal would end it at once.
         """
         with self._lock:
-            self._is_stopped = True
+            self.is_stopped = True
             if self._process is None or sys.platform == "win32":
                 return
             if self._process.poll() is None:

@@ -1,5 +1,5 @@
 """The table, the recommendation and the plot of a search for learning rates
-(benchmarks/tuning/tuning.py)."""
+(tuning.py)."""
 
 import math
 import shlex
@@ -9,7 +9,10 @@ from typing import Any
 from thinker.runtime.plot_style import new_figure, save_figure
 from thinker.training.config.config import Config
 
-HEADER = f"{'rung':>4}  {'multiplier':>10}  {'batch size':>10}  {'tokens':>12}  {'validation loss':>15}  {'seconds':>8}"
+HEADER = (
+    f"{'rung':>4}  {'multiplier':>10}  {'batch size':>10}  {'tokens':>12}  "
+    f"{'validation loss':>15}  {'seconds':>8}"
+)
 
 
 def loss_of(row: dict[str, Any]) -> float:
@@ -25,8 +28,8 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
         loss, seconds = (
             (f"{row['val_loss']:.4f}", f"{row['seconds']:.1f}") if is_finite else ("not finite", "")
         )
-        values = f"{row['rung']:>4}  {row['multiplier']:>10g}  {row['batch_size']:>10}  {row['tokens']:>12,}"
-        lines.append(f"{values}  {loss:>15}  {seconds:>8}".rstrip())
+        setting = f"{row['rung']:>4}  {row['multiplier']:>10g}  {row['batch_size']:>10}"
+        lines.append(f"{setting}  {row['tokens']:>12,}  {loss:>15}  {seconds:>8}".rstrip())
     return "\n".join(lines)
 
 
@@ -42,7 +45,8 @@ def best_so_far(rows: list[dict[str, Any]]) -> str:
     if best is None:
         return "stopped before the first run ended; the same command resumes the search"
     keys = " ".join(best["overrides"]) or "the config as it is"
-    return f"best so far: {keys} (loss {best['val_loss']:.4f} in rung {best['rung']}); the same command resumes the search"
+    result = f"best so far: {keys} (loss {best['val_loss']:.4f} in rung {best['rung']})"
+    return f"{result}; the same command resumes the search"
 
 
 def recommendation(
@@ -76,7 +80,8 @@ def recommendation(
         )
     elif best["steps"] < max_steps:
         lines.append(
-            f"the rates were tuned on shorter runs: {best['steps']:,} steps instead of {max_steps:,}"
+            f"the rates were tuned on shorter runs: {best['steps']:,} steps instead of "
+            f"{max_steps:,}"
         )
     return lines
 
@@ -94,8 +99,13 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             found = sorted((row["multiplier"], loss_of(row)) for row in rows
                            if (row["rung"], row["batch_size"]) == (rung, batch_size))  # fmt: skip
             finite = [point for point in found if math.isfinite(point[1])]
-            axes.plot(*zip(*finite or [(math.nan, math.nan)]), marker="o", markersize=4, color=f"C{index}",
-                      label=f"batch size {batch_size}")  # fmt: skip
+            axes.plot(
+                *zip(*finite or [(math.nan, math.nan)]),
+                marker="o",
+                markersize=4,
+                color=f"C{index}",
+                label=f"batch size {batch_size}",
+            )
             diverged = [multiplier for multiplier, loss in found if not math.isfinite(loss)]
             if diverged:  # at the top of the panel
                 ones, transform = [1.0] * len(diverged), axes.get_xaxis_transform()

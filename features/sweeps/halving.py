@@ -63,8 +63,8 @@ def plan_rungs(
     if needed > seconds:
         minutes, more = (math.ceil(value / 6) / 10 for value in (needed, needed - seconds))
         raise UserError(
-            f"{n_trials} runs of at least {min_steps} steps need {minutes:.1f} minutes; raise --minutes by "
-            f"{more:.1f}, or set fewer --multipliers or --batch-sizes"
+            f"{n_trials} runs of at least {min_steps} steps need {minutes:.1f} minutes; raise "
+            f"--minutes by {more:.1f}, or set fewer --multipliers or --batch-sizes"
         )
     start = cost.seconds(rungs(0))
     in_time = int((seconds - start) / (cost.seconds(rungs(1)) - start))

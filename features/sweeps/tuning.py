@@ -13,8 +13,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from thinker.benchmarks.tuning.halving import Cost, Rung, better_half, plan_rungs
-from thinker.benchmarks.tuning.tuning_report import (
+from thinker.checkpoint.run_directory import RunDirectory
+from thinker.features.sweeps.halving import Cost, Rung, better_half, plan_rungs
+from thinker.features.sweeps.tuning_report import (
     HEADER,
     best_result,
     best_so_far,
@@ -23,7 +24,6 @@ from thinker.benchmarks.tuning.tuning_report import (
     plot,
     recommendation,
 )
-from thinker.checkpoint.run_directory import RunDirectory
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write, make_folder
@@ -113,7 +113,8 @@ class Search:
             ) from error
         if first != self.question:
             raise UserError(
-                f"{self.folder} contains a search with other arguments; give another --folder or remove it"
+                f"{self.folder} contains a search with other arguments; give another --folder or "
+                "remove it"
             )
 
     def save(self) -> None:
@@ -237,7 +238,8 @@ class Search:
             ]
             if len(times) < TIMED_STEPS:
                 raise UserError(
-                    f"{trial.name}: the loss is not finite; lower optimizer.lr, or set smaller --multipliers"
+                    f"{trial.name}: the loss is not finite; lower optimizer.lr, or set smaller "
+                    "--multipliers"
                 )
             elapsed.append(times[-1])
             sequence_s.append(
@@ -284,13 +286,22 @@ class Search:
     def record(self, trial: Trial) -> None:
         """Save the result of a trial, and remove its weights, as a search may have dozens of
         runs."""
-        candidate, is_finite = trial.candidate, math.isfinite(trial.loss)
-        self.rows.append({
-            "rung": trial.rung, "multiplier": candidate.multiplier, "batch_size": candidate.batch_size,
-            "steps": trial.n_sequences // candidate.batch_size, "tokens": trial.n_sequences * self.seq_len,
-            "val_loss": trial.loss if is_finite else None, "seconds": trial.final["elapsed_s"] if is_finite else None,
-            "run": trial.name, "overrides": candidate.overrides,
-        })  # fmt: skip
+        candidate = trial.candidate
+        row: dict[str, Any] = {
+            "rung": trial.rung,
+            "multiplier": candidate.multiplier,
+            "batch_size": candidate.batch_size,
+            "steps": trial.n_sequences // candidate.batch_size,
+            "tokens": trial.n_sequences * self.seq_len,
+            "val_loss": None,
+            "seconds": None,
+            "run": trial.name,
+            "overrides": candidate.overrides,
+        }
+        if math.isfinite(trial.loss):
+            row["val_loss"] = trial.loss
+            row["seconds"] = trial.final["elapsed_s"]
+        self.rows.append(row)
         self.save()
         shutil.rmtree(trial.folder / "checkpoints")
         self.bar.update(trial.n_sequences * self.seq_len)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from installed import needs
 from training_runs import read_metrics, wait_for
 
-from thinker.benchmarks.tuning.halving import Cost, better_half, plan_rungs
-from thinker.benchmarks.tuning.tuning import Search
-from thinker.benchmarks.tuning.tuning_report import best_result, format_rows, plot, recommendation
+from thinker.features.sweeps.halving import Cost, better_half, plan_rungs
+from thinker.features.sweeps.tuning import Search
+from thinker.features.sweeps.tuning_report import best_result, format_rows, plot, recommendation
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
 

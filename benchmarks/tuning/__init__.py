@@ -1,1 +1,0 @@
-"""The search for learning rates and batch sizes."""
