@@ -81,14 +81,25 @@ __all__ = [
     "save",
     "train",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its package."""
+    """Import a public name from its package, or look up the installed version."""
+    if name == "__version__":
+        return _version()
     if name not in _MODULES:
         raise AttributeError(f"module 'thinker' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)
+
+
+def _version() -> str:
+    """The version that is installed, which comes from a tag."""
+    from importlib.metadata import PackageNotFoundError, version  # takes as long as all the rest
+
+    try:
+        return version("thinker")
+    except PackageNotFoundError:
+        return "0+checkout"  # a folder that was never installed
 
 
 def __dir__() -> list[str]:
