@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thinker.runtime.cli import ArgumentParser
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import UserError, install_command
 from thinker.runtime.plot_style import png_file
 
 if TYPE_CHECKING:
@@ -182,7 +182,8 @@ def make_parser() -> ArgumentParser:
     add("--factor", type=int, default=4, help=factor_help)
     add("--windows", type=int, default=32, help="maximum number of windows")
 
-    title = "benchmark tasks (EleutherAI's lm-evaluation-harness; pip install lm-eval)"
+    install = install_command("eval")
+    title = f"benchmark tasks (EleutherAI's lm-evaluation-harness; {install})"
     add = parser.add_argument_group(title).add_argument
     tasks_help = "tasks, such as hellaswag,arc_easy; downloads their data"
     add("--tasks", metavar="NAME,...", help=tasks_help)
@@ -427,9 +428,8 @@ def evaluate_tasks(arguments: argparse.Namespace, model: Thinker, tokenizer: Tok
     try:
         from thinker.evaluation.lm_eval_harness import run_tasks
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"--tasks needs the {error.name} package; run pip install lm-eval"
-        ) from error
+        remedy = f"run {install_command('eval')}"
+        raise UserError(f"--tasks needs the {error.name} package; {remedy}") from error
     results = run_tasks(
         model, tokenizer, arguments.tasks, arguments.include, arguments.shots, arguments.limit
     )

@@ -15,7 +15,7 @@ from thinker.model.attention_temperature import (
     override_attention_temperature,
 )
 from thinker.runtime.checks import check_weights
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import UserError, install_command
 
 DTYPES = "f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
 BLOCK = 32  # weights of a row that share a scale
@@ -29,7 +29,8 @@ def check_dtype(dtype: str) -> None:
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise UserError("GGUF export needs the gguf package; run pip install gguf") from error
+        remedy = f"run {install_command('gguf')}"
+        raise UserError(f"GGUF export needs the gguf package; {remedy}") from error
 
 
 def stored_dtype(tensor: Tensor, dtype: str) -> str:

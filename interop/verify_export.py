@@ -16,7 +16,7 @@ from tqdm import tqdm
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.interop.verify_text import TOLERANCE, is_likeliest, verify_text
 from thinker.model import Thinker
-from thinker.runtime.errors import RunError, UserError
+from thinker.runtime.errors import RunError, UserError, install_command
 
 MAX_POSITIONS = 256  # compared logits
 MAX_GREEDY_TOKENS = 64
@@ -103,9 +103,8 @@ def verify_hf_export(
     try:
         import transformers
     except ImportError as error:
-        raise UserError(
-            "verifying the export needs the transformers package; run pip install transformers"
-        ) from error
+        problem = "verifying the export needs the transformers package"
+        raise UserError(f"{problem}; run {install_command('hf')}") from error
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import UserError, install_command
 
 
 def with_residual(weights: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def max_flow(weights: Tensor, position: int | None = None) -> Tensor:
         import networkx
     except ImportError as error:
         problem = "maximum flow needs the networkx package"
-        raise UserError(f"{problem}; run pip install networkx") from error
+        raise UserError(f"{problem}; run {install_command('inspect')}") from error
 
     capacities = with_residual(weights).double().cpu()
     layers = len(capacities)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thinker.runtime.errors import UserError, run_command
+from thinker.runtime.errors import UserError, install_command, run_command
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER / "page"
@@ -178,9 +178,8 @@ def main() -> int:
     try:
         build(lessons, arguments.out, arguments.repository, arguments.keep)
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"building lessons needs {error.name}; install it: pip install '.[lessons]'"
-        ) from error
+        remedy = f"install it: {install_command('lessons')}"
+        raise UserError(f"building lessons needs {error.name}; {remedy}") from error
     return 0
 
 

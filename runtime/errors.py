@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from thinker.runtime.constants import FULL_DISK
 from thinker.runtime.process.interrupts import end_on_interrupt, interrupt_once
@@ -33,6 +34,14 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A failure other than a mistake of the user. Exit status 1."""
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra, in a checkout or beside an installed package."""
+    is_checkout = (Path(__file__).parents[1] / "pyproject.toml").exists()
+    package = "." if is_checkout else "thinker"
+    quote = '"' if os.name == "nt" else "'"  # cmd.exe does not know '
+    return f"pip install {quote}{package}[{extra}]{quote}"
 
 
 def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinker.generation.command_flags import CommandFlags, ModelSource, add_feature_flags
 from thinker.runtime.cli import ArgumentParser, parse_bits
-from thinker.runtime.errors import UserError, run_command
+from thinker.runtime.errors import UserError, install_command, run_command
 from thinker.runtime.registry import offers
 
 if TYPE_CHECKING:
@@ -254,7 +254,8 @@ def import_libraries() -> None:
         for source in offers("constraint"):  # for requests with schemas
             source.import_library()
     except ModuleNotFoundError as error:
-        raise UserError(f"serving needs {error.name}; install it: pip install '.[serve]'") from None
+        remedy = f"install it: {install_command('serve')}"
+        raise UserError(f"serving needs {error.name}; {remedy}") from None
 
 
 def main() -> int:

@@ -1,14 +1,17 @@
 """The package `thinker`: what a wheel holds, and the names that it offers."""
 
+import importlib.metadata
 import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import thinker
+from thinker.runtime import errors
 
 ROOT = Path(__file__).parents[1]
 NOT_IN_A_WHEEL = {".venv", "build", "tests"}  # `pip install .` leaves build
@@ -46,6 +49,7 @@ def test_a_wheel_holds_the_files_that_packages_read():
     files -= {ROOT / "lessons" / "README.md"}  # for readers of the repository
     files -= set(ROOT.glob("features/*/guide.md"))  # and of the site
     read = {path for path in files if path.suffix not in (".py", ".pyc")}
+    read.add(ROOT / "py.typed")  # so that type checkers read our hints
     for folder in FEATURES:
         read |= set(ROOT.joinpath(folder).rglob("*.py"))
         read |= set(ROOT.joinpath(folder).glob("*.yaml"))
@@ -72,6 +76,34 @@ def test_public_names_are_documented(name):
             for each in methods
             if not each.startswith("_") and not inspect.getdoc(getattr(offered, each))
         ] == []
+
+
+def test_the_version_is_the_installed_one_and_has_an_answer_without(monkeypatch):
+    assert thinker.__version__ == importlib.metadata.version("thinker")
+
+    def not_found(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_found)
+    assert thinker.__version__ == "0+checkout"
+
+
+@pytest.mark.parametrize(("system", "quote"), [("posix", "'"), ("nt", '"')])
+def test_the_remedy_for_a_missing_extra_fits_the_installation(system, quote, tmp_path, monkeypatch):
+    monkeypatch.setattr(errors, "os", SimpleNamespace(name=system))
+    assert errors.install_command("serve") == f"pip install {quote}.[serve]{quote}"
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "thinker" / "runtime" / "errors.py"))
+    assert errors.install_command("serve") == f"pip install {quote}thinker[serve]{quote}"
+
+
+def test_remedies_name_extras_that_exist():
+    listed = re.search(r"\[project.optional-dependencies\]\n(.*?)\n\n", PROJECT, re.DOTALL)[1]
+    extras = set(re.findall(r"^(\w+) = ", listed, re.MULTILINE))
+    sources = [path for folder in PACKAGES for path in (ROOT / folder).glob("*.py")]
+    texts = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    named = set(re.findall(r"""install_command\(["'](\w+)["']\)""", texts))
+    assert named
+    assert named <= extras
 
 
 def test_an_unknown_name_is_an_import_error():

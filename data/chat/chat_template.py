@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from thinker.data.tokenizers.tokenizer import Span, Tokenizer
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import UserError, install_command
 from thinker.runtime.process.limited_process import LimitedProcess, limit_next_request
 
 CPU_SECONDS = 10  # per conversation; real templates take less than a millisecond
@@ -186,7 +186,7 @@ def _reply(
             answers = spans[0] if mark_answers else []
             rendered.append(Rendering(texts[0], answers, origin_spans(text)))
     except ImportError:
-        remedy = "run pip install transformers jinja2"
+        remedy = f"run {install_command('hf')}"
         return [], f"conversations need the transformers package; {remedy}"
     except MemoryError:
         raise

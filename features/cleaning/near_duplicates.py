@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import UserError, install_command
 
 N_HASHES = 252
 N_BANDS = 84  # three values per band: nearly all pairs with a similarity of 0.4 agree in one
@@ -32,8 +32,9 @@ class NearDuplicates:
         try:
             import rensa
         except ImportError as error:
+            remedy = f"run {install_command('clean')}"
             raise UserError(
-                "data.clean.duplicates=near needs the package rensa; run pip install rensa"
+                f"data.clean.duplicates=near needs the package rensa; {remedy}"
             ) from error
         self.digest = rensa.RMinHash.digest_matrix_from_flat_token_hashes
         self.path = folder / "signatures"

@@ -19,7 +19,7 @@ import torch
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.features.structured_output.compile_limit import check_compile_time
 from thinker.generation.constraint import pack_tokens
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import UserError, install_command
 
 N_GRAMMARS = 32  # kept per tokenizer
 DEAD_END = "NoExtensionBias"  # how llguidance's error begins if no token fits
@@ -194,7 +194,7 @@ def _vocabulary(tokenizer: Tokenizer, tokens: list[bytes]) -> Any:
     try:
         import llguidance
     except ModuleNotFoundError:
-        remedy = "install it: pip install '.[serve]'"
+        remedy = f"install it: {install_command('serve')}"
         raise UserError(f"json_schema and regex need llguidance; {remedy}") from None
     eos_ids = [token for token in tokenizer.eos_ids if not tokenizer.token_bytes(token)]
     if not eos_ids:

@@ -52,5 +52,5 @@ def test_any_attention(layers, n_heads, length, seed):
 
 def test_maximum_flow_without_networkx_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "networkx", None)
-    with pytest.raises(UserError, match="pip install networkx"):
+    with pytest.raises(UserError, match=r"pip install '.\[inspect\]'"):
         flow.max_flow(torch.eye(3).expand(1, 1, 3, 3))
