@@ -11,16 +11,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinker.api.evaluating import evaluate
+    from thinker.api.inspecting import inspect
+    from thinker.api.training import plan, train
     from thinker.data.text.registered_source import register_source
     from thinker.data.text.sources import SOURCES
     from thinker.generation import Completion, Generator, SamplingParams
     from thinker.interop import load, save
+    from thinker.interop.export_gguf import export_gguf
+    from thinker.interop.export_huggingface import export_huggingface
     from thinker.model import KVCache, Thinker, ThinkerConfig
     from thinker.model.patterns.pattern import Pattern
     from thinker.model.patterns.pattern_parser import PATTERNS
     from thinker.model.registries import ACTIVATIONS, MLPS, NORMS
     from thinker.runtime.errors import UserError
-    from thinker.training.api import train
     from thinker.training.callback import Callback
     from thinker.training.callbacks.registry import CALLBACKS
     from thinker.training.objective import Loss, Objective
@@ -49,10 +53,15 @@ _MODULES = {
     "ThinkerConfig": "thinker.model",
     "Tracker": "thinker.training.tracking.tracker",
     "UserError": "thinker.runtime.errors",
+    "evaluate": "thinker.api.evaluating",
+    "export_gguf": "thinker.interop.export_gguf",
+    "export_huggingface": "thinker.interop.export_huggingface",
+    "inspect": "thinker.api.inspecting",
     "load": "thinker.interop",
+    "plan": "thinker.api.training",
     "register_source": "thinker.data.text.registered_source",
     "save": "thinker.interop",
-    "train": "thinker.training.api",
+    "train": "thinker.api.training",
 }
 
 __all__ = [
@@ -76,7 +85,12 @@ __all__ = [
     "ThinkerConfig",
     "Tracker",
     "UserError",
+    "evaluate",
+    "export_gguf",
+    "export_huggingface",
+    "inspect",
     "load",
+    "plan",
     "register_source",
     "save",
     "train",

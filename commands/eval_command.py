@@ -15,7 +15,7 @@ from thinker.runtime.errors import UserError, install_command
 from thinker.runtime.plot_style import png_file
 
 if TYPE_CHECKING:
-    from thinker.data.corpus.shards import TokenShards
+    from thinker.api.evaluating import Text, TextChoice
     from thinker.data.tokenizers.tokenizer import Tokenizer
     from thinker.evaluation.long_context import PositionLosses
     from thinker.model import Thinker
@@ -32,17 +32,7 @@ PLAIN_FLAGS = ("context", "stride", "confidence")
 LONG_FLAGS = ("factor", "windows")
 TASK_FLAGS = ("include", "shots", "limit")
 LOWEST = {"factor": 1, "windows": 1, "max_tokens": 1, "stride": 1, "limit": 1, "shots": 0}
-MAX_TOKENS = 200_000
-
-
-class Text(NamedTuple):
-    """A text to evaluate on."""
-
-    source: str
-    trained: int | None  # the length of the sequences in training, if it is known
-    layout: dict[str, Any]  # of windows: options of PackedDataset
-    is_one: bool  # a single document
-    tokens: TokenShards
+MAX_TOKENS = 200_000  # as in api.evaluating, which imports torch
 
 
 class Report(NamedTuple):
@@ -211,46 +201,12 @@ def context_lengths(text: str) -> list[int]:
     return lengths
 
 
-def open_text(
-    arguments: argparse.Namespace, folder: Path, tokenizer: Tokenizer, scratch: Path
-) -> Text:
-    """The text of --source, or the validation split of the run. Raises UserError if it cannot be
-    read."""
-    from thinker.training.data.open_run import load_run_config, load_validation_data
+def text_choice(arguments: argparse.Namespace) -> TextChoice:
+    """The text that the flags choose."""
+    from thinker.api.evaluating import TextChoice
 
-    if arguments.source is not None:
-        config = load_run_config(folder)
-        trained = None if config is None else config.data.seq_len
-        return read_source(arguments, tokenizer, scratch, trained)
-    part, read_data = arguments.part, arguments.read_data
-    config, tokens = load_validation_data(folder, tokenizer, "--source", scratch, read_data, part)
-    data = config.data
-    source = data.source or part
-    if source is None:
-        names = ", ".join(data.source_names())
-        source = f"all tokens of {names}, not weighted; --part NAME for one of them"
-    layout = {"packing": data.val_packing, "document_masking": data.document_masking}
-    return Text(source, data.seq_len, layout, False, tokens)
-
-
-def read_source(
-    arguments: argparse.Namespace, tokenizer: Tokenizer, scratch: Path, trained: int | None
-) -> Text:
-    """The text of --source."""
-    from thinker.data.text.sources import open_source
-    from thinker.evaluation.perplexity import tokenize
-
-    options = {"path": arguments.path}
-    if arguments.column:
-        options["column"] = arguments.column
-    max_tokens = arguments.max_tokens or MAX_TOKENS
-    packing = "contiguous"
-    if arguments.source == "tales":  # a seed of stories that no run trains on
-        options |= {"max_documents": 1 + max_tokens // 16, "seed": 1 << 40}
-        packing = "documents"
-    source = open_source(arguments.source, **options)
-    tokens = tokenize(source, tokenizer, max_tokens, scratch)
-    return Text(source.name, trained, {"packing": packing}, source.whole_text, tokens)
+    names = ("source", "path", "column", "max_tokens", "part", "read_data")
+    return TextChoice(**{name: getattr(arguments, name) for name in names})
 
 
 def plot(
@@ -313,38 +269,16 @@ def evaluate_text(
     arguments: argparse.Namespace, folder: Path, model: Thinker, tokenizer: Tokenizer, scratch: Path
 ) -> Report:
     """Measure loss, perplexity and bits per byte by context length."""
-    from thinker.data.batches.windows import PackedDataset
-    from thinker.data.tokenizers.text_bytes import scaled_byte_lengths
-    from thinker.evaluation.perplexity import format_table, text_loss
+    from thinker.api.evaluating import measure_text, open_text
+    from thinker.evaluation.perplexity import format_table
 
-    text = open_text(arguments, folder, tokenizer, scratch)
-    tokens = text.tokens
-    trained = text.trained or min(model.config.max_seq_len, 1024)
-    longest = max(shard.n_tokens - 1 for shard in tokens.shards)
-    lengths = arguments.context or [min(trained, longest)]
-    if max(lengths) > longest:
-        raise UserError(
-            f"--context is {max(lengths)}, longer than the text ({longest} tokens); use at "
-            f"most {longest}"
-        )
-    prefix = model.config.prefix
-    # As Generator.score() does.
-    has_halves = text.is_one and arguments.stride is None and prefix <= 1
-    byte_lengths, confidence = scaled_byte_lengths(tokens, tokenizer), arguments.confidence
-    max_tokens = arguments.max_tokens or MAX_TOKENS
-    is_limited = arguments.source is not None or arguments.max_tokens is not None
-    is_part = is_limited and tokens.n_tokens > max_tokens
-    losses = []
-    lost = []  # lines about targets that are not counted
-    for T in lengths:
-        stride = T - T // 2 if has_halves else arguments.stride
-        windows = PackedDataset(tokens, T, **text.layout, stride=stride, prefix_len=prefix)
-        limit = 0
-        if is_part and arguments.source is None:
-            limit = -(-max_tokens // windows.stride)
-        lost += windows.lost_targets(limit or None).lines(f"context {T}", prefix)
-        losses.append(text_loss(model, windows, byte_lengths, confidence, trained, limit))
-
+    choice = text_choice(arguments)
+    text = open_text(choice, folder, tokenizer, scratch)
+    confidence = arguments.confidence
+    measured = measure_text(
+        model, tokenizer, text, choice, arguments.context or (), arguments.stride, confidence
+    )
+    losses, trained, has_halves, is_part, lost = measured
     first, last = losses[0], losses[-1]
     part = f"the beginning ({first.n_tokens:,} tokens counted; see --max-tokens)"
     header = {
@@ -366,7 +300,9 @@ def evaluate_text(
     if first.entropy_floor is not None:
         floor = f"{first.entropy_floor:.4f} nats per token"
         header["entropy_floor"] = f"{floor} (the lowest possible loss)"
-    by_position = f"loss by position, context {lengths[-1]}\n{last.by_position.format_table()}"
+    by_position = (
+        f"loss by position, context {last.context_length}\n{last.by_position.format_table()}"
+    )
     table = "\n".join([format_table(losses), *lost])
     shown = f"{format_header(header)}\n\n{table}\n\n{by_position}"
     draw = partial(plot, last.by_position, [], arguments, text.source)
@@ -386,9 +322,10 @@ def evaluate_long(
     arguments: argparse.Namespace, folder: Path, model: Thinker, tokenizer: Tokenizer, scratch: Path
 ) -> Report:
     """Measure loss by position beyond the trained length and, on tales, run the needle test."""
+    from thinker.api.evaluating import open_text
     from thinker.evaluation import long_context, needle
 
-    text = open_text(arguments, folder, tokenizer, scratch)
+    text = open_text(text_choice(arguments), folder, tokenizer, scratch)
     trained = text.trained or model.config.max_seq_len
     longest = arguments.factor * trained
     windows = long_context.long_windows(model.config, text.tokens, longest)

@@ -1,7 +1,5 @@
 """The command `thinker export hf`: a Hugging Face folder."""
 
-import os
-import shutil
 from pathlib import Path
 
 from thinker.runtime.cli import ArgumentParser
@@ -29,64 +27,18 @@ def main() -> int:
         raise UserError(
             f"--shard-gigabytes is {arguments.shard_gigabytes}; use a positive number, such as 5"
         )
-    from thinker.data.tokenizers import tokenizer_conversion
-    from thinker.interop import load
-    from thinker.interop.find import find_checkpoint, find_run_directory, is_hf_folder
-    from thinker.interop.hf_config import hf_model_type
-    from thinker.interop.huggingface import save_pretrained
-    from thinker.interop.model_card import model_card
-    from thinker.interop.peft_adapter import save_adapter
-    from thinker.interop.verify_export import verify_hf_export
-    from thinker.runtime.reading import read_json
-    from thinker.runtime.yaml_files import read_yaml
+    from thinker.interop.export_huggingface import export_huggingface
 
-    out, path = Path(os.path.abspath(arguments.out)), Path(arguments.path)
-    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"OUT {out} already exists; give a new or empty folder")
-    model, tokenizer = load(path, checkpoint=arguments.checkpoint)
-    model_type, run = hf_model_type(model.config), find_run_directory(path)
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        base, adapter = None, ""
-        if arguments.adapter:
-            settings = None if run is None else read_yaml(run / "config.yaml").get("run")
-            base = Path(str(settings.get("init_from") if isinstance(settings, dict) else None))
-            if not is_hf_folder(base):
-                problem = f"run.init_from is {base}"
-                raise UserError(
-                    f"--adapter needs a run that starts from a Hugging Face folder, but "
-                    f"{problem}; remove --adapter"
-                )
-            adapter = save_adapter(
-                find_checkpoint(path, arguments.checkpoint), model.config, base.resolve(), temporary
-            )
-        else:
-            save_pretrained(model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
-        if tokenizer is not None:
-            tokenizer_conversion.write(
-                tokenizer, temporary, model.config.max_seq_len, model.config.vocab_size
-            )
-        compared = verify_hf_export(model, tokenizer, temporary, base=base)
-        state = (
-            {}
-            if run is None
-            else read_json(find_checkpoint(path, arguments.checkpoint) / "state.json")
-        )
-        card = model_card(
-            model, tokenizer, run, state.get("step", 0), out.name, compared, base, adapter
-        )
-        (temporary / "README.md").write_text(card, encoding="utf-8")
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    kind, n_parameters = (
-        f"adapter ({adapter}) for " if adapter else "",
-        sum(p.numel() for p in model.parameters()),
+    export = export_huggingface(
+        arguments.path,
+        arguments.out,
+        checkpoint=arguments.checkpoint,
+        adapter=arguments.adapter,
+        shard_gigabytes=arguments.shard_gigabytes,
     )
-    print(f"wrote {arguments.out}: {kind}{model_type}, {n_parameters:,} parameters")
-    print(f"verified with transformers: {compared}")
+    kind = export.model_type
+    if export.adapter:
+        kind = f"adapter ({export.adapter}) for {kind}"
+    print(f"wrote {arguments.out}: {kind}, {export.n_parameters:,} parameters")
+    print(f"verified with transformers: {export.compared}")
     return 0

@@ -21,6 +21,14 @@ IN_EXPLORER = (
     "attribute",
     "lens",
 )  # shown by the interactive report, which folds their table
+OPTIONS = {  # of the reports on one prompt, as flags
+    "explain": ("layer", "head"),
+    "map": ("layer", "head"),
+    "flow": ("position",),
+    "attribute": ("target", "contrast_token", "position"),
+    "lens": ("position",),
+    "patch": ("corrupt", "target", "contrast_token"),
+}
 VIEWS = {"attribute": "attribution", "lens": "lens"}  # views to open; for other commands: attention
 
 
@@ -277,59 +285,29 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         )
 
 
-def check_index(flag: str, index: int, size: int, from_end: bool = False) -> int:
-    """Check the index of a layer, head or position. Raises UserError."""
-    if not (-size if from_end else 0) <= index < size:
-        raise UserError(f"--{flag} is {index}; use {-size if from_end else 0} to {size - 1}")
-    return index
-
-
-def encode_token(tokenizer: Any, flag: str, text: str | None) -> int | None:
-    """Return the id of a token's text. Raises UserError unless it is exactly one token."""
-    ids = [None] if text is None else tokenizer.encode(text, allow_special=True)
-    if len(ids) != 1:
-        parts = " ".join(repr(tokenizer.decode([i])) for i in ids)
-        raise UserError(
-            f"--{flag} {text!r} is {len(ids)} tokens ({parts}); give a single token, such as ' cat'"
-        )
-    return ids[0]
-
-
 def report_on_prompt(
     arguments: argparse.Namespace, model: Any, tokenizer: Any, prompt: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Make the report of a command on one prompt, and the initial state of its interactive
     report."""
-    from thinker.interpretability import prompt_reports
-    from thinker.interpretability.explain import explain
-    from thinker.interpretability.reports import Prompt
+    from thinker.api import inspecting
 
-    layer = check_index("layer", arguments.layer, len(model.blocks))
-    head = check_index("head", arguments.head, model.blocks[layer].attention.n_heads)
-    flag = "query" if arguments.command == "explain" else "position"
-    position = check_index(flag, arguments.position, len(prompt.tokens), from_end=True)
-    texts = {"target": arguments.target, "contrast-token": arguments.contrast_token}
-    logit = [encode_token(tokenizer, flag, text) for flag, text in texts.items()]
+    command = arguments.command
+    inspecting.check_head(model, arguments.layer, arguments.head)
+    options = {name: getattr(arguments, name) for name in OPTIONS[command]}
+    if command == "explain":
+        options["query"] = arguments.position
+    report = inspecting.REPORTS[command](model, tokenizer, prompt, **options)
+    tokens = inspecting.encode_targets(tokenizer, arguments.target, arguments.contrast_token)
     start = {
-        "layer": layer,
-        "head": head,
-        "position": position,
-        "view": VIEWS.get(arguments.command, "attention"),
+        "layer": arguments.layer,
+        "head": arguments.head,
+        "position": arguments.position,
+        "view": VIEWS.get(command, "attention"),
+        "target": tokens[0],
+        "contrast_token": tokens[1],
     }
-    start |= {"target": logit[0], "contrast_token": logit[1]}
-    reports = {
-        "explain": lambda: explain(model, prompt, layer, head, position),
-        "map": lambda: prompt_reports.report_attention_map(model, prompt, layer, head),
-        "flow": lambda: prompt_reports.report_flow(model, prompt, position),
-        "attribute": lambda: prompt_reports.report_attribution(
-            model, tokenizer, prompt, *logit, position
-        ),
-        "lens": lambda: prompt_reports.report_logit_lens(model, tokenizer, prompt, position),
-        "patch": lambda: prompt_reports.report_patching(
-            model, tokenizer, prompt, Prompt.from_text(model, tokenizer, arguments.corrupt), *logit
-        ),
-    }
-    return reports[arguments.command](), start
+    return report, start
 
 
 def report_on_heads(

@@ -28,8 +28,13 @@ from thinker.runtime.registry import FEATURES, features, import_offer
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE_NAMES = (
     "train",
+    "plan",
     "load",
     "save",
+    "evaluate",
+    "inspect",
+    "export_huggingface",
+    "export_gguf",
     "Thinker",
     "ThinkerConfig",
     "KVCache",

@@ -17,6 +17,7 @@ LAYERS = [  # bottom to top; packages of one layer do not import each other
     {"features"},
     {"interpretability"},
     {"serving"},
+    {"api"},
     {"benchmarks", "generate", "train"},
     {"lessons"},
     {"commands"},

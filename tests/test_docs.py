@@ -21,6 +21,8 @@ from thinker.benchmarks import command
 from thinker.benchmarks.pages import pages
 from thinker.benchmarks.pages.page_tables import TABLES
 from thinker.benchmarks.pages.recorded import load_results
+from thinker.commands.table import all_commands
+from thinker.runtime.process.invocation import script_path
 from thinker.runtime.registry import features
 from thinker.scripts.make_reference import parser_of, reference_pages
 
@@ -160,12 +162,24 @@ def expand(line, variables):
     ).stdout.split("\0")[:-1]
 
 
+def as_script(line):
+    """A line that begins with `thinker COMMAND`, as the line that runs the command's script."""
+    words = line.split()
+    for length in (3, 2):
+        name = " ".join(words[1:length])
+        if name in all_commands():
+            script = script_path(name)
+            if not (ROOT / script).is_file():
+                return f"python -m {line}"
+            return " ".join(["python", script, *words[length:]])
+    return f"python -m {line}"
+
+
 def run_line(line, variables, folder):
     """Run a command of a page, smaller; returns its status and standard error."""
-    if (
-        line.split()[0] not in ("python", "torchrun", "thinker-train", "thinker-generate")
-        and "=" not in line.split()[0]
-    ):
+    if line.startswith("thinker "):
+        line = as_script(line)
+    if line.split()[0] not in ("python", "torchrun") and "=" not in line.split()[0]:
         return subprocess.run(
             ["bash", "-c", f"{variables}\n{line}"], cwd=folder, capture_output=True, text=True
         )
@@ -184,8 +198,9 @@ def run_line(line, variables, folder):
         return subprocess.run(
             torchrun, cwd=folder, env=os.environ | environment, capture_output=True, text=True
         )
-    if program.startswith("thinker-"):
-        words.insert(0, f"{program.removeprefix('thinker-')}.py")
+    if words[0] == "-m":  # a command without a script
+        command = [sys.executable, *words]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if (folder / words[0]).exists():  # a file of the page
         words[0] = str(folder / words[0])
     else:
@@ -221,8 +236,11 @@ def test_commands_and_python_run(path, folder, monkeypatch, start_server):
                 pytest.skip(
                     f"{line} needs {missing_feature(line)}; what follows may need its result"
                 )
-            if line.startswith("thinker-serve"):
-                address = start_server(*expand(line.rstrip("& "), variables)[1:], cwd=folder).url
+            if line.startswith(("thinker-serve", "thinker serve")):
+                words = expand(
+                    line.replace("thinker serve", "thinker-serve").rstrip("& "), variables
+                )
+                address = start_server(*words[1:], cwd=folder).url
             elif re.fullmatch(r"\w+=(\".*\"|'.*'|\S*)", line):
                 variables += f"{line}\n"
             elif not any(name in line for name in NOT_HERE):

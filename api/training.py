@@ -1,4 +1,4 @@
-"""train(): start or resume a run from Python."""
+"""train(): start or resume a run. plan(): what a run needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def train(
     """Start or resume a run, as train.py does. Returns the run directory, which load() opens.
 
     Args:
-        config: the path of a YAML file, its sections as a dictionary, or a Config.
+        config: a YAML file, the name of a config that comes with Thinker, a run directory, the
+            sections as a dictionary, or a Config.
         overrides: changes of a YAML file, such as ["train.max_steps=200"].
         callbacks: what happens around steps, in this order (thinker.training.callback).
         objective: what a step minimizes (thinker.training.objective). None: the loss of the text.
@@ -54,6 +55,27 @@ def train(
     if status:
         raise RunError(f"a signal ended the run in {checked.run.dir}; train again to resume it")
     return Path(checked.run.dir)
+
+
+def plan(
+    config: Config | dict[str, Any] | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    measure: bool = True,
+) -> dict[str, Any]:
+    """Memory, FLOPs, tokens and time that a run needs on this machine, as `thinker plan` does.
+
+    Args:
+        config: as of train().
+        overrides: as of train().
+        measure: run a few steps to measure speed and memory.
+
+    Returns the values that `thinker plan --json` prints. Raises UserError for a mistake in the
+    config, or if the run does not fit into memory.
+    """
+    from thinker.training.reports.plan import make_plan
+
+    return make_plan(_read_config(config, overrides), measure)
 
 
 def _read_config(config: Config | dict[str, Any] | str | Path, overrides: Sequence[str]) -> Config:

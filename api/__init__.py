@@ -1,0 +1,1 @@
+"""The functions of `import thinker` that do what the commands do."""
