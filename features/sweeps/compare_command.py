@@ -18,7 +18,9 @@ def make_parser() -> argparse.ArgumentParser:
         "differ only in run.seed are one setting, with its mean, interval and Welch's t-test."
     )
     parser = ArgumentParser(description=description, examples=EXAMPLES)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or folders of sweeps"
+    )
     parser.add_argument(
         "--png", type=png_file, metavar="FILE", help="plot the losses over tokens and at the end"
     )
@@ -39,7 +41,7 @@ def main() -> int:
     from thinker.features.sweeps.comparison import Comparison, group_runs
     from thinker.features.sweeps.run_result import read_run
 
-    folders = [folder for folder in arguments.runs if is_run(folder, len(arguments.runs))]
+    folders = run_folders(arguments.runs)
     runs = [read_run(folder) for folder in dict.fromkeys(folders)]
     without = [run for run in runs if not run.curve]
     runs = [run for run in runs if run.curve]
@@ -71,9 +73,13 @@ def main() -> int:
     return 0
 
 
-def is_run(folder: Path, n_given: int) -> bool:
-    """Whether a folder is a run directory. Of several, as in runs/*, others are skipped; a single
-    one must be."""
-    if n_given == 1 or not folder.exists():
-        return True
-    return (folder / "config.yaml").is_file()
+def run_folders(given: list[Path]) -> list[Path]:
+    """The run directories that are meant. The folder of a sweep stands for its runs. Of several
+    folders, as in runs/*, others are skipped; a single one must be a run or a sweep."""
+    folders = []
+    for folder in given:
+        if (folder / "sweep.json").is_file():
+            folders += sorted(path.parent for path in folder.glob("*/config.yaml"))
+        elif len(given) == 1 or not folder.exists() or (folder / "config.yaml").is_file():
+            folders.append(folder)
+    return folders

@@ -80,7 +80,10 @@ def _difference(group: Group, comparison: Comparison) -> str:
 
 
 def align(rows: list[list[str]]) -> str:
-    """Lines of a table: the first column to the left, the others to the right."""
+    """Lines of a table: the first column to the left, the others to the right, without those that
+    are empty below the header."""
+    columns = [column for column in zip(*rows) if any(column[1:])]
+    rows = [list(row) for row in zip(*columns)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for first, *others in rows:

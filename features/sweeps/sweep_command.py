@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import png_file
 from thinker.training.config.command_line import ConfigArgumentParser
+from thinker.training.config.key_completion import complete_override
 
 if TYPE_CHECKING:
     from thinker.features.sweeps.comparison import Comparison
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
     from thinker.features.sweeps.sweep import Sweep, SweepRun
 
 EXAMPLES = (
-    "configs/small-text.yaml data.path=my.txt --grid optimizer.lr=x0.5,x1,x2 --seeds 3",
-    "configs/quickstart.yaml --grid optimizer.lr=0.01,0.02 --grid model.d_model=64,128 --jobs 2",
-    "configs/quickstart.yaml --variant 'narrow: model.d_model=64 model.n_layers=4' "
+    "small-text data.path=my.txt --grid optimizer.lr=x0.5,x1,x2 --seeds 3",
+    "quickstart --grid optimizer.lr=0.01,0.02 --grid model.d_model=64,128 --jobs 2",
+    "quickstart --variant 'narrow: model.d_model=64 model.n_layers=4' "
     "--variant 'wide: model.d_model=128 model.n_layers=2' --minutes 5 --seeds 3",
-    "configs/small-text.yaml data.path=my.txt --halving --minutes 10",
+    "small-text data.path=my.txt --halving --minutes 10",
 )
 HALVING_MINUTES = 10.0
 BAR = "{desc} {percentage:3.0f}%|{bar}| {n:.1f}/{total} [{elapsed}<{remaining}]{postfix}"
@@ -37,7 +38,7 @@ def make_parser() -> ConfigArgumentParser:
     )
     parser = ConfigArgumentParser(description=description, examples=EXAMPLES)
     group = parser.add_argument_group("settings")
-    group.add_argument(
+    grid = group.add_argument(
         "--grid",
         action="append",
         default=[],
@@ -45,6 +46,7 @@ def make_parser() -> ConfigArgumentParser:
         help="values of a key; x0.5 multiplies the config's; repeatable: every combination is "
         "trained",
     )
+    grid.completer = complete_override
     group.add_argument(
         "--variant",
         action="append",
@@ -117,7 +119,7 @@ def main() -> int:
     if arguments.jobs is not None and arguments.jobs < 1:
         raise UserError(f"--jobs is {arguments.jobs}; it must be at least 1")
     if arguments.halving:
-        parser.check_unused(arguments, "with --halving", ("grid", "variant", "seeds", "json"))
+        parser.check_unused(arguments, "with --halving", ("grid", "variant", "seeds"))
         from thinker.features.sweeps.tuning import tune
 
         if arguments.minutes is None:
@@ -212,7 +214,9 @@ class Report:
         with tqdm(total=total, desc="sweep", bar_format=BAR, smoothing=0) as bar:
 
             def on_wait() -> None:
-                bar.update(self.sweep.progress - bar.n)
+                done = self.sweep.progress
+                if done > bar.n:  # otherwise a log would get a line twice a second
+                    bar.update(done - bar.n)
 
             def on_end(run: SweepRun) -> None:
                 self._run_ended(run, bar)

@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from thinker.checkpoint.run_directory import RunDirectory
+from thinker.features.sweeps.comparison_report import print_event
 from thinker.features.sweeps.halving import Cost, Rung, better_half, plan_rungs
 from thinker.features.sweeps.tuning_report import (
     HEADER,
@@ -83,7 +84,10 @@ class Search:
     UserError for other arguments.
     """
 
-    def __init__(self, path: Path, overrides: list[str], folder: Path) -> None:
+    def __init__(
+        self, path: Path, overrides: list[str], folder: Path, as_json: bool = False
+    ) -> None:
+        self.as_json = as_json  # print results as lines of JSON
         self.path, self.overrides, self.folder = path, overrides, folder
         self.config = load_config(path, overrides)
         self.device = choose_device(self.config.train.device)
@@ -258,7 +262,8 @@ class Search:
         loss."""
         self.seq_len = self.complete_config.data.seq_len
         total = sum(rung.n_trials * rung.n_sequences for rung in self.rungs) * self.seq_len
-        print(HEADER, flush=True)
+        if not self.as_json:
+            print(HEADER, flush=True)
         with tqdm(total=total, desc="tuning", unit=" tokens", unit_scale=True) as self.bar:
             for number, rung in enumerate(self.rungs, start=1):
                 trials = {
@@ -273,7 +278,8 @@ class Search:
                 rows = {
                     (row["multiplier"], row["batch_size"]): row for row in self.rung_rows(number)
                 }
-                self.bar.write(format_rows(list(rows.values())))
+                if not self.as_json:
+                    self.bar.write(format_rows(list(rows.values())))
                 losses = [loss_of(rows[key]) for key in trials]
                 candidates = [candidates[index] for index in better_half(losses)]
                 if len(candidates) <= 1:
@@ -302,6 +308,8 @@ class Search:
             row["val_loss"] = trial.loss
             row["seconds"] = trial.final["elapsed_s"]
         self.rows.append(row)
+        if self.as_json:
+            print_event("run", **row)
         self.save()
         shutil.rmtree(trial.folder / "checkpoints")
         self.bar.update(trial.n_sequences * self.seq_len)
@@ -316,9 +324,8 @@ def tune(arguments: argparse.Namespace) -> None:
     that cannot work."""
     started = time.perf_counter()
     path = Path(arguments.config)
-    search = Search(
-        path, arguments.overrides, arguments.folder or Path("runs") / f"{path.stem}-tuning"
-    )
+    folder = arguments.folder or Path("runs") / f"{path.stem}-tuning"
+    search = Search(path, arguments.overrides, folder, arguments.json)
     multipliers = parse_numbers("--multipliers", arguments.multipliers, float)
     batch_sizes = (
         parse_numbers("--batch-sizes", arguments.batch_sizes, int) if arguments.batch_sizes else []
@@ -362,10 +369,20 @@ def tune(arguments: argparse.Namespace) -> None:
             )
         search.run(candidates, jobs)
     except (KeyboardInterrupt, SystemExit):
-        print(best_so_far(search.rows), flush=True)
+        if search.as_json:
+            print_event("stopped", verdict=best_so_far(search.rows), best=best_result(search.rows))
+        else:
+            print(best_so_far(search.rows), flush=True)
         raise
-    print("\n".join(recommendation(search.rows, path, arguments.overrides, search.config)))
-    plot(search.rows, arguments.png or search.folder / "tuning.png")
+    lines = recommendation(search.rows, path, arguments.overrides, search.config)
+    picture = arguments.png or search.folder / "tuning.png"
+    plot(search.rows, picture)
+    if search.as_json:
+        best = best_result(search.rows)
+        files = {"png": str(picture), "results": str(search.results)}
+        print_event("done", verdict=lines[0], notes=lines[1:], best=best, files=files)
+    else:
+        print("\n".join(lines))
 
 
 def parse_numbers(flag: str, text: str, kind: type) -> list[Any]:

@@ -21,7 +21,7 @@ def test_the_loop_of_the_guide_runs_and_continues(tiny_config, tmp_path):
     script.write_text(COMMAND.format(module="sweep_command", name="sweep"))
     for part, replacement in (
         ('"-m", "thinker", "sweep"', f"{str(script)!r}"),
-        ('"configs/quickstart.yaml", "data.max_documents=3000"', f"{str(tiny_config)!r}"),
+        ('"quickstart", "data.max_documents=3000"', f"{str(tiny_config)!r}"),
     ):
         assert part in program
         program = program.replace(part, replacement)

@@ -176,6 +176,11 @@ def test_more_values_reuse_runs_and_other_configs_are_refused(
     n_parameters = 2 * 300 * 32 + 2 * (4 * 32**2 + 3 * 32 * 128 + 2 * 32 + 2 * 16) + 32
     assert {run["parameters"] for run in runs.values() if run["parameters"]} == {n_parameters}
 
+    # The folder of a sweep stands for its runs.
+    compared = events(run_here("compare", folder, "--json")[1])
+    compared = [line for line in compared if line["event"] == "setting"]
+    assert [line["values"] for line in compared] == [good["values"]]
+
     # One value more, and one seed more: only new runs are trained.
     written_at = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
     status, shown = run_here(

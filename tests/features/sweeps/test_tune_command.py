@@ -159,6 +159,10 @@ def test_search_its_reuse_and_its_interruption(tune, config, tmp_path):
     assert tune(*command) == shown  # the same table, nothing trained again
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")} == written_at
     assert (folder / "tuning.png").read_bytes().startswith(b"\x89PNG")
+    (line,) = tune(*command, "--json").splitlines()  # all runs were made earlier
+    done = json.loads(line)
+    assert (done["event"], done["verdict"]) == ("done", result)
+    assert done["best"] == best
     other = run_script(*command, "--minutes", "9", cwd=tmp_path)
     assert (other.returncode, other.stderr.count("\n")) == (2, 1)
     assert "contains a search with other arguments; give another --folder" in other.stderr
