@@ -10,6 +10,7 @@ FEATURES = [
     "cleaning",
     "pruning",
     "monitoring",
+    "run_report",
     "early_exit",
     "retrieval",
     "structured_output",

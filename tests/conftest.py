@@ -101,6 +101,7 @@ MORE = (
     "commands/test_gpu_benchmark.py",
     "features/pruning/test_pruned_report.py",
     "features/sweeps/test_tune_command.py",
+    "features/run_report/test_run_report_page.py",
     "generation/test_attention_variants_sampling.py",
     "generation/test_option_matrix.py",
     "interpretability/test_html_report.py",

@@ -21,6 +21,7 @@ KNOWN = {
     "pruning",
     "quantization_study",
     "retrieval",
+    "run_report",
     "speculation",
     "streams",
     "structured_output",

@@ -53,6 +53,7 @@ def test_a_wheel_holds_the_files_that_packages_read():
     for folder in FEATURES:
         read |= set(ROOT.joinpath(folder).rglob("*.py"))
         read |= set(ROOT.joinpath(folder).glob("*.yaml"))
+        read |= set(ROOT.joinpath(folder).glob("page/*"))
     assert read == included
 
 

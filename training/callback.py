@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from thinker.checkpoint.run_directory import RunDirectory
+from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.batches.prefetch import Batch
 from thinker.data.corpus.corpus import Corpus
 from thinker.model import Thinker
@@ -141,8 +142,13 @@ class TrainingRun:
     directory: RunDirectory
     state: RunState
     corpus: Corpus
-    dataset: Sized  # of the training windows
+    loader: BatchLoader  # of the training batches
     show_status: Callable[[str], None]  # beside the progress bar
+
+    @property
+    def dataset(self) -> Sized:
+        """The training windows."""
+        return self.loader.dataset
 
     def evaluated_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model has the weights that are evaluated and saved."""

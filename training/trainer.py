@@ -195,12 +195,7 @@ class Trainer:
 
     def _start_callbacks(self) -> None:
         run = TrainingRun(
-            self.step.parts,
-            self.run,
-            self.state,
-            self.corpus,
-            self.loader.dataset,
-            self.show_status,
+            self.step.parts, self.run, self.state, self.corpus, self.loader, self.show_status
         )
         for callback in self.callbacks:
             callback.on_start(run)
