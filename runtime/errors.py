@@ -36,10 +36,14 @@ class RunError(Exception):
     """A failure other than a mistake of the user. Exit status 1."""
 
 
+def is_checkout() -> bool:
+    """Whether this code runs in the repository, and not in an installed package."""
+    return (Path(__file__).parents[1] / "pyproject.toml").exists()
+
+
 def install_command(extra: str) -> str:
     """The command that installs an extra, in a checkout or beside an installed package."""
-    is_checkout = (Path(__file__).parents[1] / "pyproject.toml").exists()
-    package = "." if is_checkout else "thinker"
+    package = "." if is_checkout() else "thinker"
     quote = '"' if os.name == "nt" else "'"  # cmd.exe does not know '
     return f"pip install {quote}{package}[{extra}]{quote}"
 
@@ -85,7 +89,9 @@ def run_command(main: Callable[[], int]) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "thinker":
             raise
-        remedy = "run `make demo` and use .venv/bin/python, or pip install -r requirements.txt"
+        remedy = "run pip install thinker"
+        if is_checkout():
+            remedy = "run `make demo` and use .venv/bin/python, or pip install -r requirements.txt"
         print_error(f"package {error.name} is not installed for {sys.executable}; {remedy}")
         status = 2
     except KeyboardInterrupt as error:

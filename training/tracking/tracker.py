@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import UserError, install_command
 from thinker.training.reports.run_summary import RunSummary
 
 
@@ -57,10 +57,11 @@ class Tracker:
 
 
 def require_package(name: str, key: str) -> None:
-    """Raise UserError if a package is not installed. key: what in the config needs it."""
+    """Raise UserError if a package is not installed. key: what in the config needs it. The
+    extra that installs it has its name."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:  # a folder of that name is no package
         raise UserError(
-            f"{key} needs the package {name}, which is not installed; run pip install {name}, or "
-            f"remove {key}"
+            f"{key} needs the package {name}, which is not installed; run {install_command(name)}, "
+            f"or remove {key}"
         )
