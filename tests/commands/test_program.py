@@ -13,12 +13,10 @@ from thinker.runtime.registry import import_offer
 from thinker.training.config.shipped import read_header, shipped_configs
 
 COMMANDS = all_commands()
-# Modules that --help of a command may import beside the standard library and our own.
-NO_MODULES = {"thinker", "_distutils_hack", "sitecustomize", "usercustomize"}
 IMPORTED = """
 import sys
-from thinker.commands.program import main
 before = {name.partition(".")[0] for name in sys.modules}  # by the site, as in an editable install
+from thinker.commands.program import main
 try:
     main()
 except SystemExit:
@@ -184,3 +182,49 @@ def test_a_chat_needs_a_model_of_chats(tiny_run):
         f"error: {tiny_run} has no chat template: it was not trained on chats; "
         f"use thinker generate {tiny_run} --interactive"
     )
+
+
+# Libraries that take long to import, or that an installation may lack.
+LIBRARIES = {
+    *("torch", "numpy", "scipy", "pandas", "pyarrow", "matplotlib", "networkx", "tqdm", "filelock"),
+    *("pydantic", "yaml", "jinja2", "argcomplete", "requests", "httpx", "starlette", "uvicorn"),
+    *("safetensors", "gguf", "tokenizers", "tiktoken", "rustbpe", "llguidance", "datasets"),
+    *("transformers", "peft", "lm_eval", "wandb", "tensorboard"),
+}
+MODEL = {"torch", "numpy", "safetensors", "tiktoken", "tqdm"}  # to load a model and its tokenizer
+CONFIG = {"pydantic", "yaml", "filelock"}  # to read a config and lock its tokens
+SHORT = "data.max_documents=300 model.d_model=48 model.n_layers=1 train.batch_size=4 train.eval_sequences=8"
+USED = {
+    "configs": set(),
+    "lessons": set(),
+    "patterns full --length 4": {"torch", "numpy", "tqdm"},
+    "plan quickstart model.vocab_size=3072 --no-steps": MODEL | CONFIG,
+    f"data quickstart {SHORT}": MODEL | CONFIG | {"rustbpe"},
+    f"train quickstart {SHORT} train.max_steps=2 run.dir=RUN": MODEL
+    | CONFIG
+    | {"rustbpe", "matplotlib"},
+    "generate TINY --prompt Line --max-new-tokens 3": MODEL,
+    "generate TINY --score TEXT": MODEL,
+    "eval TINY": MODEL | CONFIG | {"scipy"},
+    "inspect map TINY --prompt Line": MODEL | {"yaml"},
+    "inspect heads TINY --prompt Line": MODEL | CONFIG,
+    "export gguf TINY OUT.gguf": MODEL | {"gguf", "yaml"},
+}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("line", USED)
+def test_a_command_imports_only_what_it_uses(line, tiny_run, tmp_path):
+    if line.startswith("export gguf"):
+        pytest.importorskip("gguf")
+    text = tmp_path / "text.txt"
+    text.write_text("Line 1 of the text.\n")
+    places = {"TINY": tiny_run, "RUN": tmp_path / "run", "TEXT": text, "OUT": tmp_path / "out"}
+    words = line
+    for name, path in places.items():
+        words = words.replace(name, str(path))
+    command = [sys.executable, "-c", IMPORTED, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    imported = set(done.stderr.splitlines()[-1].split())
+    assert "thinker" in imported, done.stderr
+    assert imported & LIBRARIES <= USED[line]
