@@ -1,12 +1,15 @@
 """What a report keeps of metrics.jsonl and samples.jsonl, so that it need not read them again."""
 
 import bisect
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-MAX_POINTS = 400  # of the curve of the training loss
+import numpy as np
+
+MAX_POINTS = 400  # of a curve
 
 
 class Point(NamedTuple):
@@ -20,7 +23,9 @@ class Point(NamedTuple):
 class History:
     """The lines of a run until now."""
 
-    train: list[Point] = field(default_factory=list)
+    # Of the lines with train_loss, which may be a million: their steps, and their losses.
+    train_steps: array = field(default_factory=lambda: array("q"))
+    train_losses: array = field(default_factory=lambda: array("d"))
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # lines with val_loss
     last_train: dict[str, Any] = field(default_factory=dict)  # the newest line with train_loss
     samples: list[dict[str, Any]] = field(default_factory=list)  # step, prompt, text
@@ -28,7 +33,8 @@ class History:
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line of metrics.jsonl."""
         if "train_loss" in line:
-            self.train.append(Point(line["step"], line["train_loss"]))
+            self.train_steps.append(line["step"])
+            self.train_losses.append(line["train_loss"])
             self.last_train = dict(line)
         elif "val_loss" in line:
             self.evaluations.append(dict(line))
@@ -46,13 +52,17 @@ class History:
                     names[key.partition("/")[2]] = None
         return list(names)
 
+    def train_curve(self) -> list[Point]:
+        """The training loss by step, thinned."""
+        return thin(np.array(self.train_steps), np.array(self.train_losses))
+
     def train_loss_since(self, before: int, until: int) -> float | None:
         """The mean training loss of the lines after step `before` and up to step `until`."""
-        first = bisect.bisect_right(self.train, before, key=_step)
-        end = bisect.bisect_right(self.train, until, key=_step)
+        first = bisect.bisect_right(self.train_steps, before)
+        end = bisect.bisect_right(self.train_steps, until)
         if first == end:
             return None
-        return sum(loss for _, loss in self.train[first:end]) / (end - first)
+        return float(np.mean(self.train_losses[first:end]))
 
     def evaluation_rows(self) -> list[tuple[dict[str, Any], float | None]]:
         """Each evaluation, with the mean training loss since the one before."""
@@ -63,21 +73,16 @@ class History:
         return rows
 
 
-def _step(point: Point) -> int:
-    return point.step
-
-
-def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+def thin(steps: np.ndarray, losses: np.ndarray, most: int = MAX_POINTS) -> list[Point]:
     """At most `most` points: each is the mean loss of a group of neighbors, at its last step."""
-    size = -(-len(points) // most)
-    if size <= 1:
-        return list(points)
-    means = []
-    for start in range(0, len(points), size):
-        group = points[start : start + size]
-        mean = sum(loss for _, loss in group) / len(group)
-        means.append(Point(group[-1].step, mean))
-    return means
+    n = len(steps)
+    size = max(1, -(-n // most))
+    starts = np.arange(0, n, size)
+    if not len(starts):
+        return []
+    ends = np.minimum(starts + size, n)
+    means = np.add.reduceat(losses, starts) / (ends - starts)
+    return [Point(step, loss) for step, loss in zip(steps[ends - 1].tolist(), means.tolist())]
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from thinker.features.run_report.history import History, Point, thin
+from thinker.features.run_report.history import MAX_POINTS, History, Point, spread
 from thinker.training.reports.run_summary import RunSummary
 
 LEVELS = ("5-gram", "gzip")  # the simple models that are drawn
@@ -67,13 +67,13 @@ class LossCurves:
 def loss_curves(history: History, summary: RunSummary | None) -> LossCurves | None:
     """The curves until now; None if nothing was logged. summary: brings the simple models."""
     curves = []
-    if history.train:
-        curves.append(Curve("training", "train", thin(history.train)))
+    if history.train_steps:
+        curves.append(Curve("training", "train", history.train_curve()))
     for number, name in enumerate(history.sources()[:MAX_SOURCES]):
-        points = history.curve(f"val_loss/{name}")
+        points = spread(history.curve(f"val_loss/{name}"), MAX_POINTS)
         curves.append(Curve(f"validation, {name}", f"source-{number}", points))
     if history.evaluations:
-        curves.append(Curve("validation", "val", thin(history.curve("val_loss"))))
+        curves.append(Curve("validation", "val", spread(history.curve("val_loss"), MAX_POINTS)))
     if not curves:
         return None
     levels = _levels(history, summary)

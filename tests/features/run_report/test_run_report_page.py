@@ -4,6 +4,7 @@ holds."""
 from dataclasses import replace
 
 import chromium
+import numpy as np
 import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
@@ -248,12 +249,16 @@ def test_no_text_breaks_the_markdown(name):
 
 
 def test_points_are_means_of_neighbors():
-    points = [Point(step, float(step % 7)) for step in range(1, 1001)]
-    few = thin(points, 400)
+    steps = np.arange(1, 1001)
+    losses = (steps % 7).astype(float)
+    few = thin(steps, losses, 400)
     assert len(few) == 334
     assert few[0] == Point(3, 2.0)
     assert few[-1] == Point(1000, float(1000 % 7))
-    assert thin(points[:400], 400) == points[:400]
+    assert thin(steps[:400], losses[:400], 400) == list(
+        zip(steps[:400].tolist(), losses[:400].tolist())
+    )
+    assert thin(steps[:0], losses[:0]) == []
     assert spread(list(range(100)), 4) == [0, 33, 66, 99]
 
 
