@@ -68,6 +68,15 @@ def read_wandb(run):
     return [pair for _, history in read_runs(run) for pair in history.items()]
 
 
+def read_trackio(run):
+    """[(step, {key: value})] of trackio's database, in the order in which rows were added."""
+    from trackio.sqlite_storage import SQLiteStorage
+
+    name = json.loads((run / "trackio.json").read_text())["name"]
+    rows = SQLiteStorage.get_logs("thinker", name)
+    return [(row.pop("step"), row) for row in rows if row.pop("timestamp")]
+
+
 def read_csv(run, name="metrics.csv"):
     """The rows of a file of the CSV tracker."""
     with (run / name).open(newline="") as file:

@@ -14,6 +14,7 @@ from tracker_readers import (
     read_scalars,
     read_tensorboard,
     read_texts,
+    read_trackio,
     read_wandb,
     read_wandb_summary,
 )
@@ -53,9 +54,18 @@ TRACKERS.register("wrong", lambda settings: "a text")
 """.replace("\\\\n", "\\n")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trackio_folder(tmp_path_factory):
+    """The database of trackio, whose place is fixed when a process first imports it."""
+    folder = tmp_path_factory.mktemp("trackio")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(folder))
+        yield folder
+
+
 @pytest.fixture(autouse=True)
-def wandb_folders(tmp_path, monkeypatch):
-    """wandb reads no settings of this machine, and leaves nothing outside tmp_path."""
+def own_folders(tmp_path, monkeypatch):
+    """Trackers read no settings of this machine, and leave nothing outside tmp_path."""
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
 
@@ -118,7 +128,7 @@ def kill_after(n_steps, run, command):
 @pytest.mark.more
 def test_killed_twice_and_resumed_each_step_is_there_once(own_args, tmp_path):
     run = tmp_path / "run"
-    options = ["tracking.trackers=[tensorboard,csv,lines]", "tracking.wandb=offline",
+    options = ["tracking.trackers=[tensorboard,csv,lines,trackio]", "tracking.wandb=offline",
                "train.decay_fraction=0", "train.save_every=15", "train.eval_every=7",
                "train.log_every=2", "train.sample_every=5", "train.sample_prompt=Line"]  # fmt: skip
     command = [*own_args, f"run.dir={run}", *options]
@@ -130,15 +140,16 @@ def test_killed_twice_and_resumed_each_step_is_there_once(own_args, tmp_path):
 
     for name, read in READERS.items():
         assert_equals_metrics(run, name, read(run))
-    # wandb keeps the steps that it got before a kill, whose times are not those of metrics.jsonl.
+    # These keep the steps that they got before a kill, whose times are not those of metrics.jsonl.
     expected = steps_of(run)
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    sent = read_wandb(run)
-    assert [step for step, _ in sent] == sorted(expected.keys() | {s["step"] for s in samples})
-    for step, values in sent:
-        for key, value in expected.get(step, {}).items():
-            assert key in TIMING_KEYS or values[key] == value, (step, key)
-        assert ("sample" in values) == (step % 5 == 0)
+    steps = sorted(expected.keys() | {sample["step"] for sample in samples})
+    for name, pairs in (("wandb", read_wandb(run)), ("trackio", read_trackio(run)[:-2])):
+        assert [step for step, _ in pairs] == steps, name
+        for step, values in pairs:
+            for key, value in expected.get(step, {}).items():
+                assert key in TIMING_KEYS or values[key] == value, (name, step, key)
+            assert ("sample" in values) == (step % 5 == 0), (name, step)
 
     rows = [(int(row["step"]), row["prompt"], row["text"]) for row in read_csv(run, "samples.csv")]
     assert rows == [(each["step"], each["prompt"], each["text"]) for each in samples]
@@ -148,10 +159,12 @@ def test_killed_twice_and_resumed_each_step_is_there_once(own_args, tmp_path):
 
 
 @pytest.mark.more
-def test_a_finished_run_has_its_config_summary_and_picture_once(train_args, tmp_path):
+def test_a_finished_run_has_its_config_summary_and_picture_once(
+    train_args, tmp_path, trackio_folder
+):
     """Also if it is started again."""
     run = tmp_path / "run"
-    options = ["tracking.trackers=[tensorboard,csv]", "tracking.wandb=offline"]
+    options = ["tracking.trackers=[tensorboard,csv,trackio]", "tracking.wandb=offline"]
     for _ in range(2):
         done = run_script(*train_args, f"run.dir={run}", *options)
         assert done.returncode == 0, done.stderr
@@ -166,6 +179,11 @@ def test_a_finished_run_has_its_config_summary_and_picture_once(train_args, tmp_
     assert "train:\n" in read_texts(run, "config")[-1][1]
     assert_equals_metrics(run, "csv", read_metrics_csv(run))
     assert_equals_metrics(run, "tensorboard", read_scalars(run))
+
+    *rows, (_, of_summary), (_, of_picture) = read_trackio(run)
+    assert [step for step, _ in rows] == list(range(1, 7))
+    assert of_summary["summary"]["_value"].splitlines()[::2] == report.splitlines()
+    assert (trackio_folder / "media" / of_picture["loss"]["file_path"]).read_bytes() == picture
 
     folders = sorted((run / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
@@ -191,7 +209,7 @@ def test_steps_of_before_the_tracker_are_there(train_args, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["tracking.trackers=[csw]"], "error: tracking.trackers has csw, which is none; use wandb, tensorboard, csv"),
+        (["tracking.trackers=[csw]"], "error: tracking.trackers has csw, which is none; use tensorboard, csv, trackio, wandb"),
         (["tracking.trackers=[csv,csv]"], "error: tracking.trackers has csv twice; remove one"),
         (["tracking.trackers=[wandb]", "tracking.wandb=disabled"], "error: tracking.trackers has wandb, but tracking.wandb is disabled; set"),
         (["tracking.trackers=[wrong]"], "the tracker wrong is a str; derive it from thinker.Tracker"),
@@ -204,7 +222,7 @@ def test_mistakes(own_args, tmp_path, overrides, message):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("package", ["tensorboard", "trackio", "wandb"])
 def test_a_missing_package_is_named_before_anything_is_written(train_args, tmp_path, package):
     """A folder of that name beside the script is no package."""
     (tmp_path / package).mkdir()

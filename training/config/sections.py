@@ -258,15 +258,15 @@ class TrackingConfig(ConfigSection):
     """Where metrics go in addition to metrics.jsonl."""
 
     trackers: list[str] | None = None
-    """Trackers that log the run: tensorboard, csv, wandb, or names that modules in `extensions`
-    register. null: none but that of the key wandb."""
+    """Trackers that log the run: tensorboard, csv, trackio, wandb, or names that modules in
+    `extensions` register. null: none but that of the key wandb."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases: disabled, offline or online. With wandb among the trackers: online, unless
     this says offline."""
     project: str = "thinker"
-    """Project in Weights & Biases."""
+    """Project in Weights & Biases and trackio."""
     name: str | None = None
-    """Name of the run in Weights & Biases. null: the name of the run directory."""
+    """Name of the run in Weights & Biases and trackio. null: the name of the run directory."""
 
     @model_validator(mode="before")
     @classmethod
