@@ -12,7 +12,7 @@ from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.runtime.files import atomic_write
 from thinker.runtime.process.invocation import other_command, this_command
-from thinker.training.config.shipped import ROOT, read_header, shipped_configs
+from thinker.training.config.shipped import ROOT, TEMPLATE, read_header, shipped_configs
 
 EXAMPLES = ("", "show small-text", "copy small-text mine.yaml")
 MAX_COLUMNS = 110
@@ -69,8 +69,7 @@ def complete_name(**_: Any) -> list[str]:
 
 def files_to_copy() -> dict[str, Path]:
     """The configs and the chat template, by name."""
-    template = ROOT / "configs" / "chat.jinja"
-    return shipped_configs() | {template.name: template}
+    return shipped_configs() | {TEMPLATE.name: TEMPLATE}
 
 
 def print_list() -> None:

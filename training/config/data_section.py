@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from thinker.runtime.constants import MAX_SIZE
+from thinker.training.config.shipped import find_template
 from thinker.training.config.source_section import TextSource
 from thinker.training.config.types import PathText, with_feature_keys
 
@@ -31,7 +32,8 @@ class DataConfig(TextSource):
     assistant_only_loss: bool = False
     """Compute the loss only on the assistant's messages in conversations."""
     chat_template: PathText | None = None
-    """Jinja file with the chat template. null: the template of the tokenizer."""
+    """Jinja file with the chat template, or chat.jinja, which comes with Thinker. null: the
+    template of the tokenizer."""
     document_masking: bool = False
     """Let tokens attend only within their own document, and restart positions at each document."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
@@ -44,6 +46,11 @@ class DataConfig(TextSource):
     needed."""
     cache_dir: PathText = ".cache"
     """Folder of the token cache."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _find_template(cls, path: str | None) -> str | None:
+        return find_template(path)
 
     @property
     def val_packing(self) -> str:

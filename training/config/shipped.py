@@ -9,6 +9,7 @@ from pathlib import Path
 from thinker.runtime.errors import UserError, did_you_mean
 
 ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = ROOT / "configs" / "chat.jinja"
 FACTS = ("Hardware", "Time and loss", "Time", "Loss")  # that a config begins a sentence with
 
 
@@ -42,6 +43,13 @@ def find_config(given: str | Path) -> Path:
     if not hint:
         hint = f"; give a YAML file, a run, or one of {', '.join(configs)}"
     raise UserError(f"config {given} does not exist{hint}")
+
+
+def find_template(given: str | None) -> str | None:
+    """The path of a chat template: a file of the user, or chat.jinja, which comes with Thinker."""
+    if given == TEMPLATE.name and not Path(given).exists():
+        return str(TEMPLATE)
+    return given
 
 
 def read_header(path: Path) -> ConfigHeader:
