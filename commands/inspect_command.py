@@ -21,6 +21,8 @@ IN_EXPLORER = (
     "attribute",
     "lens",
 )  # shown by the interactive report, which folds their table
+ONCE = '--prompt "Once upon a time"'
+GOAT = '--prompt "Noah has a goat. Noah has a"'
 OPTIONS = {  # of the reports on one prompt, as flags
     "explain": ("layer", "head"),
     "map": ("layer", "head"),
@@ -33,193 +35,189 @@ VIEWS = {"attribute": "attribution", "lens": "lens"}  # views to open; for other
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the command line, with one subparser per command."""
-    prompt, optional_prompt, texts, prune_texts, target, position = (
-        ArgumentParser(add_help=False) for _ in range(6)
-    )
-    prompt.add_argument("--prompt", metavar="TEXT", required=True, help="text to run the model on")
-    optional_prompt.add_argument(
-        "--prompt", metavar="TEXT", help="text to run the model on (default: random tokens)"
-    )
-    for flags, when in ((texts, "with --importance: "), (prune_texts, "")):
-        text_help = f"{when}text to measure on (default: validation split)"
-        flags.add_argument("--text", type=Path, metavar="FILE", help=text_help)
-        flags.add_argument(
-            "--texts", type=int, help=f"{when}maximum number of sequences (default: 32)"
-        )
-    target.add_argument(
-        "--target", metavar="TOKEN", help="predicted token (default: the most likely next token)"
-    )
-    contrast_help = "token whose logit is subtracted from the target's (default: none)"
-    target.add_argument("--contrast-token", metavar="TOKEN", help=contrast_help)
-    index = {
-        "type": int,
-        "default": -1,
-        "help": "position in the prompt; negative counts from the end",
-    }
-    position.add_argument("--position", **index)
-
-    examples = (
-        'attribute runs/quickstart --prompt "Once upon a time" --png why.png',
-        "COMMAND --help",
-    )
+    """Parse the command line, with one subparser per report."""
     description = "Inspect what a model computes: attention, attribution, heads, pruning."
+    examples = (f"attribute runs/quickstart {ONCE} --png why.png", "COMMAND --help")
     parser = ArgumentParser(description=description, examples=examples)
-    defaults = {
-        "prompt": None,
-        "layer": 0,
-        "head": 0,
-        "position": -1,
-        "target": None,
-        "contrast_token": None,
-    }
-    parser.set_defaults(**defaults, importance=None, over_training=False, out=None)
+    parser.set_defaults(prompt=None, layer=0, head=0, position=-1, target=None, contrast_token=None)
+    parser.set_defaults(importance=None, over_training=False, out=None)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def add_command(
-        name: str, summary: str, parents: list[ArgumentParser], *examples: str
-    ) -> ArgumentParser:
-        shared = ArgumentParser(add_help=False)
-        alternative = ""
-        if name == "explain":
-            alternative = ", or a JSON file with vectors q, k and v"
-        shared.add_model("model", "MODEL", alternative)
-        shared.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-        group = shared.add_argument_group("output")
-        group.add_argument(
-            "--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to FILE"
-        )
-        group.add_argument("--png", type=png_file, metavar="FILE", help="plot the report")
-        html_help = "write an HTML report" + (
-            "" if name in ("prune", "content") else " (interactive with --prompt)"
-        )
-        group.add_argument("--html", type=Path, metavar="FILE", help=html_help)
-        options = {"help": summary, "description": summary, "parents": [shared, *parents]}
-        return commands.add_parser(
-            name, **options, examples=[f"runs/quickstart {example}" for example in examples]
-        )
-
-    once, goat = '--prompt "Once upon a time"', '--prompt "Noah has a goat. Noah has a"'
-    explain = add_command(
-        "explain",
-        "compute one attention row step by step",
-        [],
-        f"{once} --layer 0 --head 3",
-        f"{once} --query 2 --png row.png",
-    )
-    explain.add_argument(
-        "--prompt", metavar="TEXT", help="text to run the model on; omit if MODEL is JSON"
-    )
-    attention_map = add_command(
-        "map",
-        "show what each token attends to in one head",
-        [prompt],
-        f"{once} --layer 0 --head 3",
-        f"{once} --html page.html",
-    )
-    for command in (explain, attention_map):
-        command.add_argument("--layer", type=int, default=0, help="layer, counted from 0")
-        command.add_argument("--head", type=int, default=0, help="head, counted from 0")
-    explain.add_argument("--query", dest="position", **index)
-    heads = add_command(
-        "heads",
-        "score all heads: entropy, distance, induction, importance",
-        [optional_prompt, texts],
-        f"{once} --png heads.png",
-        "--importance zero --texts 64",
-    )
-    over = heads.add_mutually_exclusive_group()
-    over.add_argument(
-        "--over-training",
-        action="store_true",
-        help="score the heads of every checkpoint of the run",
-    )
-    importance = {
-        "choices": ("zero", "mean", "gradient"),
-        "help": "rank heads by loss when ablated, or by gradient",
-    }
-    over.add_argument("--importance", **importance)
-    content = add_command(
-        "content",
-        "score all heads on tales: facts, subjects, word classes",
-        [],
-        "--png content.png",
-    )
-    content.add_argument(
-        "--stories", type=int, default=32, help="number of new stories, on which no run was trained"
-    )
-    add_command(
-        "flow",
-        "trace attention from a position to the tokens: rollout, maximum flow",
-        [prompt, position],
-        once,
-        f"{once} --position 3 --png flow.png",
-    )
-    add_command(
-        "attribute",
-        "attribute a prediction to tokens, heads and MLPs",
-        [prompt, target, position],
-        once,
-        f'{goat} --contrast-token " pony" --png why.png',
-    )
-    add_command(
-        "lens",
-        "show what the model would predict after each layer",
-        [prompt, position],
-        once,
-        f"{once} --position 3 --png lens.png",
-    )
-    corrupt = '--corrupt "Noah has a pony. Noah has a"'
-    patch = add_command(
-        "patch",
-        "find activations that restore a prediction in another prompt",
-        [prompt, target],
-        f"{goat} {corrupt}",
-        f"{goat} {corrupt} --png patch.png",
-    )
-    corrupt_help = "prompt with the same number of tokens but a different prediction"
-    patch.add_argument("--corrupt", metavar="TEXT", required=True, help=corrupt_help)
-    compare = add_command(
-        "compare",
-        "compare two models, or two checkpoints of a run",
-        [optional_prompt],
-        "--other runs/pruned",
-        "--other-checkpoint best",
-    )
-    compare.add_argument("--other", metavar="MODEL", help="second model (default: MODEL)")
-    compare.add_argument(
-        "--other-checkpoint",
-        metavar="NAME",
-        help="checkpoint of the second model (default: latest)",
-    )
-    prune = add_command(
-        "prune",
-        "remove heads from a model permanently",
-        [prune_texts],
-        "--count 2 --out runs/pruned",
-        "--groups 0.1,2.3 --out runs/pruned",
-    )
-    prune.add_argument("--importance", **importance, default="zero")
-    groups = prune.add_mutually_exclusive_group(required=True)
-    groups.add_argument(
-        "--count", type=int, help="remove the N least important KV heads with their query heads"
-    )
-    groups.add_argument(
-        "--groups",
-        type=parse_groups,
-        metavar="L.K,...",
-        help="KV heads to remove, as LAYER.KV_HEAD",
-    )
-    prune.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="folder for the pruned model (default: not saved)",
-    )
+    add_explain(commands)
+    add_map(commands)
+    add_heads(commands)
+    add_content(commands)
+    add_flow(commands)
+    add_attribute(commands)
+    add_lens(commands)
+    add_patch(commands)
+    add_compare(commands)
+    add_prune(commands)
     arguments = parser.parse_args()
     parser.check_utf8(arguments, "prompt", "corrupt", "target", "contrast_token")
     check_arguments(arguments)
     return arguments
+
+
+def add_report(commands: Any, name: str, summary: str, *examples: str) -> ArgumentParser:
+    """A subparser with the model and the output, which all reports have."""
+    lines = [f"runs/quickstart {example}" for example in examples]
+    report = commands.add_parser(name, help=summary, description=summary, examples=lines)
+    alternative = ""
+    if name == "explain":
+        alternative = ", or a JSON file with vectors q, k and v"
+    report.add_model("model", "MODEL", alternative)
+    report.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    group = report.add_argument_group("output")
+    json_help = "print JSON, or write it to FILE"
+    group.add_argument("--json", nargs="?", const="-", metavar="FILE", help=json_help)
+    group.add_argument("--png", type=png_file, metavar="FILE", help="plot the report")
+    html_help = "write an HTML report"
+    if name not in ("prune", "content"):
+        html_help += " (interactive with --prompt)"
+    group.add_argument("--html", type=Path, metavar="FILE", help=html_help)
+    return report
+
+
+def add_prompt(report: ArgumentParser, remark: str = "", required: bool = False) -> None:
+    """Flag for the text to run the model on."""
+    prompt_help = f"text to run the model on{remark}"
+    report.add_argument("--prompt", metavar="TEXT", required=required, help=prompt_help)
+
+
+def add_texts(report: ArgumentParser, when: str = "") -> None:
+    """Flags for the texts on which heads are measured."""
+    text_help = f"{when}text to measure on (default: validation split)"
+    report.add_argument("--text", type=Path, metavar="FILE", help=text_help)
+    texts_help = f"{when}maximum number of sequences (default: 32)"
+    report.add_argument("--texts", type=int, help=texts_help)
+
+
+def add_head(report: ArgumentParser) -> None:
+    """Flags for a head."""
+    report.add_argument("--layer", type=int, default=0, help="layer, counted from 0")
+    report.add_argument("--head", type=int, default=0, help="head, counted from 0")
+
+
+def add_position(report: ArgumentParser, flag: str = "--position") -> None:
+    """Flag for a position."""
+    position_help = "position in the prompt; negative counts from the end"
+    report.add_argument(flag, dest="position", type=int, default=-1, help=position_help)
+
+
+def add_target(report: ArgumentParser) -> None:
+    """Flags for the predicted token."""
+    target_help = "predicted token (default: the most likely next token)"
+    report.add_argument("--target", metavar="TOKEN", help=target_help)
+    contrast_help = "token whose logit is subtracted from the target's (default: none)"
+    report.add_argument("--contrast-token", metavar="TOKEN", help=contrast_help)
+
+
+def add_importance(report: Any, default: str | None = None) -> None:
+    """Flag for how heads are ranked."""
+    methods = ("zero", "mean", "gradient")
+    importance_help = "rank heads by loss when ablated, or by gradient"
+    report.add_argument("--importance", choices=methods, default=default, help=importance_help)
+
+
+def add_explain(commands: Any) -> None:
+    """One attention row."""
+    examples = (f"{ONCE} --layer 0 --head 3", f"{ONCE} --query 2 --png row.png")
+    report = add_report(commands, "explain", "compute one attention row step by step", *examples)
+    add_prompt(report, "; omit if MODEL is JSON")
+    add_head(report)
+    add_position(report, "--query")
+
+
+def add_map(commands: Any) -> None:
+    """The attention of one head."""
+    examples = (f"{ONCE} --layer 0 --head 3", f"{ONCE} --html page.html")
+    report = add_report(commands, "map", "show what each token attends to in one head", *examples)
+    add_prompt(report, required=True)
+    add_head(report)
+
+
+def add_heads(commands: Any) -> None:
+    """Scores of all heads."""
+    summary = "score all heads: entropy, distance, induction, importance"
+    examples = (f"{ONCE} --png heads.png", "--importance zero --texts 64")
+    report = add_report(commands, "heads", summary, *examples)
+    add_prompt(report, " (default: random tokens)")
+    add_texts(report, "with --importance: ")
+    over = report.add_mutually_exclusive_group()
+    over_help = "score the heads of every checkpoint of the run"
+    over.add_argument("--over-training", action="store_true", help=over_help)
+    add_importance(over)
+
+
+def add_content(commands: Any) -> None:
+    """What heads attend to in tales."""
+    summary = "score all heads on tales: facts, subjects, word classes"
+    report = add_report(commands, "content", summary, "--png content.png")
+    stories_help = "number of new stories, on which no run was trained"
+    report.add_argument("--stories", type=int, default=32, help=stories_help)
+
+
+def add_flow(commands: Any) -> None:
+    """Attention through the layers."""
+    summary = "trace attention from a position to the tokens: rollout, maximum flow"
+    report = add_report(commands, "flow", summary, ONCE, f"{ONCE} --position 3 --png flow.png")
+    add_prompt(report, required=True)
+    add_position(report)
+
+
+def add_attribute(commands: Any) -> None:
+    """What a prediction is made of."""
+    summary = "attribute a prediction to tokens, heads and MLPs"
+    contrast = f'{GOAT} --contrast-token " pony" --png why.png'
+    report = add_report(commands, "attribute", summary, ONCE, contrast)
+    add_prompt(report, required=True)
+    add_target(report)
+    add_position(report)
+
+
+def add_lens(commands: Any) -> None:
+    """The prediction after each layer."""
+    summary = "show what the model would predict after each layer"
+    report = add_report(commands, "lens", summary, ONCE, f"{ONCE} --position 3 --png lens.png")
+    add_prompt(report, required=True)
+    add_position(report)
+
+
+def add_patch(commands: Any) -> None:
+    """Activations of one prompt in another."""
+    summary = "find activations that restore a prediction in another prompt"
+    prompts = f'{GOAT} --corrupt "Noah has a pony. Noah has a"'
+    report = add_report(commands, "patch", summary, prompts, f"{prompts} --png patch.png")
+    add_prompt(report, required=True)
+    add_target(report)
+    corrupt_help = "prompt with the same number of tokens but a different prediction"
+    report.add_argument("--corrupt", metavar="TEXT", required=True, help=corrupt_help)
+
+
+def add_compare(commands: Any) -> None:
+    """Two models."""
+    summary = "compare two models, or two checkpoints of a run"
+    examples = ("--other runs/pruned", "--other-checkpoint best")
+    report = add_report(commands, "compare", summary, *examples)
+    add_prompt(report, " (default: random tokens)")
+    report.add_argument("--other", metavar="MODEL", help="second model (default: MODEL)")
+    checkpoint_help = "checkpoint of the second model (default: latest)"
+    report.add_argument("--other-checkpoint", metavar="NAME", help=checkpoint_help)
+
+
+def add_prune(commands: Any) -> None:
+    """A model without some of its heads."""
+    examples = ("--count 2 --out runs/pruned", "--groups 0.1,2.3 --out runs/pruned")
+    report = add_report(commands, "prune", "remove heads from a model permanently", *examples)
+    add_texts(report)
+    add_importance(report, "zero")
+    groups = report.add_mutually_exclusive_group(required=True)
+    count_help = "remove the N least important KV heads with their query heads"
+    groups.add_argument("--count", type=int, help=count_help)
+    groups_help = "KV heads to remove, as LAYER.KV_HEAD"
+    groups.add_argument("--groups", type=parse_groups, metavar="L.K,...", help=groups_help)
+    out_help = "folder for the pruned model (default: not saved)"
+    report.add_argument("--out", type=Path, metavar="FOLDER", help=out_help)
 
 
 def parse_groups(text: str) -> list[tuple[int, int]]:

@@ -77,9 +77,12 @@ def loss_curves(history: History, summary: RunSummary | None) -> LossCurves | No
     if not curves:
         return None
     levels = _levels(history, summary)
-    steps = [step for curve in curves for step, _ in curve.points]
-    losses = [loss for curve in curves for _, loss in curve.points]
-    losses += [level.loss for level in levels]
+    steps = []
+    losses = [level.loss for level in levels]
+    for curve in curves:
+        for step, loss in curve.points:
+            steps.append(step)
+            losses.append(loss)
     lowest, highest = min(losses), max(losses)
     is_log = lowest > 0 and highest > 3 * lowest
     if is_log:

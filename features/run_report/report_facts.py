@@ -79,17 +79,28 @@ def gather_facts(
 ) -> ReportFacts:
     """Describe a run as it is now. saved_step: that of the newest checkpoint; None without one."""
     has_text = run.loader.reads_corpus  # otherwise the windows are those of a user's dataset
-    last = history.evaluations[-1:] or [{}]
+    last = {}
+    if history.evaluations:
+        last = history.evaluations[-1]
+    result = _result_so_far(last)
+    assessment: list[str] = []
+    advice: list[str] = []
+    next_commands: list[str] = []
+    if summary is not None:
+        result = summary.result
+        assessment = summary.assessment
+        advice = summary.advice
+        next_commands = summary.next_commands
     return ReportFacts(
         title=run.directory.path.name,
         status=status,
         status_text=_status_text(run, status, saved_step),
         progress=run.state.progress(run.parts.settings.train),
-        key_numbers=_key_numbers(run, last[0], summary),
-        result=summary.result if summary else _result_so_far(last[0]),
-        assessment=summary.assessment if summary else [],
-        advice=summary.advice if summary else [],
-        next_commands=summary.next_commands if summary else [],
+        key_numbers=_key_numbers(run, last, summary),
+        result=result,
+        assessment=assessment,
+        advice=advice,
+        next_commands=next_commands,
         curves=loss_curves(history, summary),
         evaluations=_evaluations(history),
         model=_model(run, has_text),
@@ -232,7 +243,9 @@ def _sources(settings: Settings) -> str:
     texts = []
     for source in settings.data.text_sources():
         name = source.source or "tales"
-        texts.append(f"{name} {source.path}" if source.path else name)
+        if source.path:
+            name = f"{name} {source.path}"
+        texts.append(name)
     return ", ".join(texts)
 
 

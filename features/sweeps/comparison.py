@@ -59,7 +59,9 @@ class Comparison:
     def __init__(self, groups: Sequence[Group], baseline: Group | None = None) -> None:
         self.baseline = baseline
         known = ("finished", "unfinished")
-        runs = [run for group in groups for run in group.runs if run.curve and run.status in known]
+        runs = []
+        for group in groups:
+            runs += [run for run in group.runs if run.curve and run.status in known]
         self.measure, self.notes = choose_measure(runs)
         self.groups = sorted(groups, key=self._rank)
         unfinished = [str(run.folder) for run in runs if run.status == "unfinished"]
@@ -300,7 +302,8 @@ def _text_problem(a: RunResult, b: RunResult) -> str:
         return ""
     names = differing_keys([a.text_keys(), b.text_keys()])
     if names:
-        values = [f"{name} is {run.keys.get(name)}" for run in (a, b) for name in names[:1]]
+        name = names[0]
+        values = [f"{name} is {run.keys.get(name)}" for run in (a, b)]
         return f"the validation texts of {a.folder} and {b.folder} differ: {' and '.join(values)}"
     if a.tokenizer == b.tokenizer:
         return f"the text of {a.folder} has changed before {b.folder} read it"

@@ -45,8 +45,10 @@ def format_table(comparison: Comparison) -> str:
                 row.append(_formatted(values["interval"], ".4f"))
         row.append(_formatted(values["best_val_loss"], ".4f"))
         row.append(_formatted(values["tokens"], ",.0f"))
-        seconds = values["seconds"]
-        row.append(_formatted(None if seconds is None else seconds / 60, ".2f"))
+        minutes = values["seconds"]
+        if minutes is not None:
+            minutes /= 60
+        row.append(_formatted(minutes, ".2f"))
         row.append(_formatted(values["parameters"], ","))
         row.append(_formatted(values["p_to_best"], ".2g"))
         if comparison.baseline is not None:

@@ -82,11 +82,19 @@ def _summarize(
         from thinker.training.reports.estimates import describe_estimates
 
         estimates = describe_estimates(last, fit, compared_state)
+    verdict = ""
+    fit_line = ""
+    if fit is not None:
+        verdict = fit.verdict
+        fit_line = describe_fit(fit)
+    comparison = ""
+    if baselines:
+        comparison = describe_baselines(last, baselines)
     return RunSummary(
         result=result,
-        verdict="" if fit is None else fit.verdict,
-        fit="" if fit is None else describe_fit(fit),
-        comparison=describe_baselines(last, baselines) if baselines else "",
+        verdict=verdict,
+        fit=fit_line,
+        comparison=comparison,
         estimates=estimates or "",
         advice=after_training(lines, compared_state, epochs, baselines),
         next_commands=[sampling_hint(path, state, corpus.train.has_conversations)],
