@@ -296,7 +296,7 @@ def evaluate_text(
     header["confidence"] = f"{confidence:.4g}, for the [intervals]"
     header["bytes"] = f"{first.n_bytes:,}"
     if has_halves:
-        header["stride"] = "half the context, as in generate.py --score"
+        header["stride"] = "half the context, as in thinker generate --score"
     if first.entropy_floor is not None:
         floor = f"{first.entropy_floor:.4f} nats per token"
         header["entropy_floor"] = f"{floor} (the lowest possible loss)"

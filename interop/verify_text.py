@@ -57,6 +57,5 @@ def verify_text(model: Thinker, tokenizer: Tokenizer, hf_model: Any, hf_tokenize
             n = n_equal - len(prompt)
             return f"{n} identical tokens after {PROMPT!r}, up to a tie between the largest logits"
     raise RunError(
-        f"transformers continues {PROMPT!r} as {text!r}, generate.py as {known!r}; "
-        "nothing was written"
+        f"transformers continues {PROMPT!r} as {text!r}, Thinker as {known!r}; nothing was written"
     )

@@ -21,7 +21,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=description, examples=examples)
     parser.add_model("path", "PATH")
     exit_help = (
-        "probabilities at which a token skips the later layers, as in generate.py --early-exit"
+        "probabilities at which a token skips the later layers, as in thinker generate --early-exit"
     )
     thresholds = {"type": parse_thresholds, "default": [0.5, 0.8, 0.9, 0.95], "metavar": "P,..."}
     parser.add_argument("--early-exit", **thresholds, help=exit_help)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from thinker.runtime.plot_style import new_figure, save_figure
+from thinker.runtime.process.invocation import other_command
 from thinker.training.config.config import Config
 
 HEADER = (
@@ -64,7 +65,8 @@ def recommendation(
         changes.append(f"train.max_steps={max_steps}")
     lines = ["of the values tried, those of the config are best"]
     if changes:
-        command = shlex.join(["python", "train.py", str(path), *overrides, *changes])
+        arguments = shlex.join([str(path), *overrides, *changes])
+        command = f"{other_command('train')} {arguments}"
         lines = [f"use: {' '.join(changes)}", command]
     multipliers = sorted({row["multiplier"] for row in rows})
     if len(multipliers) > 1 and best["multiplier"] in (multipliers[0], multipliers[-1]):

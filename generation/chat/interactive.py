@@ -133,7 +133,7 @@ def _run_command(
 def _set_param(params: SamplingParams, name: str, value: str) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(params)]
     if name == "logprobs":
-        instead = "run generate.py --logprobs N without --interactive"
+        instead = "use thinker generate --logprobs N without --interactive"
         raise UserError(f"logprobs cannot be set in a session; {instead}")
     if name not in names:
         hint = did_you_mean(name, names)

@@ -5,6 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]  # of the checkout, or of the installed package
 # Scripts of a checkout whose names are not scripts/NAME.py.
 SCRIPTS = {
     "early-exit": "scripts/early_exit.py",
@@ -27,8 +28,7 @@ def this_command() -> str:
 def other_command(name: str) -> str:
     """The start of the command line of another command, as the user of this one would write it."""
     script = Path(sys.argv[0])
-    root = Path(__file__).resolve().parents[2]
-    is_script = script.suffix == ".py" and script.resolve().is_relative_to(root)
+    is_script = script.suffix == ".py" and script.resolve().is_relative_to(ROOT)
     if not is_script or script.name == "__main__.py":
         return f"thinker {name}"
     python = Path(sys.executable)

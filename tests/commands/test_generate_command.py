@@ -364,7 +364,7 @@ def test_interactive_by_pipe(tiny_run):
         "error: seed is []; use an integer of at least 0",
         "error: logit_bias is [[1]]; use distinct token ids, each with a number up to ±1e100 or -inf",
         "error: unknown command /set stop; /help lists commands; did you mean /set?",
-        "error: logprobs cannot be set in a session; run generate.py --logprobs N without --interactive",
+        "error: logprobs cannot be set in a session; use thinker generate --logprobs N without --interactive",
         "min_p = 0.5",
         "temperature = 1e+20",
         "error: unknown command /; /help lists commands",

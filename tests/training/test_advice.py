@@ -203,7 +203,7 @@ def test_results_that_need_advice(ended):
     )
     (line,) = after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
     assert "the validation loss was lowest at step 10 (3.000)" in line
-    assert line.endswith("use the weights of that step (generate.py --checkpoint best)")
+    assert line.endswith("use the weights of that step (thinker generate --checkpoint best)")
     (line,) = after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0)
     assert line == "against overfitting, try a smaller model, more text or a higher model.dropout"
     assert after_training([*losses(5, 3), val(10, 3.1), val(20, 3.12)], ended(100, 1), 3.0) == []

@@ -7,6 +7,7 @@ import random
 import shlex
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from conftest import random_model
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.evaluation.text_baselines import text_baselines
+from thinker.runtime.process import invocation
 from thinker.training.config.load import validate_config
 from thinker.training.reports.summary import print_summary
 from thinker.training.settings.resolve import resolve_settings
@@ -59,6 +61,7 @@ def test_any_name_of_a_run_is_plotted_and_quoted(tmp_path, settings, corpus, mon
     path = tmp_path / name
     path.mkdir()
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    monkeypatch.setattr(invocation, "ROOT", Path("/my checkout"))
     monkeypatch.setattr(sys, "argv", ["/my checkout/train.py"])
     monkeypatch.setattr(sys, "executable", "/my env/bin/python")
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:

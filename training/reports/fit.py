@@ -101,7 +101,7 @@ def advise_on_fit(fit: Fit, remedy: str) -> list[str]:
     if fit.verdict == NOT_IMPROVING:
         return [
             f"the validation loss was lowest at step {step:,} ({best}); use the weights of that "
-            f"step (generate.py --checkpoint best)"
+            f"step (thinker generate --checkpoint best)"
         ]
     if fit.verdict != OVERFITTED:
         return []
@@ -110,7 +110,7 @@ def advise_on_fit(fit: Fit, remedy: str) -> list[str]:
     return [
         f"overfitting: since step {step:,} the validation loss has risen from {best} to "
         f"{fit.val_loss:.3f} while the training loss fell; use the weights of step {step:,} "
-        f"(generate.py --checkpoint best), or train with fewer steps, {remedy}"
+        f"(thinker generate --checkpoint best), or train with fewer steps, {remedy}"
     ]
 
 

@@ -287,8 +287,8 @@ def test_what_is_said_of_a_result(config, tmp_path):
     use, command, edge, length = recommendation(rows, config, ["data.path=a b.txt"], tree)
     assert use == "use: optimizer.lr=0.1 train.batch_size=8 train.max_steps=80"
     assert shlex.split(command) == [
-        "python",
-        "train.py",
+        "thinker",
+        "train",
         str(config),
         "data.path=a b.txt",
         *use.split()[1:],
