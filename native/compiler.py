@@ -17,12 +17,13 @@ import torch  # first, so that the library shares torch's OpenMP threads
 from thinker.runtime.errors import UserError
 
 FOLDER = Path(__file__).parent
+ARM = ("arm64", "aarch64")  # as platform.machine() names it
 
 
 def machine_flags(system: str, machine: str) -> tuple[str, str]:
     """The flags for this processor and for threads, by platform.system() and platform.machine()."""
     cpu = "-march=native"
-    if machine in ("arm64", "aarch64"):
+    if machine in ARM:
         cpu = "-mcpu=native"  # clang does not know the other one on ARM
     threads = "-fopenmp"
     if system == "Darwin":
@@ -32,8 +33,24 @@ def machine_flags(system: str, machine: str) -> tuple[str, str]:
     return cpu, threads
 
 
+@cache
+def optimization_flag(compiler: str, machine: str) -> str:
+    """How hard this compiler tries, for a processor as platform.machine() names it."""
+    if machine in ARM and _is_gcc(compiler):
+        # GCC 12 compiles decode.c for ARM in 19 s, and with -O3 had not finished after 118 s. On
+        # x86, GCC needs seconds for -O3, as clang does everywhere.
+        return "-O2"
+    return "-O3"
+
+
+def _is_gcc(compiler: str) -> bool:
+    """Whether it is GCC, whatever its name: on a Mac, gcc is clang, and cc may be either."""
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, errors="replace")
+    return "Free Software Foundation" in done.stdout
+
+
 SYSTEM = platform.system()
-FLAGS = ("-O3", *machine_flags(SYSTEM, platform.machine()), *("-shared", "-fPIC", "-std=gnu11"))
+FLAGS = (*machine_flags(SYSTEM, platform.machine()), "-shared", "-fPIC", "-std=gnu11")
 COMPILERS = ("gcc", "clang", "cc")
 CPU_INFO = Path("/proc/cpuinfo")
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
@@ -60,12 +77,14 @@ def load_library() -> ctypes.CDLL:
 def compiled(source: str, signatures: Mapping[str, str], *flags: str) -> ctypes.CDLL:
     """A compiled file of this folder.
 
-    `signatures`: by function, a letter of TYPES for each argument. `flags`: of the compiler, beside
+    `signatures`: by function, a letter of TYPES for each argument. `flags`: of the compiler, after
     FLAGS. Raises UserError as load_library() does.
     """
     compiler = _find_compiler()
     try:
-        library = ctypes.CDLL(str(_find_or_compile(compiler, FOLDER / source, FLAGS + flags)))
+        optimization = optimization_flag(compiler, platform.machine())
+        path = _find_or_compile(compiler, FOLDER / source, (optimization, *FLAGS, *flags))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise UserError(f"cannot load the kernels compiled by {compiler}: {error}") from None
     for name, letters in signatures.items():

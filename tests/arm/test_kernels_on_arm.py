@@ -9,6 +9,8 @@ import pytest
 from conftest import ROOT
 from emulated_library import COMPILER, missing_tools
 
+from thinker.native.compiler import optimization_flag
+
 MISSING = missing_tools()
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(
@@ -71,7 +73,8 @@ def test_a_few_tests_of_each_kernel(tmp_path):
 @pytest.mark.parametrize("march", ["armv8-a", "armv9-a"], ids=["neon", "sve2"])
 def test_all_tests_of_the_kernels(march, tmp_path):
     """With the flags of native/compiler.py, but for the processor and the emulated threads."""
-    output = run_on_arm(tmp_path, ["-O3", f"-march={march}"], "-k", NOT_ON_ARM)
+    optimization = optimization_flag(COMPILER, "aarch64")
+    output = run_on_arm(tmp_path, [optimization, f"-march={march}"], "-k", NOT_ON_ARM)
     check_that_all_ran(output, tmp_path)
 
 

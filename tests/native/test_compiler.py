@@ -9,7 +9,13 @@ from importlib.util import find_spec
 
 import pytest
 
-from thinker.native.compiler import COMPILERS, FOLDER, has_compiler, machine_flags
+from thinker.native.compiler import (
+    COMPILERS,
+    FOLDER,
+    has_compiler,
+    machine_flags,
+    optimization_flag,
+)
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
 CODE = """
@@ -118,6 +124,41 @@ def test_flags_for_the_processor_and_for_threads():
     assert machine_flags("Linux", "aarch64") == ("-mcpu=native", "-fopenmp")
     assert machine_flags("Darwin", "arm64") == ("-mcpu=native", "-fopenmp-simd")
     assert machine_flags("Darwin", "x86_64") == ("-march=native", "-fopenmp-simd")
+
+
+@pytest.mark.parametrize("name", ["gcc", "aarch64-linux-gnu-gcc", "clang"])
+def test_gcc_optimizes_less_on_arm(name):
+    """Where -O3 takes it minutes."""
+    compiler = shutil.which(name)
+    if compiler is None:
+        pytest.skip(f"needs {name}")
+    described = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    on_arm = "-O3" if "clang" in described else "-O2"  # on a Mac, gcc is clang
+    assert optimization_flag(compiler, "aarch64") == on_arm
+    assert optimization_flag(compiler, "arm64") == on_arm
+    assert optimization_flag(compiler, "x86_64") == "-O3"
+
+
+@pytest.mark.skipif(find_spec("ziglang") is None, reason="needs pip install ziglang")
+def test_clang_optimizes_fully_on_arm(tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec {sys.executable} -m ziglang cc "$@"\n')
+    compiler.chmod(0o755)
+    assert optimization_flag(str(compiler), "aarch64") == "-O3"
+
+
+def test_the_flags_that_a_compiler_gets(tmp_path):
+    """On this machine, and as on ARM."""
+    real = os.environ["CC"]
+    spy = tmp_path / "spy-cc"
+    spy.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec {real} "$@"\n')
+    spy.chmod(0o755)
+    as_on_arm = "import platform\nplatform.machine = lambda: 'aarch64'\n"
+    run(CODE, tmp_path, CC=str(spy))
+    run(as_on_arm + CODE, tmp_path, CC=str(spy))
+    calls = (tmp_path / "calls").read_text().splitlines()
+    compilations = [call for call in calls if "decode.c" in call]
+    assert [call.split()[0] for call in compilations] == ["-O3", "-O2"]
 
 
 def test_on_windows_torch_decodes_whatever_is_installed(tmp_path):

@@ -123,7 +123,7 @@ def run_again(flags, environment):
     """These tests, in a process whose compiler has other flags and these environment variables."""
     code = (
         "import sys, pytest, torch, thinker.native.compiler as compiler\n"
-        f"compiler.FLAGS = (*{flags!r}, *compiler.FLAGS[3:])\n"
+        f"compiler.FLAGS = (*{flags!r}, *compiler.FLAGS[2:])\n"
         f"sys.exit(pytest.main(['-o', 'addopts=', '-q', '-p', 'no:cacheprovider', {__file__!r}, '-k', 'not again']))"
     )
     done = subprocess.run(
