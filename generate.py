@@ -16,9 +16,9 @@ try:
     from thinker.runtime.cli import ArgumentParser, parse_bits, unescape
     from thinker.runtime.errors import UserError, run_command
     from thinker.runtime.process.invocation import other_command
-except ModuleNotFoundError:
+except ModuleNotFoundError:  # thinker itself: for packages of others, see run_command()
     print(
-        "error: run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt",
+        "error: run `make demo` and use .venv/bin/python, or pip install -r requirements.txt",
         file=sys.stderr,
     )
     sys.exit(2)

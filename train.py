@@ -4,7 +4,7 @@ import sys
 
 try:
     from thinker.training.command import command
-except ModuleNotFoundError:
+except ModuleNotFoundError:  # thinker itself: for packages of others, see run_command()
     print(
         "error: run `make demo` and use .venv/bin/python, or pip install -r requirements.txt",
         file=sys.stderr,

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from repository_copy import copy_repository
 
 import thinker
 from thinker.runtime import errors
@@ -95,6 +97,54 @@ def test_the_remedy_for_a_missing_extra_fits_the_installation(system, quote, tmp
     assert errors.install_command("serve") == f"pip install {quote}.[serve]{quote}"
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "thinker" / "runtime" / "errors.py"))
     assert errors.install_command("serve") == f"pip install {quote}thinker[serve]{quote}"
+
+
+COMMANDS = {  # by command, the first package that it misses
+    "train quickstart": "pydantic",
+    "plan quickstart": "pydantic",
+    "generate runs/mine": "numpy",
+    "eval runs/mine": "torch",
+    "completion bash": "argcomplete",
+}
+RUN = "from thinker.commands.program import command; command()"
+MAKE_DEMO = "run `make demo` and use .venv/bin/python, or pip install -r requirements.txt"
+
+
+@pytest.fixture(scope="module", params=["installed", "checkout"])
+def without_packages(request, tmp_path_factory):
+    """Runs a command in a Python with thinker, but none of the packages that it needs. Returns how
+    it ended, and what should be said to do."""
+    folder = tmp_path_factory.mktemp(request.param)
+    copy_repository(folder / "thinker", leave_out=("benchmarks", "docs", "lessons", "tests"))
+    remedy = MAKE_DEMO
+    if request.param == "installed":
+        (folder / "thinker" / "pyproject.toml").unlink()
+        remedy = "run pip install thinker"
+
+    def run(*arguments):
+        # -S: without site-packages.
+        return subprocess.run(
+            [sys.executable, "-S", *arguments], cwd=folder, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+        )  # fmt: skip
+
+    return run, remedy
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_the_remedy_for_a_missing_package_fits_the_installation(words, without_packages):
+    run, remedy = without_packages
+    done = run("-c", f"import sys; sys.argv = ['thinker', *{words.split()}]; {RUN}")
+    problem = f"package {COMMANDS[words]} is not installed for {sys.executable}"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {problem}; {remedy}\n"
+
+
+@pytest.mark.parametrize("script", ["train.py", "generate.py"])
+def test_the_remedy_in_a_checkout_that_is_not_installed(script):
+    command = [sys.executable, "-S", ROOT / script, "x"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {MAKE_DEMO}\n")
 
 
 def test_remedies_name_extras_that_exist():

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -620,19 +619,6 @@ def test_a_sample_prompt_longer_than_the_context(train_args, tmp_path):
     assert done.returncode == 2
     assert "shorten it" in done.stderr.splitlines()[-1]
     assert not (tmp_path / "run").exists()
-
-
-def test_a_python_without_the_packages():
-    python = getattr(sys, "_base_executable", sys.executable)
-    if (
-        subprocess.run([python, "-c", "import torch, pydantic"], capture_output=True).returncode
-        == 0
-    ):
-        pytest.skip("the Python beneath this one has the packages too")
-    done = subprocess.run([python, ROOT / "train.py", BASE], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "make demo" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
