@@ -15,7 +15,7 @@ from training_runs import wait_for
 from thinker import interop
 from thinker.data.tokenizers import tokenizer_conversion
 from thinker.generation import Generator
-from thinker.interop import huggingface, verify_export
+from thinker.interop import export_huggingface, huggingface, verify_export
 from thinker.runtime.errors import RunError, UserError
 
 transformers = pytest.importorskip("transformers")
@@ -184,7 +184,7 @@ def test_an_export_that_cannot_be_written_or_cut_there_alike(
         command("export_hf", tiny_run, ".")
     tokenizer = interop.load(tiny_run)[1]
     biased = random_model(vocab_size=tokenizer.vocab_size, qk_norm=False, attention_bias=True)
-    monkeypatch.setattr(interop, "load", lambda *_, **__: (biased, tokenizer))
+    monkeypatch.setattr(export_huggingface, "load", lambda *_, **__: (biased, tokenizer))
     with pytest.raises(RunError, match="for qwen2, it always splits text as Qwen does"):
         command("export_hf", tiny_run, tmp_path / "model")
 
@@ -229,7 +229,7 @@ def test_nothing_stays_of_an_export_that_is_refused_or_proved_wrong(
     tokenizer = interop.load(tiny_run)[1]
     odd = random_model(vocab_size=tokenizer.vocab_size, positions="alibi")
     with monkeypatch.context() as patch:
-        patch.setattr(interop, "load", lambda *_, **__: (odd, tokenizer))
+        patch.setattr(export_huggingface, "load", lambda *_, **__: (odd, tokenizer))
         with pytest.raises(UserError, match="model.positions=alibi"):
             command("export_hf", tiny_run, tmp_path / "model")
     write = tokenizer_conversion.write
