@@ -38,8 +38,10 @@ def find_config(given: str | Path) -> Path:
     configs = shipped_configs()
     if str(given) in configs:
         return configs[str(given)]
-    name = path.stem
-    hint = did_you_mean(name, configs, "the config {}, which comes with Thinker")
+    beside = [str(file) for file in path.parent.glob("*.yaml")]
+    hint = did_you_mean(str(given), beside)
+    if not hint:
+        hint = did_you_mean(path.stem, configs, "the config {}, which comes with Thinker")
     if not hint:
         hint = f"; give a YAML file, a run, or one of {', '.join(configs)}"
     raise UserError(f"config {given} does not exist{hint}")
