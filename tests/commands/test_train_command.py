@@ -554,7 +554,7 @@ def test_vocabulary_smaller_than_the_tokenizers(tmp_path, text_file):
 
 def test_missing_config(tmp_path):
     said = mistake(tmp_path, "configs/quikstart.yaml")
-    assert said.endswith("did you mean the config quickstart, which comes with Thinker?")
+    assert said.endswith("did you mean configs/quickstart.yaml?")
     (tmp_path / "my-own.yaml").touch()
     said = mistake(tmp_path, tmp_path / "my-won.yaml")
     assert said.endswith(f"did you mean {tmp_path / 'my-own.yaml'}?")
