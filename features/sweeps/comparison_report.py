@@ -164,7 +164,10 @@ def plot(comparison: Comparison, path: Path, key: str | None = None) -> None:
         for run in group.runs:
             points = [(line["tokens"], line[measure]) for line in run.curve if measure in line]
             if points:
-                curves.plot(*zip(*points), color=f"C{number % 10}", linewidth=1.2, label=label)
+                # One point makes no line, so it gets a dot.
+                marker = "o" if len(points) == 1 else ""
+                color = f"C{number % 10}"
+                curves.plot(*zip(*points), marker=marker, color=color, lw=1.2, label=label)
                 label = None  # once for each group
     curves.set(xlabel="tokens", ylabel=f"validation loss ({UNITS[measure]})")
     if len(comparison.groups) <= MAX_NAMES and curves.lines:

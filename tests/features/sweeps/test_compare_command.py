@@ -4,6 +4,8 @@ import csv
 import json
 import math
 
+import matplotlib.colors
+import matplotlib.image
 import pytest
 import scipy.stats
 import sweep_runs
@@ -15,8 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from sweep_runs import events
 
-from thinker.features.sweeps.comparison import Comparison, Group
-from thinker.features.sweeps.run_result import RunResult
+from thinker.features.sweeps.comparison import Comparison, Group, group_runs
+from thinker.features.sweeps.comparison_report import plot
+from thinker.features.sweeps.run_result import RunResult, read_run
 from thinker.features.sweeps.seed_statistics import mean_and_interval, welch_p
 from thinker.runtime.errors import UserError
 
@@ -105,6 +108,22 @@ def test_groups_table_csv_plot_and_verdict(run_here, tmp_path):
         ("wide", "1", "3.0"), ("wide", "2", "3.1"), ("wide", "3", "3.2"),
     ]  # fmt: skip
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_with_one_evaluation_is_in_the_plot(tmp_path):
+    """A line of one point would be invisible."""
+    path = tmp_path / "plot.png"
+    runs = []
+    for number, loss in enumerate([2.0, 3.0], start=1):
+        folder = write_run(tmp_path / str(number), [loss], train__batch_size=number)
+        runs.append(read_run(folder))
+    groups, _ = group_runs(runs)
+    plot(Comparison(groups), path)
+    pixels = matplotlib.image.imread(path)[:, : 13 * 120 // 2, :3]
+    for color in ("C0", "C1"):
+        distance = abs(pixels - matplotlib.colors.to_rgb(color)).max(axis=2)
+        height = (distance < 0.02).sum(axis=0).max()
+        assert height > 6  # pixels of a dot; the line in the legend has two or three
 
 
 def test_close_groups_are_not_distinguishable(run_here, tmp_path):
