@@ -17,6 +17,7 @@ from thinker.training.metrics import format_trained
 from thinker.training.reports.epochs import format_epochs
 from thinker.training.reports.run_summary import RunSummary
 from thinker.training.settings.settings import Settings
+from thinker.training.state.run_state import RunState
 
 MAX_SAMPLES = 8
 MAX_EVALUATIONS = 40  # rows of the table
@@ -150,11 +151,18 @@ def _key_numbers(run: TrainingRun, val: dict[str, Any], summary: RunSummary | No
     if summary is not None and summary.verdict:
         rows.append(["verdict", summary.verdict])
     rows.append(["steps", f"{run.state.step:,}"])
-    rows.append(["tokens", f"{run.state.processed_tokens:,}"])
+    rows.append(["tokens", f"{_tokens(run.state):,}"])
     rows.append(["training time", _duration(run.state.elapsed_s)])
     n_parameters = sum(parameter.numel() for parameter in run.parts.model.parameters())
     rows.append(["parameters", f"{n_parameters:,}"])
     return rows
+
+
+def _tokens(state: RunState) -> int:
+    """The number of tokens that the line "finished: ..." of the run has."""
+    if format_trained(state.processed_tokens, state.tokens, "{}"):
+        return state.processed_tokens  # many have no loss; their number stands beside
+    return state.tokens
 
 
 def _result_so_far(val: dict[str, Any]) -> list[str]:
@@ -294,7 +302,7 @@ def _speed(run: TrainingRun, history: History) -> Table:
     if state.elapsed_s > 0:
         speed = state.processed_tokens / state.elapsed_s
         trained = format_trained(state.processed_tokens, state.tokens, " ({} trained on)")
-        rows.append(["tokens", f"{state.processed_tokens:,}{trained}"])
+        rows.append(["tokens", f"{_tokens(state):,}{trained}"])
         rows.append(["mean speed", f"{speed:,.0f} tokens per second"])
     if last:
         rows.append(["speed in the newest line", f"{last['tokens_per_second']:,.0f} tokens/s"])

@@ -1,5 +1,6 @@
 """The callback that writes the report of a run."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,6 +77,7 @@ class RunReport(Callback):
             with self.run.evaluated_weights():
                 self._look_at_attention()
         self._write(FINISHED)
+        print(f"report {self.run.directory.path / 'report.html'}", file=sys.stderr)
 
     def on_end(self, is_complete: bool) -> None:
         """Say in the report that the run has not reached its end."""

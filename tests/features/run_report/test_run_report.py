@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 from itertools import pairwise
 
@@ -79,7 +80,9 @@ def test_it_says_what_the_run_did(finished):
     model, tokenizer = load(finished)
     assert rows["parameters"] == [f"{sum(p.numel() for p in model.parameters()):,}"]
     assert rows["tokenizer"] == [f"byte, {tokenizer.vocab_size} tokens"]
-    assert rows["tokens"] == [f"{6 * 4 * 16:,}"]
+    tokens = re.search(r"finished: 6 steps, ([\d,]+) tokens", text)[1]
+    assert rows["tokens"] == [tokens]
+    assert int(tokens.replace(",", "")) == lines[-1]["tokens"]
     for name in ("Sample from it", "Advice", "What was trained", "Speed and memory"):
         assert name in text
         assert name in page
@@ -294,3 +297,8 @@ def test_a_folder_that_is_gone_ends_the_run(tmp_path):
     with pytest.raises(RunError, match="was removed, moved or replaced"):
         train(config, callbacks=[move])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_says_where_its_report_is(finished, capsys):
+    assert train(small_config(finished.parent, "run", [*SAMPLED, *TEXT])) == 0
+    assert f"report {finished / 'report.html'}\n" in capsys.readouterr().err
