@@ -79,6 +79,10 @@ def plan(
 
 
 def _read_config(config: Config | dict[str, Any] | str | Path, overrides: Sequence[str]) -> Config:
+    if isinstance(overrides, str):
+        raise UserError(
+            f"overrides is the text {overrides!r}; give a list, such as [{overrides!r}]"
+        )
     if isinstance(config, str | Path):
         return load_config(config, list(overrides))
     if overrides:

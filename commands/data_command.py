@@ -1,6 +1,7 @@
 """The command `thinker data`: the training data of a config."""
 
 import json
+import sys
 from pathlib import Path
 
 from thinker.runtime.files import output_file
@@ -42,6 +43,8 @@ def main() -> int:
         print(format_sources(report))
     if arguments.png is not None:
         plot_lengths(report, Path(arguments.png))
+        print(f"wrote {arguments.png}", file=sys.stderr)
     if arguments.html is not None:
         write_page(report, Path(arguments.html))
+        print(f"wrote {arguments.html}", file=sys.stderr)
     return 0

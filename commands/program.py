@@ -36,6 +36,11 @@ def main() -> int:
         print(f"thinker {thinker.__version__}")
         return 0
     commands = all_commands()
+    if len(words) > 1 and words[1] in ("-h", "--help"):
+        longer = commands_after(words[0], commands)
+        if longer:
+            print(help_of_word(program, words[0], longer))
+            return 0
     name = find_command(words, commands)
     return run(program, name, words[len(name.split()) :], commands[name])
 
@@ -61,13 +66,29 @@ def find_command(words: list[str], commands: dict[str, Command]) -> str:
         if name in commands:
             return name
     word = words[0]
-    longer = [name for name in commands if name.startswith(f"{word} ")]
+    longer = commands_after(word, commands)
     if longer:
         raise UserError(f"thinker {word} needs one more word; use {' or '.join(longer)}")
     if word.startswith("-"):
         raise UserError(f"thinker has no flag {word}; flags follow the name of a command")
     hint = did_you_mean(word, commands) or "; thinker --help lists them"
     raise UserError(f"there is no command {word}{hint}")
+
+
+def commands_after(word: str, commands: dict[str, Command]) -> dict[str, Command]:
+    """The commands of two words whose first is this word, such as "export hf" for "export"."""
+    return {name: command for name, command in commands.items() if name.startswith(f"{word} ")}
+
+
+def help_of_word(program: str, word: str, commands: dict[str, Command]) -> str:
+    """The list of the commands that begin with this word."""
+    width = max(len(name) for name in commands)
+    lines = [f"usage: {program} {word} COMMAND [arguments]", ""]
+    for name, command in commands.items():
+        lines.append(f"  {name:{width}}  {command.summary}")
+    lines += ["", "examples:"]
+    lines += [f"  {program} {name} --help" for name in commands]
+    return "\n".join(lines)
 
 
 def help_text(program: str) -> str:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,7 +72,10 @@ class ArgumentParser(argparse.ArgumentParser):
         path_help = f"run directory, checkpoint or Hugging Face folder{hint}"
         self.add_argument(name, metavar=metavar, help=path_help)
         checkpoint_help = "checkpoint to load from a run directory: latest, best, a step or a name"
-        self.add_argument("--checkpoint", default="latest", metavar="NAME", help=checkpoint_help)
+        checkpoint = self.add_argument(
+            "--checkpoint", default="latest", metavar="NAME", help=checkpoint_help
+        )
+        checkpoint.completer = partial(_complete_checkpoint, name)
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -130,6 +134,20 @@ def complete_if_asked(parser: argparse.ArgumentParser) -> None:
         import argcomplete
 
         argcomplete.autocomplete(parser)
+
+
+def _complete_checkpoint(model: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    """What --checkpoint may be, for a shell: latest, best, and the steps of the run that is the
+    argument `model`."""
+    folder = Path(getattr(parsed_args, model, None) or ".") / "checkpoints"
+    names = ["latest"]
+    if list(folder.glob("best-*")):
+        names.append("best")
+    for path in sorted(folder.glob("step-*")):
+        number = path.name.removeprefix("step-")
+        if number.isdigit():
+            names.append(str(int(number)))
+    return names
 
 
 def _flag(name: str) -> str:

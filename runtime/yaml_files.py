@@ -70,6 +70,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: invalid YAML: {error}") from error
     if not isinstance(content, dict):
         raise UserError(
-            f"{path} contains a {type(content).__name__}; it must be a mapping of keys to values"
+            f"{path} has no keys with values; it must be a mapping, with lines such as key: value"
         )
     return content

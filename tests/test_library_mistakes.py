@@ -12,6 +12,7 @@ import torch
 from conftest import random_model
 from installed import if_installed
 
+from thinker.api.training import plan, train
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
@@ -97,6 +98,14 @@ def test_numbers_of_any_size_and_kind_are_as_floats():
 
 def test_a_stop_string_that_no_text_can_hold_is_refused():
     refused(lambda: SamplingParams(stop=["caf\udce9"]), "^stop contains a lone surrogate")
+
+
+@pytest.mark.parametrize("call", [train, plan])
+def test_overrides_that_are_one_text_are_refused(call):
+    refused(
+        lambda: call("quickstart", "train.max_steps=3"),
+        r"^overrides is .*; give a list, such as \['",
+    )
 
 
 @pytest.mark.filterwarnings("error")

@@ -4,12 +4,19 @@ from thinker.runtime.errors import run_command
 from thinker.training.config.command_line import ConfigArgumentParser
 from thinker.training.config.shipped import find_config
 
-EXAMPLES = ("quickstart", "small-text data.path=my.txt run.dir=runs/mine", "--keys train")
+EXAMPLES = (
+    "quickstart",
+    "small-text data.path=my.txt run.dir=runs/mine",
+    "runs/mine",
+    "--keys train",
+)
 
 
 def main() -> int:
     """Parse the command line and train. Returns the exit status."""
-    description = "Train a model from a YAML config. Run the same command again to resume."
+    description = (
+        "Train a model from a YAML config. Run the same command again, or give the run, to resume."
+    )
     parser = ConfigArgumentParser(description=description, examples=EXAMPLES)
     arguments = parser.parse_command_line()
 

@@ -78,6 +78,8 @@ def answers(shell, lines, environment, folder):
 @pytest.mark.parametrize("shell", SHELLS)
 def test_commands_configs_keys_and_values(shell, environment, tmp_path):
     (tmp_path / "mine.yaml").touch()
+    for checkpoint in ("best-00000020", "step-00000020", "step-00000030"):
+        (tmp_path / "runs" / "x" / "checkpoints" / checkpoint).mkdir(parents=True)
     expected = {
         "thinker ": {name.split()[0] for name in all_commands()} | {"-h", "--help", "--version"},
         "thinker ex": {"export"},
@@ -90,6 +92,8 @@ def test_commands_configs_keys_and_values(shell, environment, tmp_path):
         "thinker inspect ma": {"map"},
         "thinker inspect map runs/x --he": {"--help", "--head"},
         "thinker generate runs/x --precision b": {"bf16"},
+        "thinker generate runs/x --checkpoint ": {"latest", "best", "20", "30"},
+        "thinker eval runs/y --checkpoint ": {"latest"},
     }
     found = answers(shell, list(expected), environment, tmp_path)
     assert dict(zip(expected, found)) == expected

@@ -134,6 +134,8 @@ def test_the_command_writes_a_table_a_plot_and_a_page(overrides, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "bytes per token" in done.stdout
+    for file in ("data.html", "lengths.png"):
+        assert f"wrote {tmp_path / file}\n" in done.stderr
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "data.html").read_text()
     assert text.count("<div class=sequence>") == 2

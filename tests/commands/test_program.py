@@ -82,6 +82,7 @@ def test_the_version():
         ("generate", "x", "--promt", "y"): "unrecognized arguments: --promt y; did you mean --prompt?",
         ("train", "quickstrat"): "config quickstrat does not exist; did you mean the config quickstart",
         ("train", "qwerty"): "config qwerty does not exist; give a YAML file, a run, or one of chars,",
+        ("train", "tests"): "tests is a folder, but not of a run: it has no config.yaml; give a YAML file",
         ("configs", "show", "smalltext"): "there is no config smalltext; did you mean small-text?",
         ("configs", "--json", "show", "chars"): "--json has no effect on show; remove it",
     }.items(),
@@ -92,6 +93,16 @@ def test_mistakes_are_one_line(words, message):
     assert done.stdout == ""
     assert done.stderr.startswith(f"error: {message}")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_help_of_the_first_of_two_words():
+    for words in (["export", "--help"], ["export", "-h"], ["help", "export"]):
+        shown = run_thinker(*words)
+        assert shown.returncode == 0
+        assert shown.stdout.startswith("usage: python -m thinker export COMMAND")
+        for name in ("export hf", "export gguf"):
+            assert f"  {name}" in shown.stdout
+            assert COMMANDS[name].summary in shown.stdout
 
 
 def test_help_names_the_command_as_it_was_called():

@@ -209,7 +209,7 @@ def test_steps_of_before_the_tracker_are_there(train_args, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["tracking.trackers=[csw]"], "error: tracking.trackers has csw, which is none; use tensorboard, csv, trackio, wandb"),
+        (["tracking.trackers=[csw]"], "error: tracking.trackers has csw, which is no tracker; use tensorboard, csv, trackio, wandb"),
         (["tracking.trackers=[csv,csv]"], "error: tracking.trackers has csv twice; remove one"),
         (["tracking.trackers=[wandb]", "tracking.wandb=disabled"], "error: tracking.trackers has wandb, but tracking.wandb is disabled; set"),
         (["tracking.trackers=[wrong]"], "the tracker wrong is a str; derive it from thinker.Tracker"),

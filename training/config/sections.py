@@ -287,8 +287,8 @@ class TrackingConfig(ConfigSection):
             if name not in TRACKERS:
                 known = ", ".join(TRACKERS.names())
                 raise ValueError(
-                    f"trackers has {name}, which is none; use {known}, or list the module that "
-                    "registers it in extensions"
+                    f"trackers has {name}, which is no tracker; use {known}, or list "
+                    "the module that registers it in extensions"
                 )
             if self.trackers.count(name) > 1:
                 raise ValueError(f"trackers has {name} twice; remove one")

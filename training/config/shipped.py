@@ -33,11 +33,16 @@ def find_config(given: str | Path) -> Path:
     path = Path(given)
     if path.is_dir() and (path / "config.yaml").is_file():
         return path / "config.yaml"
-    if path.exists():
+    if path.exists() and not path.is_dir():
         return path
     configs = shipped_configs()
     if str(given) in configs:
         return configs[str(given)]
+    if path.is_dir():
+        raise UserError(
+            f"{given} is a folder, but not of a run: it has no config.yaml; give a YAML file, a "
+            "run in that folder, or the name of a config (thinker configs lists them)"
+        )
     beside = [str(file) for file in path.parent.glob("*.yaml")]
     hint = did_you_mean(str(given), beside)
     if not hint:
