@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -129,6 +130,8 @@ def _find_or_compile(compiler: str, source: Path, flags: tuple[str, ...]) -> Pat
     # Written to a temporary file and renamed, because other processes may do the same.
     temporary = folder / f".{key}.{os.getpid()}.so"
     command = [compiler, *flags, "-o", str(temporary), str(source), "-lm"]
+    if sys.stderr.isatty():  # so that nobody waits for a minute without knowing why
+        print(f"compiling {source.name} for this processor, once", file=sys.stderr)
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL
