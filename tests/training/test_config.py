@@ -170,6 +170,7 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
     ("override", "message"),
     [
         ("run.dir=", "'run.dir=' is not an override; write section.key=value"),
+        ("extensions=[mine]", "cannot stand here; set extensions in the YAML file"),
         ("train.max_step=5", "unknown config key train.max_step; did you mean train.max_steps"),
         ("trian.max_steps=5", "unknown config key trian; did you mean train"),
         ("train.max_steps=soon", "train.max_steps is 'soon'"),

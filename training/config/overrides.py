@@ -21,6 +21,8 @@ def apply_override(tree: dict[str, Any], override: str, path: Path) -> None:
     name, equals, text = override.partition("=")
     section, _, key = name.strip().partition(".")
     text = text.strip()
+    if section == "extensions":
+        raise UserError(f"{override!r} cannot stand here; set extensions in the YAML file")
     if not (equals and key and text):
         raise UserError(
             f"{override!r} is not an override; write section.key=value, such as train.max_steps=100"

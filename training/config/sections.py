@@ -117,7 +117,9 @@ class ModelConfig(ConfigSection):
 
 def _check_callback(name: str) -> str:
     if name not in CALLBACKS:
-        raise ValueError(f"no module in extensions registers a callback called {name}")
+        names = [f"'{each}'" for each in CALLBACKS.names()]
+        expected = " or ".join([*names, "a name that a module in extensions registers"])
+        raise PydanticKnownError("literal_error", {"expected": expected})
     return name
 
 
