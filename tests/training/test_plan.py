@@ -15,6 +15,7 @@ from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config, validate_config
 from thinker.training.data.run_corpus import prepare_training_data
+from thinker.training.reports import plan as plan_module
 from thinker.training.reports.plan import make_plan
 from thinker.training.settings import memory_estimate
 from thinker.training.settings.memory_estimate import (
@@ -224,3 +225,15 @@ def test_a_text_shorter_than_a_window_is_refused_as_the_training_does(tmp_path):
     overrides = [f"data.path={tmp_path / 'tiny.txt'}", f"data.cache_dir={tmp_path}"]
     with pytest.raises(UserError, match="the training split has .* tokens, but data.seq_len=256"):
         make_plan(load_config(ROOT / "configs" / "chars.yaml", overrides), measure=False)
+
+
+def test_a_run_that_does_not_fit_is_not_measured(train_args, monkeypatch, capsys):
+    """Its steps could take the memory of every program of the machine."""
+    config = load_config(train_args[1], train_args[2:])
+    assert "step_s" in make_plan(config)
+    assert "measuring speed and memory in four steps" in capsys.readouterr().err
+    monkeypatch.setattr(plan_module, "usable_fraction", lambda device: 0.0)
+    plan = make_plan(config)
+    assert "step_s" not in plan
+    assert "the run does not fit" in plan["recommendation"][0]
+    assert "not measuring the speed, as the run does not fit" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Plan a run: estimate its memory, FLOPs, tokens and time before it starts."""
 
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -64,7 +65,7 @@ def time_steps(
 
 def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     """Estimate the bytes, FLOPs, tokens, epochs and seconds of a run on this machine, with
-    recommendations.
+    recommendations. Measures the speed in four steps, if the run fits.
 
     If model.vocab_size is set, the corpus, which may be large, is not read, and the number of
     epochs is unknown.
@@ -100,7 +101,12 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     plan["optimal_tokens"] = None
     if not config.run.init_from:  # otherwise it is trained already
         plan["optimal_tokens"] = OPTIMAL_TOKENS * plan["parameters"]
+    if measure and plan["peak_bytes"] > plan["usable_bytes"]:
+        measure = False  # the steps could take the memory of every program of the machine
+        print("not measuring the speed, as the run does not fit", file=sys.stderr)
     if measure:
+        text = "measuring speed and memory in four steps; thinker plan --no-steps skips them"
+        print(text, file=sys.stderr)
         plan |= _measure_speed(config, settings, corpus, device)
         plan["tokens_per_second"] = n_positions / plan["step_s"]
         plan["trained_tokens_per_second"] = tokens_per_step / plan["step_s"]
