@@ -42,14 +42,22 @@ def main() -> int:
     from thinker.features.sweeps.run_result import read_run
 
     folders = run_folders(arguments.runs)
-    runs = [read_run(folder) for folder in dict.fromkeys(folders)]
+    runs, damaged = [], []
+    for folder in dict.fromkeys(folders):
+        try:
+            runs.append(read_run(folder))
+        except UserError as error:
+            # In runs/*, one damaged run does not keep the others from being compared.
+            if len(folders) == 1 or not (folder / "config.yaml").is_file():
+                raise
+            damaged.append(f"{error}; the run is left out")
     without = [run for run in runs if not run.curve]
     runs = [run for run in runs if run.curve]
     if not runs:
         raise UserError("none of these runs has a validation loss; train them for longer")
     groups, notes = group_runs(runs)
     comparison = Comparison(groups)
-    notes += comparison.notes
+    notes += comparison.notes + damaged
     for run in without:
         notes.append(f"{run.folder} has no validation loss and is left out")
     if arguments.csv is not None:

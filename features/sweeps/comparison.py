@@ -20,16 +20,23 @@ UNITS = {"val_loss": "nats per token", "val_bits_per_byte": "bits per byte"}
 
 @dataclass
 class Group:
-    """Runs that differ only in the seed."""
+    """Runs that differ only in the seed. Means are over those that have ended."""
 
     name: str
     runs: list[RunResult]
     settings: dict[str, Any] = field(default_factory=dict)  # in which it differs from the others
 
+    @property
+    def counted(self) -> list[RunResult]:
+        """The runs that means, intervals and tests are about: those that have ended. Only if none
+        has, those that are still training."""
+        ended = [run for run in self.runs if run.status in ("finished", "not finite")]
+        return ended or [run for run in self.runs if run.curve and run.status == "unfinished"]
+
     def values(self, key: str) -> list[float]:
         """A value of the last evaluation of each run that has one; infinite for one that
         diverged."""
-        found = [run.final(key) for run in self.runs]
+        found = [run.final(key) for run in self.counted]
         return [value for value in found if value is not None]
 
     def mean(self, key: str) -> float | None:
@@ -99,9 +106,9 @@ class Comparison:
         its 95% interval."""
         if self.baseline is None or self.measure is None:
             return None
-        base = {run.seed: run.final(self.measure) for run in self.baseline.runs}
+        base = {run.seed: run.final(self.measure) for run in self.baseline.counted}
         distances = []
-        for run in group.runs:
+        for run in group.counted:
             value = finite(run.final(self.measure))
             other = finite(base.get(run.seed))
             if value is not None and other is not None:
@@ -123,13 +130,17 @@ class Comparison:
             for key in ("val_loss", "val_bits_per_byte", "tokens", "elapsed_s"):
                 name = {"elapsed_s": "seconds"}.get(key, key)
                 row[name] = finite(group.mean(key))
-            row["best_val_loss"] = _mean(run.best_val_loss for run in group.runs)
+            row["best_val_loss"] = _mean(run.best_val_loss for run in group.counted)
             row["parameters"] = group.runs[0].parameters
             row["interval"] = None
             row["values"] = []
             if self.measure is not None:
                 row["interval"] = group.interval(self.measure)
-                row["values"] = [finite(run.final(self.measure)) for run in group.runs]
+                for run in group.runs:
+                    value = None
+                    if run in group.counted:
+                        value = finite(run.final(self.measure))
+                    row["values"].append(value)
             row["p_to_best"] = self.p_to_best(group)
             if self.baseline is not None:
                 difference = self.difference(group)
@@ -277,20 +288,20 @@ def choose_measure(runs: Sequence[RunResult]) -> tuple[str | None, list[str]]:
 
 def _has_same_tokens(a: RunResult, b: RunResult) -> bool:
     """Whether two runs with the same text were evaluated on the same tokens."""
-    is_equal = a.tokenizer == b.tokenizer or _is_of_other_seed(a, b)
+    is_equal = a.tokenizer == b.tokenizer
+    if _has_text_of_other_seed(a, b):
+        is_equal = a.keys.get("data.tokenizer") == b.keys.get("data.tokenizer")
     names = ("data.seq_len", "data.packing", "data.document_masking", "train.eval_sequences")
     return is_equal and all(a.keys.get(name) == b.keys.get(name) for name in names)
 
 
-def _is_of_other_seed(a: RunResult, b: RunResult) -> bool:
+def _has_text_of_other_seed(a: RunResult, b: RunResult) -> bool:
     """Whether two runs have texts that a generator made from different seeds: not equal, and of the
-    same kind. So are the tokenizers that were trained on them."""
+    same kind. So are tokenizers that were trained on them in the same way."""
     keys = a.text_keys()
     if a.seed == b.seed or keys != b.text_keys():
         return False
-    is_generated = not any(key.endswith("path") and value for key, value in keys.items())
-    is_same_tokenizer = a.keys.get("data.tokenizer") == b.keys.get("data.tokenizer")
-    return is_generated and is_same_tokenizer
+    return not any(key.endswith("path") and value for key, value in keys.items())
 
 
 def _text_problem(a: RunResult, b: RunResult) -> str:
@@ -298,7 +309,7 @@ def _text_problem(a: RunResult, b: RunResult) -> str:
     for run in (a, b):
         if run.corpus is None:
             return f"{run.folder} has no checkpoint, which names its validation text"
-    if a.corpus == b.corpus or _is_of_other_seed(a, b):
+    if a.corpus == b.corpus or _has_text_of_other_seed(a, b):
         return ""
     names = differing_keys([a.text_keys(), b.text_keys()])
     if names:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,8 @@ def format_table(comparison: Comparison) -> str:
         header.append(f"from {comparison.baseline.name}")
     rows = [header]
     for values in comparison.rows():
-        row = [values["name"], str(len(values["seeds"]))]
         group = next(group for group in comparison.groups if group.name == values["name"])
+        row = [values["name"], _seeds(group)]
         for key in TITLES:
             row.append(_loss(group.mean(key)))
             if key == comparison.measure:
@@ -55,6 +56,14 @@ def format_table(comparison: Comparison) -> str:
             row.append(_difference(group, comparison))
         rows.append(row)
     return align(rows)
+
+
+def _seeds(group: Group) -> str:
+    """How many runs the means are over, and of how many, if not of all."""
+    n_counted, n_runs = len(group.counted), len(group.runs)
+    if n_counted == n_runs:
+        return str(n_runs)
+    return f"{n_counted} of {n_runs}"
 
 
 def _loss(mean: float | None) -> str:
@@ -133,8 +142,9 @@ def write_settings_csv(comparison: Comparison, path: Path) -> None:
     rows = []
     for row in comparison.rows():
         settings = row.pop("settings")
-        for key in ("seeds", "values"):
-            row[key] = " ".join(map(str, row[key]))
+        row["seeds"] = " ".join(map(str, row["seeds"]))
+        values = [math.nan if value is None else value for value in row["values"]]
+        row["values"] = " ".join(map(str, values))
         rows.append({"setting": row.pop("name"), **settings, **row})
     _write_csv(rows, path)
 
@@ -198,6 +208,16 @@ def _plot_below(comparison: Comparison, axes: Axes, measure: str) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
 
 
+def _shift(x: Sequence[float], values: Sequence[float], share: float) -> list[float]:
+    """Positions, moved to the right by a share of the axis that the values need: a logarithmic one
+    if all are positive."""
+    low, high = min(values), max(values)
+    if low > 0:
+        factor = (high / low) ** share
+        return [each * factor for each in x]
+    return [each + share * (high - low) for each in x]
+
+
 def _plot_over(comparison: Comparison, axes: Axes, measure: str, key: str) -> None:
     lines: dict[str, list[tuple[float, float, float]]] = {}
     texts = [group.settings[key] for group in comparison.groups]
@@ -212,8 +232,10 @@ def _plot_over(comparison: Comparison, axes: Axes, measure: str, key: str) -> No
         if interval is None:
             interval = 0.0
         lines.setdefault(" ".join(others), []).append((x, mean, interval))
-    for label, points in lines.items():
+    for number, (label, points) in enumerate(lines.items()):
         x, means, intervals = zip(*sorted(points))
+        # Side by side, as intervals at the same place would hide each other.
+        x = _shift(x, numbers, 0.012 * (number - (len(lines) - 1) / 2))
         axes.errorbar(x, means, intervals, marker="o", markersize=4, capsize=4, label=label or None)
     values = sorted(set(numbers))
     if values[0] > 0:

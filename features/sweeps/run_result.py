@@ -126,7 +126,7 @@ def read_run(folder: Path) -> RunResult:
     try:
         keys = flatten(yaml.safe_load(read_text(run.config)))
     except (yaml.YAMLError, AttributeError) as error:
-        raise UserError(f"{run.config} is damaged; compare the other runs") from error
+        raise UserError(f"{run.config} is damaged") from error
     if "run.seed" not in keys:
         raise UserError(f"{run.config} is not the config of a run; it has no run.seed")
     curve = [line for line in run.read_metrics() if "val_loss" in line]

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import statistics
 
 import matplotlib.colors
 import matplotlib.image
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from sweep_runs import events
 
 from thinker.features.sweeps.comparison import Comparison, Group, group_runs
-from thinker.features.sweeps.comparison_report import plot
+from thinker.features.sweeps.comparison_report import _shift, plot
 from thinker.features.sweeps.run_result import RunResult, read_run
 from thinker.features.sweeps.seed_statistics import mean_and_interval, welch_p
 from thinker.runtime.errors import UserError
@@ -177,6 +178,13 @@ def test_other_texts_are_not_ranked_and_other_tokenizers_by_bits_per_byte(run_he
     write_run(tmp_path / "tales-2", [1.2], corpus="y", tokenizer="v", run__seed=2, **generated)
     _, shown = run_here("compare", tmp_path / "tales-1", tmp_path / "tales-2")
     assert shown.splitlines()[1].split()[:3] == ["tales", "2", "1.1000"]
+    # So are those of other seeds and another tokenizer.
+    write_run(
+        tmp_path / "bytes-1", [0.5], corpus="w", tokenizer="u", data__tokenizer="byte", **generated
+    )
+    _, shown = run_here("compare", tmp_path / "tales-2", tmp_path / "bytes-1")
+    assert "ranked by bits per byte" in shown
+    assert "bytes-1 ends lowest, 0.2500 against 0.6000 bits per byte" in shown
     write_run(tmp_path / "same-seed", [1.0], corpus="z", **generated, train__batch_size=8)
     _, shown = run_here("compare", tmp_path / "tales-1", tmp_path / "same-seed")
     assert "not ranked" in shown
@@ -212,6 +220,41 @@ def test_what_is_left_out_is_said(run_here, tmp_path):
         run_here("compare", tmp_path)
     with pytest.raises(UserError, match="none of these runs has a validation loss"):
         run_here("compare", tmp_path / "new")
+
+
+def test_a_run_that_is_still_training_is_not_in_the_mean(run_here, tmp_path):
+    write_seeds(tmp_path, "a", [1.0, 1.2])
+    write_seeds(tmp_path, "b", [1.5, 1.6], train__batch_size=8)
+    write_run(tmp_path / "a-seed-3", [9.0], run__seed=3, train__max_steps=30)
+    folders = sorted(tmp_path.glob("*-seed-*"))
+    _, shown = run_here("compare", *folders)
+    row = next(line for line in shown.splitlines() if line.startswith("a "))
+    assert row.split()[:5] == ["a", "2", "of", "3", "1.1000"]
+    assert f"not finished: {tmp_path / 'a-seed-3'}" in shown
+    a, b = (line for line in events(run_here("compare", *folders, "--json")[1]) if "rank" in line)
+    assert (a["seeds"], a["values"]) == ([1, 2, 3], [1.0, 1.2, None])
+    half_width = scipy.stats.t.ppf(0.975, 1) * statistics.stdev([1.0, 1.2]) / 2**0.5
+    assert a["interval"] == pytest.approx(half_width)
+    p = scipy.stats.ttest_ind([1.0, 1.2], [1.5, 1.6], equal_var=False).pvalue
+    assert b["p_to_best"] == pytest.approx(p)
+
+
+def test_a_damaged_run_does_not_keep_others_from_being_compared(run_here, tmp_path):
+    write_run(tmp_path / "a", [1.0])
+    write_run(tmp_path / "b", [2.0], train__batch_size=8)
+    damaged = write_run(tmp_path / "damaged", [1.0]) / "config.yaml"
+    damaged.write_text("model: [")
+    _, shown = run_here("compare", *sorted(tmp_path.iterdir()))
+    assert f"{damaged} is damaged; the run is left out" in shown
+    assert "a ends lowest" in shown
+    with pytest.raises(UserError, match="is damaged"):
+        run_here("compare", tmp_path / "damaged")
+
+
+def test_intervals_of_a_plot_do_not_hide_each_other():
+    """The shift is the same share of a linear and of a logarithmic axis."""
+    assert _shift([1.0, 100.0], [1.0, 100.0], 0.5) == pytest.approx([10.0, 1000.0])
+    assert _shift([0.0, 2.0], [0.0, 2.0], 0.25) == [0.5, 2.5]
 
 
 @given(st.lists(LOSSES, min_size=2, max_size=5))
