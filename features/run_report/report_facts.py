@@ -15,6 +15,7 @@ from thinker.training.callback import TrainingRun
 from thinker.training.config.config import config_sections
 from thinker.training.metrics import format_trained
 from thinker.training.reports.epochs import format_epochs
+from thinker.training.reports.fit import MEANINGS
 from thinker.training.reports.run_summary import RunSummary
 from thinker.training.settings.settings import Settings
 from thinker.training.state.run_state import RunState
@@ -30,6 +31,19 @@ AMOUNTS = (
     "bytes per token",
     "read so far",
 )
+WORDS = [
+    ["token", "what the model reads and predicts: a word, or a piece of one"],
+    ["loss", "how badly the model predicts the next token; lower is better"],
+    ["validation loss", "the same on text that training never sees; this judges the model"],
+    ["nat", "the unit of the loss; x nats is the uncertainty of e^x equally likely tokens"],
+    ["bits per byte", "the loss in bits, per byte of text: comparable between tokenizers"],
+    ["step", "one update of the weights, from one batch of sequences"],
+    ["epoch", "one pass over the training text"],
+]
+WORDS_OF_BASELINES = [
+    ["5-gram", "a table that predicts each byte from the four before it; a model should do better"],
+    ["gzip, xz", "programs that compress files, as predictors of the same text"],
+]
 RUNNING, PAUSED, STOPPED, FINISHED = "running", "paused", "stopped", "finished"
 
 Rows = list[list[str]]
@@ -68,6 +82,7 @@ class ReportFacts:
     samples: list[dict[str, Any]]  # step, prompt, text
     n_samples: int  # of which MAX_SAMPLES at most are shown
     attention: AttentionPicture | str  # or why there is none
+    words: Table  # what the words of the result mean
 
 
 def gather_facts(
@@ -112,6 +127,7 @@ def gather_facts(
         samples=spread(history.samples, MAX_SAMPLES),
         n_samples=len(history.samples),
         attention=attention,
+        words=_words(summary, history),
     )
 
 
@@ -165,6 +181,19 @@ def _tokens(state: RunState) -> int:
     return state.tokens
 
 
+def _words(summary: RunSummary | None, history: History) -> Table:
+    """What the words of the result mean."""
+    rows = []
+    if summary is not None and summary.verdict:
+        rows.append([summary.verdict, MEANINGS[summary.verdict]])
+    rows += WORDS
+    if any("entropy_floor" in line for line in history.evaluations):
+        rows.append(["floor", "the lowest loss that any model of this text can expect"])
+    if summary is not None and summary.baselines:
+        rows += WORDS_OF_BASELINES
+    return Table("What the words mean", [], rows)
+
+
 def _result_so_far(val: dict[str, Any]) -> list[str]:
     """The last evaluation as a sentence; `val` may be empty."""
     if "val_loss" not in val:
@@ -178,7 +207,7 @@ def _result_so_far(val: dict[str, Any]) -> list[str]:
 def _evaluations(history: History) -> Table:
     has_floor = any("entropy_floor" in line for line in history.evaluations)
     sources = history.sources()
-    columns = ["step", "tokens", "training loss", "validation loss", "bits per byte"]
+    columns = ["step", "tokens trained on", "training loss", "validation loss", "bits per byte"]
     if has_floor:
         columns.append("floor")
     columns += [f"validation, {name}" for name in sources]

@@ -82,7 +82,8 @@ def _result(facts: ReportFacts) -> str:
     for command in facts.next_commands:
         purpose, _, line = command.partition(": ")
         text += f"<p>{_text(purpose.capitalize())}:</p><pre>{_text(line)}</pre>"
-    return text
+    words = facts.words
+    return f"{text}<details><summary>{_text(words.title)}</summary>{_table(words)}</details>"
 
 
 def _table(table: Table) -> str:

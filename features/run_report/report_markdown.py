@@ -30,6 +30,7 @@ def markdown_page(facts: ReportFacts) -> str:
     blocks += ["## Attention", *_attention(facts.attention)]
     blocks += ["## Settings that differ from the defaults", *_table(facts.config)]
     blocks += ["## Versions and machine", *_table(facts.machine)]
+    blocks += [f"## {_text(facts.words.title)}", *_table(facts.words)]
     return "\n\n".join(blocks) + "\n"
 
 

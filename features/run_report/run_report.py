@@ -70,7 +70,7 @@ class RunReport(Callback):
         self.saved_step = step
 
     def on_summary(self, summary: RunSummary) -> None:
-        """Write the last report."""
+        """Write the last report, and say where it is."""
         self.summary = summary
         is_alone = self.run.parts.dist.world_size == 1  # other ranks do not call this
         if isinstance(self.attention, str) and is_alone:  # a finished run was started again

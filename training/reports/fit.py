@@ -17,6 +17,12 @@ FAR_FROM_FLOOR = 0.06
 # fell.
 UNDERFITTED, WELL_FITTED, OVERFITTED = "underfitted", "well fitted", "overfitted"
 NOT_IMPROVING = "no longer improving"
+MEANINGS = {
+    UNDERFITTED: "the model is still learning; longer training would lower its loss",
+    WELL_FITTED: "there is no sign of too little or too much training",
+    OVERFITTED: "the model has memorized parts of the training text and predicts new text worse",
+    NOT_IMPROVING: "the validation loss has risen above its lowest value",
+}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from thinker.features.run_report.run_report import RunReport
 from thinker.interop import load
 from thinker.runtime.errors import RunError
 from thinker.training.callback import Callback, find_callback
+from thinker.training.reports.fit import MEANINGS
 from thinker.training.run import build_trainer, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,6 +84,10 @@ def test_it_says_what_the_run_did(finished):
     tokens = re.search(r"finished: 6 steps, ([\d,]+) tokens", text)[1]
     assert rows["tokens"] == [tokens]
     assert int(tokens.replace(",", "")) == lines[-1]["tokens"]
+    (verdict,) = rows["verdict"]
+    assert rows[verdict] == [MEANINGS[verdict]]
+    assert "What the words mean" in page
+    assert MEANINGS[verdict] in page
     for name in ("Sample from it", "Advice", "What was trained", "Speed and memory"):
         assert name in text
         assert name in page
@@ -104,6 +109,16 @@ def test_simple_models_are_drawn_at_their_nats_per_token(finished, tmp_path):
     assert levels["gzip"] == pytest.approx(bits["gzip"] * scale)
     # A token of this tokenizer is a byte or the end of a document.
     assert scale == pytest.approx(math.log(2), rel=0.02)
+
+
+def test_its_tokens_are_those_that_the_run_prints(tmp_path):
+    """Where only a few tokens are not trained on, and where many are padding."""
+    for packing in ("contiguous", "documents"):
+        config = small_config(tmp_path, packing, [*TEXT, f"data.packing={packing}"])
+        kept = Keeper()
+        assert train(config, callbacks=[kept]) == 0
+        tokens = dict(kept.facts.key_numbers)["tokens"]
+        assert f" {tokens} tokens" in kept.facts.result[0]
 
 
 class Keeper(Callback):
