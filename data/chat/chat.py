@@ -426,7 +426,7 @@ def _render(
     if tokenizer.chat_template is None:
         raise UserError(
             "conversations need a chat template, but the tokenizer has none; to train a chat "
-            "model, set run.init_from and data.chat_template=configs/chat.jinja"
+            "model, set run.init_from and data.chat_template=chat.jinja"
         )
     for number, message in enumerate(conversation.messages):
         _check_role(tokenizer.chat_template, str(message["role"]), number)

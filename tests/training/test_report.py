@@ -18,6 +18,7 @@ from thinker.data.corpus.corpus import prepare_corpus
 from thinker.evaluation.text_baselines import text_baselines
 from thinker.runtime.process import invocation
 from thinker.training.config.load import validate_config
+from thinker.training.reports.after_training import sampling_hint
 from thinker.training.reports.summary import print_summary
 from thinker.training.settings.resolve import resolve_settings
 from thinker.training.state.run_state import RunState
@@ -137,6 +138,15 @@ def test_a_model_is_compared_with_simple_ones_and_told_to_train_longer_if_it_is_
         advice = [line for line in printed if line.startswith("advice")]
         said = "advice: a 5-gram model predicts the text better than this model; train longer: raise train.max_steps"
         assert advice == ([said] if is_worse else [])
+
+
+def test_a_run_on_chats_names_the_command_that_chats(settings, monkeypatch):
+    state = RunState(step=3, tokens=7, settings=settings)
+    monkeypatch.setattr(sys, "argv", ["thinker train"])
+    said = sampling_hint(Path("runs/my chat"), state, is_chat=True)
+    assert said == "chat with it: thinker chat 'runs/my chat'"
+    said = sampling_hint(Path("runs/mine"), state, is_chat=False)
+    assert said == "sample from it: thinker generate runs/mine"
 
 
 def test_a_run_with_a_known_floor_has_no_estimate(tmp_path, settings, corpus, capsys):

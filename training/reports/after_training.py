@@ -54,13 +54,17 @@ def describe_result(val: dict[str, Any], state: RunState) -> list[str]:
 
 def sampling_hint(run: Path, state: RunState, is_chat: bool) -> str:
     """The command that samples from a run; with `is_chat`, the one that chats with it."""
+    folder = shlex.quote(str(run))
+    chat = other_command("chat")
+    if is_chat and chat == "thinker chat":
+        return f"chat with it: {chat} {folder}"
     prompt = ""
     prefix_len = state.settings.model.prefix  # including the BOS token
-    if is_chat:
+    if is_chat:  # there is no script of a checkout for chats
         prompt = ' --chat --prompt "your message"'
     elif prefix_len:
         prompt = f' --prompt "at least {prefix_len} tokens of text"'
-    return f"sample from it: {other_command('generate')} {shlex.quote(str(run))}{prompt}"
+    return f"sample from it: {other_command('generate')} {folder}{prompt}"
 
 
 def after_training(
@@ -134,8 +138,8 @@ def _continue_the_run(state: RunState, longer: float) -> str:
     train = state.settings.train
     of_steps = f" of {train.max_steps:,}" if train.max_steps else ""
     minutes = math.ceil(longer * train.max_minutes)
-    config = shlex.quote(f"{state.settings.run.dir}/config.yaml")
-    command = f"{other_command('train')} {config}"
+    folder = shlex.quote(str(state.settings.run.dir))
+    command = f"{other_command('train')} {folder}"
     if "ranks" in state.machine:  # torchrun has options of its own
         command = "the same command and"
     return (
