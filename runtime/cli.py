@@ -90,7 +90,17 @@ class ArgumentParser(argparse.ArgumentParser):
         hint = ""
         if unknown:
             hint = did_you_mean(unknown[1], self._all_flags())
+        commands = self._commands()
+        if message.endswith("required: COMMAND") and commands:
+            hint = f"; use one of {', '.join(commands)}"
         raise UserError(f"{message}{hint} (--help lists all flags)")
+
+    def _commands(self) -> list[str]:
+        """The names of the subparsers."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return list(action.choices)
+        return []
 
     def _all_flags(self) -> list[str]:
         """The long flags of this parser and of its subparsers."""

@@ -507,6 +507,12 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
         2,
         "error: the following arguments are required: --prompt (--help lists all flags)\n",
     )
+    without = run_script(INSPECT)
+    assert without.returncode == 2
+    assert without.stderr.startswith(
+        "error: the following arguments are required: COMMAND; use one"
+    )
+    assert "explain, map, heads" in without.stderr
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
         ("model.d_model=abc", "model.d_model is 'abc'; it must be an integer"),
         ("model.dropout=abc", "it must be a number"),
         ("optimizer.betas=0.9", "a list of two numbers"),
+        ("tracking.trackers=csv", r"is 'csv'; it must be a list, such as \[csv\]$"),
         ("train.compile=maybe", "true, false or auto$"),
         ("modle.d_model=3", r"did you mean model\?"),
         ("model.d_modle=3", "did you mean model.d_model"),

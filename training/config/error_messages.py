@@ -58,7 +58,10 @@ def describe_error(error: ValidationError, config: type[ConfigSection]) -> str:
                 name += f"[{part}]"
     of_key = [each for each in errors if each["loc"][: len(location)] == location]
     shown = repr(first["input"])
-    return f"{name} is {YAML_NAMES.get(shown, shown)}; it must be {_expected(of_key)}"
+    message = f"{name} is {YAML_NAMES.get(shown, shown)}; it must be {_expected(of_key)}"
+    if first["type"] == "list_type" and "list[str]" in str(field.annotation):
+        message += f", such as [{first['input']}]"
+    return message
 
 
 def _find_key(
