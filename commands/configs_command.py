@@ -12,10 +12,18 @@ from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.runtime.files import atomic_write
 from thinker.runtime.process.invocation import other_command, this_command
-from thinker.training.config.shipped import ROOT, TEMPLATE, read_header, shipped_configs
+from thinker.training.config.shipped import (
+    ROOT,
+    TEMPLATE,
+    ConfigHeader,
+    read_header,
+    shipped_configs,
+)
 
 EXAMPLES = ("", "show small-text", "copy small-text mine.yaml")
 MAX_COLUMNS = 110
+FIRST = ("quickstart", "small-text", "any-text")  # what most users begin with
+GPU = "one CUDA GPU"  # how the hardware of a config begins that needs one
 
 
 def main() -> int:
@@ -75,16 +83,29 @@ def files_to_copy() -> dict[str, Path]:
 def print_list() -> None:
     """Print each config with the first sentences of what it says about itself."""
     configs = shipped_configs()
-    width = max(len(name) for name in configs)
+    first = [name for name in FIRST if name in configs]
+    names = [*first, *[name for name in configs if name not in FIRST]]
+    headers = {name: read_header(configs[name]) for name in names}
+    for_gpu = [name for name in names if headers[name].facts["hardware"].startswith(GPU)]
+    others = [name for name in names if name not in for_gpu]
+    print("for a laptop:\n")
+    print_configs({name: headers[name] for name in others})
+    print("\nfor a GPU:\n")
+    print_configs({name: headers[name] for name in for_gpu})
+    train = other_command("train")
+    print(f"\nstart one: {train} NAME [section.key=value ...]")
+    print(f"with your text: {train} small-text data.path=my.txt run.dir=runs/mine")
+    print("read one: " + this_command() + " show NAME")
+
+
+def print_configs(headers: dict[str, ConfigHeader]) -> None:
+    """Print what configs, by name, say about themselves."""
+    width = max(map(len, shipped_configs()))
     columns = min(shutil.get_terminal_size().columns, MAX_COLUMNS)
-    for name, path in configs.items():
-        header = read_header(path)
+    for name, header in headers.items():
         print_paragraph(f"{name:{width}}  ", first_sentence(header.purpose), columns)
         for fact, text in header.facts.items():
             print_paragraph(" " * (width + 2), f"{fact}: {first_sentence(text)}", columns)
-    train = other_command("train")
-    print(f"\nstart one: {train} NAME [section.key=value ...]")
-    print("read one: " + this_command() + " show NAME")
 
 
 def print_paragraph(beginning: str, text: str, columns: int) -> None:

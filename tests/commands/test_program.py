@@ -128,7 +128,13 @@ def test_configs_are_listed_with_hardware(tmp_path):
         assert values["purpose"].endswith("."), name
         assert values["hardware"], name
         assert {"time", "loss"} <= set(values) or "time and loss" in values, name
-    shown = " ".join(run_thinker("configs", cwd=tmp_path).stdout.split())
+    text = run_thinker("configs", cwd=tmp_path).stdout
+    shown = " ".join(text.split())
+    laptop, gpu = text.split("\nfor a GPU:\n")
+    assert laptop.splitlines()[2].startswith("quickstart ")
+    for name, values in listed.items():
+        part = gpu if values["hardware"].startswith("one CUDA GPU") else laptop
+        assert f"\n{name} " in part, name
     for name in listed:
         assert f"{name} " in shown
 
