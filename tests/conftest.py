@@ -3,6 +3,7 @@ models."""
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,18 @@ TINY_OVERRIDES = [
     "train.precision=fp32",
     "train.device=cpu",
 ]
+
+
+def heed_signals():
+    """Undo what started the tests: nohup and a shell's background jobs ignore signals, and the
+    processes of tests would inherit that."""
+    for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+heed_signals()
 
 
 def run_script(*args, cwd=ROOT, timeout=600, input="", **variables):
