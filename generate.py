@@ -60,6 +60,11 @@ WITHOUT_EFFECT = {  # by mode, the flags that have no effect in it
 
 def main() -> int:
     """Load a model, then score a text, talk, or write texts. Returns the exit status."""
+    return run(*make_parser())
+
+
+def make_parser() -> tuple[ArgumentParser, list[CommandFlags]]:
+    """The parser of generate.py, and the features that have flags."""
     description = (
         "Generate text with a trained model. Text goes to stdout, everything else to stderr."
     )
@@ -69,7 +74,7 @@ def main() -> int:
     add_output_flags(parser)
     add_sampling_flags(parser)
     add_performance_flags(parser)
-    return run(parser, add_feature_flags(parser, "generate"))
+    return parser, add_feature_flags(parser, "generate")
 
 
 def run(parser: ArgumentParser, features: list[CommandFlags]) -> int:

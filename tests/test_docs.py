@@ -167,9 +167,11 @@ def expand(line, variables):
 def as_script(line):
     """A line `thinker COMMAND ...`, as the line that runs the command's script with the config's
     file; other lines as they are."""
-    if not line.startswith("thinker ") or line.startswith("thinker serve"):
+    before, is_thinker, after = line.partition("thinker ")
+    is_command = is_thinker and re.fullmatch(r"(\w+=\S* )*", before)  # environment variables
+    if not is_command or after.startswith("serve"):
         return line
-    words = line.split(" ")
+    words = ["thinker", *after.split(" ")]
     for length in (3, 2):
         name = " ".join(words[1:length])
         script = script_path(name)
@@ -177,8 +179,8 @@ def as_script(line):
             rest = words[length:]
             if rest and rest[0] in shipped_configs():
                 rest[0] = str(shipped_configs()[rest[0]].relative_to(ROOT))
-            return " ".join(["python", script, *rest])
-    return f"python -m {line}"
+            return before + " ".join(["python", script, *rest])
+    return f"{before}python -m thinker {after}"
 
 
 def run_line(line, variables, folder):

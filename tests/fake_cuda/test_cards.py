@@ -91,7 +91,9 @@ def precision_of_generate(monkeypatch, *flags):
 
     monkeypatch.setattr(importlib.import_module("thinker.interop.load"), "load", load)
     monkeypatch.setattr("sys.argv", ["generate.py", "runs/x", *flags])
-    return generate.load_model(*generate.parse_arguments()).options["dtype"]
+    parser, features = generate.make_parser()
+    arguments = generate.parse_arguments(parser, features)
+    return generate.load_model(arguments, features).options["dtype"]
 
 
 class Loaded(Exception):
