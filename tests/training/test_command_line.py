@@ -73,6 +73,7 @@ def test_all_keys_are_listed_with_their_defaults(parse, capsys):
         parse("c.yaml", "--keys", "tracking")
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("=")[0] for line in lines] == [
+        "tracking.trackers",
         "tracking.wandb",
         "tracking.project",
         "tracking.name",
