@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from thinker.serving.app import Service
 
@@ -23,7 +23,7 @@ NO_FILES = "socket.accept() out of system resource"  # what asyncio reports if i
 SECONDS_BETWEEN_WARNINGS = 60
 
 
-class TimedConnection(AutoHTTPProtocol):
+class TimedConnection(H11Protocol):
     """A connection that is closed if the headers of a request take too long.
 
     It has the time from the connection on, or from the first byte of a later request.
@@ -78,7 +78,10 @@ class DrainingServer(uvicorn.Server):
             "access_log": False,
             "log_config": None,
             "ws": "none",
+            # Not httptools and uvloop, which other packages may have installed: they answer wrong
+            # requests and full tables of files in other ways.
             "http": TimedConnection,
+            "loop": "asyncio",
             # asyncio accepts this many connections at once. Where it can open no file, it fails as
             # often, and tries again a second later for each failure: more each second, unless 1.
             "backlog": 1,
