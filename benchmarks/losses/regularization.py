@@ -23,7 +23,10 @@ from thinker.training.config.load import load_config
 from thinker.training.run import train
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "small-text.yaml"
-VAL_FRACTION, SEQ_LEN, BATCH_SIZE, BYTES_PER_TOKEN = 0.33, 128, 8, 1.95
+VAL_FRACTION = 0.33
+SEQ_LEN = 128
+BATCH_SIZE = 8
+BYTES_PER_TOKEN = 1.95
 SHAPE = ["model.d_model=64", "model.n_layers=2", "model.n_heads=2", "model.dropout=0", "data.tokenizer=bpe:512",
          f"data.seq_len={SEQ_LEN}", f"data.val_fraction={VAL_FRACTION}", f"train.batch_size={BATCH_SIZE}",
          "train.max_minutes=null", "train.eval_every=null", "train.save_every=null", "train.sample_every=null",

@@ -44,7 +44,11 @@ WORDS_OF_BASELINES = [
     ["5-gram", "a table that predicts each byte from the four before it; a model should do better"],
     ["gzip, xz", "programs that compress files, as predictors of the same text"],
 ]
-RUNNING, PAUSED, STOPPED, FINISHED = "running", "paused", "stopped", "finished"
+# The status of a run.
+RUNNING = "running"
+PAUSED = "paused"
+STOPPED = "stopped"
+FINISHED = "finished"
 
 Rows = list[list[str]]
 
