@@ -84,6 +84,8 @@ def test_the_version():
         ("train", "qwerty"): "config qwerty does not exist; give a YAML file, a run, or one of chars,",
         ("train", "tests"): "tests is a folder, but not of a run: it has no config.yaml; give a YAML file",
         ("configs", "show", "smalltext"): "there is no config smalltext; did you mean small-text?",
+        ("export", "gguf", "no-run", "x.gguf", "--dtype", "q3"): "argument --dtype: invalid choice: 'q3'",
+        ("export", "gguf", "no-run", "x.gguf", "y"): "unrecognized arguments: y (--help",
         ("configs", "--json", "show", "chars"): "--json has no effect on show; remove it",
     }.items(),
 )  # fmt: skip
