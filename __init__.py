@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from thinker.data.text.sources import SOURCES
     from thinker.generation import Completion, Generator, SamplingParams
     from thinker.interop import load, save
-    from thinker.interop.export_gguf import export_gguf
     from thinker.interop.export_huggingface import export_huggingface
+    from thinker.interop.gguf.export_gguf import export_gguf
     from thinker.model import KVCache, Thinker, ThinkerConfig
     from thinker.model.patterns.pattern import Pattern
     from thinker.model.patterns.pattern_parser import PATTERNS
@@ -54,7 +54,7 @@ _MODULES = {
     "Tracker": "thinker.training.tracking.tracker",
     "UserError": "thinker.runtime.errors",
     "evaluate": "thinker.api.evaluating",
-    "export_gguf": "thinker.interop.export_gguf",
+    "export_gguf": "thinker.interop.gguf.export_gguf",
     "export_huggingface": "thinker.interop.export_huggingface",
     "inspect": "thinker.api.inspecting",
     "load": "thinker.interop",

@@ -12,9 +12,9 @@ from thinker.runtime.files import output_file
 from thinker.runtime.registry import offers_by_name
 
 if TYPE_CHECKING:
-    from thinker.interop.export_gguf import FileBeside
+    from thinker.interop.gguf.export_gguf import FileBeside
 
-# As in interop.gguf_quantization, which imports torch.
+# As in interop.gguf.gguf_quantization, which imports torch.
 DTYPES = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
@@ -50,7 +50,7 @@ def main() -> int:
         if not text:
             raise UserError(f"--score {arguments.score} is empty; use a file with text")
 
-    from thinker.interop.export_gguf import export_gguf
+    from thinker.interop.gguf.export_gguf import export_gguf
 
     export = export_gguf(
         arguments.path,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
-from thinker.interop.gguf import write_gguf
+from thinker.interop.gguf.write_gguf import write_gguf
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 

@@ -16,7 +16,7 @@ from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.tokenizers import tokenizer_conversion
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.chat.chat_conversation import ChatConversation
-from thinker.interop.gguf import SPLITS, write_gguf
+from thinker.interop.gguf.write_gguf import SPLITS, write_gguf
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.serving.models import ServedModel

@@ -15,9 +15,9 @@ from thinker.data.tokenizers import tokenizer_conversion
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_conversion import GPT2, merges_of
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
-from thinker.interop.gguf import LLAMA3, TIKTOKEN_GPT2, write_gguf
-from thinker.interop.gguf_quantization import DTYPES, quantize, rounded_model
-from thinker.interop.verify_gguf import check_ends, verify_gguf
+from thinker.interop.gguf.gguf_quantization import DTYPES, quantize, rounded_model
+from thinker.interop.gguf.verify_gguf import check_ends, verify_gguf
+from thinker.interop.gguf.write_gguf import LLAMA3, TIKTOKEN_GPT2, write_gguf
 from thinker.runtime.errors import RunError, UserError
 
 gguf = pytest.importorskip("gguf")

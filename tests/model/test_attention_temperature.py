@@ -13,8 +13,8 @@ from pairwise import pairwise
 from thinker import checkpoint
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
-from thinker.interop.gguf import write_gguf
-from thinker.interop.gguf_quantization import rounded_model
+from thinker.interop.gguf.gguf_quantization import rounded_model
+from thinker.interop.gguf.write_gguf import write_gguf
 from thinker.interop.huggingface import load_pretrained, save_pretrained
 from thinker.interop.load import load
 from thinker.model import Thinker, ThinkerConfig

@@ -21,7 +21,7 @@ USES = {
     "tensorboard": "from thinker.training.tracking.tracker import require_package as use; use('tensorboard', 'key')",
     "trackio": "from thinker.training.tracking.tracker import require_package as use; use('trackio', 'key')",
     "hf": "from thinker.interop.verify_export import verify_hf_export as use; use('no-folder', None, None)",
-    "gguf": "from thinker.interop.gguf_quantization import check_dtype as use; use('f32')",
+    "gguf": "from thinker.interop.gguf.gguf_quantization import check_dtype as use; use('f32')",
     "eval": "from thinker.commands.eval_command import evaluate_tasks as use; use(None, None, None)",
     "inspect": "import torch; from thinker.interpretability.flow import max_flow as use; use(torch.eye(3)[None, None])",
     "clean": "from thinker.features.cleaning.near_duplicates import NearDuplicates as use; use(Path('.'))",

@@ -21,7 +21,7 @@ EXPORT = """
 import sys
 
 from thinker import UserError, load
-from thinker.interop.gguf import write_gguf
+from thinker.interop.gguf.write_gguf import write_gguf
 from thinker.interop.huggingface import save_pretrained
 
 model, tokenizer = load(sys.argv[1])

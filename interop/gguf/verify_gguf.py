@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.interop.gguf_quantization import BLOCK, rounded_model, stored_dtype
+from thinker.interop.gguf.gguf_quantization import BLOCK, rounded_model, stored_dtype
 from thinker.interop.verify_export import MAX_GREEDY_TOKENS, adversarial_texts, check_greedy
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError

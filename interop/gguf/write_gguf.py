@@ -12,7 +12,7 @@ from thinker.data.tokenizers.hf_tokenizer import TO_CHAR, HFTokenizer
 from thinker.data.tokenizers.new_tokenizers import WORDS
 from thinker.data.tokenizers.tokenizer import ONE_CHARACTER, Tokenizer
 from thinker.data.tokenizers.tokenizer_conversion import GPT2, merges_of
-from thinker.interop.gguf_quantization import check_dtype, quantize, stored_dtype
+from thinker.interop.gguf.gguf_quantization import check_dtype, quantize, stored_dtype
 from thinker.interop.hf_config import hf_model_type
 from thinker.interop.huggingface import to_hf_name
 from thinker.model import Thinker, ThinkerConfig

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from thinker.interop.gguf import write_gguf
-from thinker.interop.gguf_quantization import compare_scores
+from thinker.interop.gguf.gguf_quantization import compare_scores
+from thinker.interop.gguf.verify_gguf import verify_gguf
+from thinker.interop.gguf.write_gguf import write_gguf
 from thinker.interop.load import load
-from thinker.interop.verify_gguf import verify_gguf
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
 
