@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Union
 import torch
 from torch import Tensor, nn
 
-from thinker.model.attention_dispatch import ROWS, AttentionMask, attend, chunked_attention_weights
+from thinker.model.attention_dispatch import (
+    ROWS,
+    AttentionMask,
+    attend,
+    attention_scores,
+    chunked_attention_weights,
+)
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels import load_kernel
 from thinker.model.kv_cache import LayerCache
@@ -106,6 +112,15 @@ class Attention(nn.Module):
                 weights = part.new_empty(*q.shape[:3], k.shape[2])
             weights[:, :, rows] = part
         return weights
+
+    def scores(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
+        """What weights() takes the softmax of: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S)."""
+        rows = slice(0, q.shape[2])
+        if mask.reference_rows is not None:
+            mask = mask.reference_rows(rows)
+        else:
+            mask = mask.slice_rows(rows, q, k)
+        return attention_scores(q, k, mask, self.scale, self.attn_logit_softcap)
 
 
 class LinearAttention(Attention):

@@ -213,6 +213,17 @@ def attention_weights(
 ) -> Tensor:
     """Attention weights of the reference (Vaswani et al. 2017), (B, H, T, S), in fp32 or
     float64."""
+    return softmax_with_sinks(attention_scores(q, k, mask, scale, attn_logit_softcap), sinks)
+
+
+def attention_scores(
+    q: Tensor,
+    k: Tensor,
+    mask: AttentionMask | None = None,
+    scale: float | None = None,
+    attn_logit_softcap: float | None = None,
+) -> Tensor:
+    """What attention_weights() takes the softmax of, (B, H, T, S); -inf where a key is hidden."""
     if mask is None:
         mask = AttentionMask()
     if scale is None:
@@ -232,8 +243,14 @@ def attention_weights(
         allowed = mask.content_mask(q, k, scores)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
+    return scores
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """The attention weights of these scores (B, H, T, S). A query without visible keys has weights
+    0."""
     if sinks is not None:
-        column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)  # (B, H, T, 1)
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
     is_empty = (scores == -torch.inf).all(-1, keepdim=True)  # (B, H, T, 1)
     # Also filled before the softmax, so that the gradient is not NaN.

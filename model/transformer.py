@@ -346,9 +346,9 @@ class Thinker(nn.Module):
         """Replace activations of each pass: `with model.patch({"blocks.3.attention.heads.1":
         "zero"}):`.
 
-        A patch is "zero"; "mean" over batch and positions (for weights, over the batch); a number
-        or tensor, which is broadcast; or a function of the activation. Raises UserError for an
-        unknown or read-only name.
+        A patch is "zero"; "mean" over batch and positions (for scores and weights, over the batch);
+        a number or tensor, which is broadcast; or a function of the activation. Raises UserError
+        for an unknown name.
         """
         from thinker.model.inspection.activation_hooks import open_hooks
 

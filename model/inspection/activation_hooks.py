@@ -16,17 +16,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from thinker.model.attention import AnyCache
-from thinker.model.attention_dispatch import AttentionMask
-from thinker.model.inspection.implied_attention import weights_of_attend
+from thinker.model.attention import AnyCache, LinearAttention
+from thinker.model.attention_dispatch import AttentionMask, repeat_heads, softmax_with_sinks
+from thinker.model.inspection.implied_attention import is_sum_by_weights, weights_of_attend
 from thinker.model.inspection.open_hooks import counted_as_open
 from thinker.model.kernels.linear_attention import LinearState
+from thinker.model.layers import LayerNorm
 from thinker.model.masks import ForwardContext
 from thinker.runtime.checks import check_types, describe
 from thinker.runtime.errors import UserError, did_you_mean
 
 Patch = Literal["zero", "mean"] | float | Tensor | Callable[[Tensor], Tensor]
-READ_ONLY = ("q", "k", "v")
 
 
 class ActivationCache(dict[str, Tensor]):
@@ -83,6 +83,7 @@ class _HookedMethod(dict[str, list[_Hook]]):
         super().__init__()
         self.module = module
         self.plain = getattr(module, self.method)
+        self.is_of_class = self.method not in vars(module)  # and not put there by a user
 
     @classmethod
     @contextmanager
@@ -99,8 +100,10 @@ class _HookedMethod(dict[str, list[_Hook]]):
             hooked[point].remove(hook)
             if not hooked[point]:
                 del hooked[point]
-            if not hooked:
+            if not hooked and hooked.is_of_class:
                 del vars(module)[cls.method]
+            elif not hooked:
+                vars(module)[cls.method] = hooked.plain
 
     def apply(self, point: str, x: Tensor) -> Tensor:
         """Pass x through all hooks of a point. Returns x itself if nothing patches it, a view if a
@@ -125,7 +128,8 @@ class _HookedEmbed(_HookedMethod):
 
 
 class _HookedAttend(_HookedMethod):
-    """Attention.attend() with hooks on its inputs, the weights and the output of each head."""
+    """Attention.attend() with hooks on its inputs, the scores, the weights and the output of each
+    head."""
 
     method = "attend"
 
@@ -134,17 +138,20 @@ class _HookedAttend(_HookedMethod):
     ) -> Tensor:
         has_state = isinstance(cache, LinearState)
         has_cached_keys = cache is not None and not has_state
-        for point, x in (("q", q), ("k", k), ("v", v)):
-            if point in self:
-                if has_cached_keys:
-                    x = x.clone()  # later passes overwrite the cache that k and v view
-                self.apply(point, x)
+        if has_cached_keys:  # later passes overwrite the cache that k and v view
+            if "k" in self:
+                k = k.clone()
+            if "v" in self:
+                v = v.clone()
+        q, k, v = self.apply("q", q), self.apply("k", k), self.apply("v", v)
         # Such a cache attends to keys that attend() is not given.
         has_other_keys = cache is not None and mask.kernel == "cache"
-        if "weights" in self and (has_state or has_other_keys):
-            raise UserError(
-                "attention.weights is not available with this kind of cache; run without a cache"
-            )
+        for point in ("scores", "weights"):
+            if point in self and (has_state or has_other_keys):
+                raise UserError(
+                    f"attention.{point} is not available with this kind of cache; run without a "
+                    f"cache"
+                )
         y = self._sum_values(q, k, v, mask, cache)  # (B, H, T, D)
         if not any(point.startswith("heads") for point in self):
             return y
@@ -159,21 +166,60 @@ class _HookedAttend(_HookedMethod):
     def _sum_values(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: AnyCache
     ) -> Tensor:
-        """attend(), or the sum of values by patched weights."""
-        if "weights" not in self:
-            return self.plain(q, k, v, mask, cache)
+        """attend(), or the sum of values by patched scores or weights."""
         attend = partial(self.plain, mask=mask, cache=cache)
+        by_head = partial(repeat_heads, n_heads=q.shape[1])
+        if "scores" in self:
+            scores = self.module.scores(q, k, mask)  # (B, H, T, S)
+            if not is_sum_by_weights(self._softmax(scores), v, attend(q, k, v)):
+                raise UserError(
+                    "attention.scores is not available, because attend() of this model was changed"
+                )
+            patched = self.apply("scores", scores)
+            if patched is not scores:
+                weights = self.apply("weights", self._softmax(patched))
+                return weights.to(v.dtype) @ by_head(v)
+        if "weights" not in self:
+            return attend(q, k, v)
         weights, y = weights_of_attend(self.module, attend, q, k, v, mask)  # (B, H, T, S)
         patched = self.apply("weights", weights)
         if patched is weights:
             return y
-        return patched.to(v.dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        return patched.to(v.dtype) @ by_head(v)
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        return softmax_with_sinks(scores, self.module.sinks)
+
+
+class _HookedNorm(_HookedMethod):
+    """forward() of an RMSNorm or LayerNorm with hooks on the scale, (..., 1), by which it divides,
+    and on the normalized input before weight and bias, (..., width)."""
+
+    method = "forward"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = self.module
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if isinstance(norm, LayerNorm):
+            wide = wide - wide.mean(-1, keepdim=True)
+        scale = (wide.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        patched_scale = self.apply("scale", scale)
+        normalized = wide / patched_scale
+        patched = self.apply("normalized", normalized)
+        if patched is normalized and patched_scale is scale:
+            return self.plain(x)
+        y = patched
+        if norm.weight is not None:
+            y = y * norm.weight
+        if getattr(norm, "bias", None) is not None:
+            y = y + norm.bias
+        return y.to(x.dtype)
 
 
 @dataclass(frozen=True)
 class HookPoint:
-    """Where an activation is: at the "output" or "input" of a module, or in a method such as
-    "attend"."""
+    """Where an activation is: at the "output" or "input" of a module, in a method such as "attend",
+    or in a "norm"."""
 
     module: nn.Module
     place: str
@@ -187,8 +233,8 @@ class HookPoint:
         elif self.place == "input":
             handle = self.module.register_forward_pre_hook(_InputHook(function))
         else:
-            hooked = {"embed": _HookedEmbed, "attend": _HookedAttend}[self.place]
-            with hooked.open(self.module, self.name, _Hook(function)):
+            methods = {"embed": _HookedEmbed, "attend": _HookedAttend, "norm": _HookedNorm}
+            with methods[self.place].open(self.module, self.name, _Hook(function)):
                 yield
             return
         try:
@@ -205,7 +251,10 @@ def hook_points(model: nn.Module) -> dict[str, HookPoint]:
         path, attention = f"blocks.{layer}", block.attention
         points[f"{path}.attention_norm"] = HookPoint(block.attention_norm, "output")
         heads = [f"heads.{head}" for head in range(attention.n_heads)]
-        for name in (*READ_ONLY, "weights", "heads", *heads):
+        parts = ["q", "k", "v", "scores", "weights", "heads", *heads]
+        if isinstance(attention, LinearAttention):
+            parts.remove("scores")
+        for name in parts:
             points[f"{path}.attention.{name}"] = HookPoint(attention, "attend", name)
         points[f"{path}.attention"] = HookPoint(attention, "output")
         points[f"{path}.mlp_norm"] = HookPoint(block.mlp_norm, "output")
@@ -236,11 +285,6 @@ def open_hooks(
             hooks.append((name, partial(cache.add, name)))
     for pattern, patch in patches.items():
         for name in _matching_names(pattern, points):
-            if points[name].name in READ_ONLY:
-                raise UserError(
-                    f"{name} can be recorded but not patched; patch attention.weights or "
-                    f"attention.heads"
-                )
             hooks.append((name, partial(_apply_patch, name, patch)))
     with ExitStack() as stack:
         stack.enter_context(counted_as_open(model))
@@ -311,8 +355,8 @@ def _value_of_patch(name: str, patch: Patch, x: Tensor) -> float | Tensor:
             f"the patch for {name} is {patch!r}; use zero, mean, a number, a tensor or a function"
         )
     dims = (0, 1)  # batch and positions
-    if name.endswith("weights"):
+    if name.endswith(("scores", "weights")):
         dims = 0
-    elif name.endswith("heads"):
+    elif name.endswith((".q", ".k", ".v", "heads")):
         dims = (0, 2)
     return x.mean(dim=dims, keepdim=True)

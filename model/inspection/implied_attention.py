@@ -65,14 +65,14 @@ def weights_of_attend(
     compared = _compared.setdefault(attention, {})
     if compared.get(kind, 0) >= S or type(y) is not Tensor or torch.compiler.is_compiling():
         return weights, y
-    if not _is_sum(weights, v, y):
+    if not is_sum_by_weights(weights, v, y):
         return implied_weights(attend, q, k, q.shape[-1]), y
     compared[kind] = S
     return weights, y
 
 
 @torch.no_grad()
-def _is_sum(weights: Tensor, v: Tensor, y: Tensor) -> bool:
+def is_sum_by_weights(weights: Tensor, v: Tensor, y: Tensor) -> bool:
     """Whether y is the sum of the values by these weights."""
     by_head = v.repeat_interleave(y.shape[1] // v.shape[1], dim=1)  # (B, H, S, D)
     known = weights.to(torch.promote_types(v.dtype, torch.float32)) @ by_head.to(weights.dtype)

@@ -217,12 +217,70 @@ def test_gradients_flow_through_what_is_kept(random_model, tokens):
     assert gradient.abs().sum() > 0
 
 
+def test_patched_queries_keys_and_values_are_what_is_attended_with(random_model, tokens):
+    model, other = random_model(attention=["window(6)", "full"]), tokens.flip(1)
+    parts = [f"blocks.1.attention.{part}" for part in ("q", "k", "v")]
+    with model.record(*parts) as cache:
+        model(other)
+    with (
+        model.patch(dict(cache)),
+        model.record("blocks.1.attention.weights", "blocks.1.attention.heads") as patched,
+    ):
+        model(tokens)
+    q, k, v = (widened(cache[part], 4) for part in parts)
+    scores = (q @ k.transpose(2, 3) / 8**0.5).masked_fill(
+        ~torch.ones(T, T).bool().tril(), -torch.inf
+    )
+    close(patched["blocks.1.attention.weights"], scores.softmax(-1))
+    close(patched["blocks.1.attention.heads"], scores.softmax(-1) @ v)
+
+
+def test_scores_are_what_the_weights_are_the_softmax_of_before_and_after_a_patch(
+    random_model, tokens
+):
+    model = random_model(attention=["window(6)", "full"], attention_sinks=True)
+    path = "blocks.0.attention"
+    with model.record(f"{path}.q", f"{path}.k", f"{path}.scores", f"{path}.weights") as cache:
+        model(tokens)
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    scores = cache[f"{path}.q"] @ widened(cache[f"{path}.k"], 4).transpose(2, 3) / 8**0.5
+    close(
+        cache[f"{path}.scores"].exp(),
+        scores.masked_fill((distance < 0) | (distance >= 6), -torch.inf).exp(),
+    )
+
+    def weights_of(scores):
+        sinks = model.blocks[0].attention.sinks.view(1, 4, 1, 1)
+        return scores.exp() / (scores.exp().sum(-1, keepdim=True) + sinks.exp())
+
+    close(cache[f"{path}.weights"], weights_of(cache[f"{path}.scores"]))
+    with (
+        model.patch({f"{path}.scores": lambda scores: 2 * scores}),
+        model.record(f"{path}.weights", f"{path}.v", f"{path}.heads") as patched,
+    ):
+        model(tokens)
+    close(patched[f"{path}.weights"], weights_of(2 * cache[f"{path}.scores"]))
+    close(patched[f"{path}.heads"], patched[f"{path}.weights"] @ widened(patched[f"{path}.v"], 4))
+
+
+def test_scores_of_an_attention_that_was_changed_are_refused(random_model, tokens):
+    model = random_model()
+    plain = model.blocks[0].attention.attend
+    model.blocks[0].attention.attend = lambda *x, **options: 2 * plain(*x, **options)
+    changed = model(tokens)
+    with (
+        model.record("blocks.0.attention.scores"),
+        pytest.raises(UserError, match=r"attend\(\) of this model was changed"),
+    ):
+        model(tokens)
+    assert torch.equal(model(tokens), changed)
+
+
 @pytest.mark.parametrize(
     ("names", "changes", "message"),
     [
         (["blocks.7"], {}, "no activation blocks.7; did you mean blocks.1"),
         (["blocks.*.attention.weight"], {}, "did you mean"),
-        ([], {"blocks.0.attention.q": "zero"}, "can be recorded but not patched"),
         ([], {"blocks.0.attention.heads.4": "zero"}, "no activation"),
     ],
 )
