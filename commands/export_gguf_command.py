@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from thinker.interop.gguf.export_gguf import FileBeside
 
 # As in interop.gguf.gguf_quantization, which imports torch.
-DTYPES = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+DTYPES = ("f32", "f16", "q8_0", "q6_k", "q5_k_m", "q5_1", "q5_0", "q4_k_m", "q4_1", "q4_0")
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("out", metavar="OUT", type=output_file, help="GGUF file to write")
     dtype_help = (
         "data type of the weight matrices; "
-        "q8_0 to q4_0 have 8 to 4 bits and a scale for each 32 weights"
+        "the others have 8 to 4 bits per weight and scales for groups of weights"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="f16", help=dtype_help)
     score_help = (
@@ -61,6 +61,8 @@ def main() -> int:
         beside=beside,
     )
     print(f"wrote {export.file}: {export.n_bytes:,} bytes, verified by reading it back")
+    if export.fallbacks is not None:
+        print(export.fallbacks)
     for line in export.compared:
         print(line)
     for file in beside:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from thinker.interop.gguf.gguf_quantization import compare_scores
+from thinker.interop.gguf.gguf_quantization import compare_scores, describe_fallbacks
 from thinker.interop.gguf.verify_gguf import verify_gguf
 from thinker.interop.gguf.write_gguf import write_gguf
 from thinker.interop.load import load
@@ -40,6 +40,7 @@ class GgufExport:
     file: Path
     n_bytes: int
     compared: list[str]  # lines about what was compared
+    fallbacks: str | None  # which matrices have another data type, and why
 
 
 def export_gguf(
@@ -56,7 +57,8 @@ def export_gguf(
     Args:
         path: a run directory, a checkpoint or a Hugging Face folder.
         out: a new file. It appears complete and verified, or not at all.
-        dtype: of the weight matrices: f32, f16, q8_0, q5_1, q5_0, q4_1 or q4_0.
+        dtype: of the weight matrices: f32, f16, q8_0, q6_k, q5_k_m, q5_1, q5_0, q4_k_m, q4_1 or
+            q4_0.
         score: a text. Compare its bits per byte with the full weights and with those of the file.
         beside: further files, such as a Modelfile.
 
@@ -81,7 +83,7 @@ def export_gguf(
         temporary.unlink(missing_ok=True)
     for file, content in zip(beside, contents):
         atomic_write(file.path(out), content)
-    return GgufExport(out, out.stat().st_size, compared)
+    return GgufExport(out, out.stat().st_size, compared, describe_fallbacks(model, dtype))
 
 
 def _check_new(out: Path, beside: Sequence[FileBeside]) -> None:

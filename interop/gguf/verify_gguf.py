@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.interop.gguf.gguf_quantization import BLOCK, rounded_model, stored_dtype
+from thinker.interop.gguf.k_quants import BLOCK as K_BLOCK
+from thinker.interop.gguf.k_quants import K_BITS
 from thinker.interop.verify_export import MAX_GREEDY_TOKENS, adversarial_texts, check_greedy
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError
@@ -102,25 +104,37 @@ def round_inputs(model: Thinker, dtype: str) -> Thinker:
     inputs of 8 bits. Returns the model.
     """
 
-    def rounded(layer: nn.Linear, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        stored = stored_dtype(layer.weight, dtype)
-        if stored == "f32":
-            return inputs
-        if stored == "f16":
-            return (inputs[0].half().float(),)
-        return (_round_to_8_bits(inputs[0]).float(),)
+    def round_with(stored: str) -> Callable[[nn.Linear, tuple[Tensor]], tuple[Tensor]]:
+        def rounded(layer: nn.Linear, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            if stored == "f16":
+                return (inputs[0].half().float(),)
+            return (_round_to_8_bits(inputs[0], stored).float(),)
 
-    for layer in model.modules():
+        return rounded
+
+    for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
-            layer.register_forward_pre_hook(rounded)
+            weight_name = f"{name}.weight"
+            if model.config.tie_embeddings and name == "lm_head":
+                weight_name = "embedding.weight"
+            stored = stored_dtype(weight_name, layer.weight, dtype, model.config)
+            if stored != "f32":
+                layer.register_forward_pre_hook(round_with(stored))
     return model
 
 
-def _round_to_8_bits(inputs: Tensor) -> Tensor:
-    blocks = inputs.unflatten(-1, (-1, BLOCK))  # (..., D / 32, 32)
+def _round_to_8_bits(inputs: Tensor, stored: str) -> Tensor:
+    """Round to multiples of a scale: f16 per 32 inputs, or fp32 per 256 for K-quants."""
+    is_k_quant = stored in K_BITS
+    block = BLOCK
+    if is_k_quant:
+        block = K_BLOCK
+    blocks = inputs.unflatten(-1, (-1, block))  # (..., D / block, block)
     scales = blocks.abs().amax(-1, keepdim=True) / 127
     levels = (blocks / scales).nan_to_num().round()  # NaN: a block of zeros
-    return (levels * scales.half()).flatten(-2)
+    if not is_k_quant:
+        scales = scales.half()
+    return (levels * scales).flatten(-2)
 
 
 @torch.no_grad()

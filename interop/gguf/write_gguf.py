@@ -55,8 +55,7 @@ def write_gguf(
 
     Stores every EOS token, so that llama.cpp stops where our Generator does.
 
-    dtype: of the matrices (vectors are f32): f32, f16, q8_0, q5_1, q5_0, q4_1 or q4_0. A quantized
-    file keeps matrices in f16 whose row length is not a multiple of 32. Raises UserError if
+    dtype: of the matrices (vectors are f32), one of DTYPES; see stored_dtype(). Raises UserError if
     llama.cpp does not support the model or tokenizer, or gguf is not installed; RunError if a
     weight overflows, or the file differs from what was written.
     """
@@ -77,8 +76,9 @@ def write_gguf(
     arrays = {}
     kinds = {}
     for key, (our_name, tensor) in _tensors(model, architecture).items():
-        arrays[key] = quantize(our_name, tensor, dtype)
-        kinds[key] = gguf.GGMLQuantizationType[stored_dtype(tensor, dtype).upper()]
+        stored = stored_dtype(our_name, tensor, dtype, model.config)
+        arrays[key] = quantize(our_name, tensor, stored)
+        kinds[key] = gguf.GGMLQuantizationType[stored.upper()]
         writer.add_tensor(key, arrays[key], raw_dtype=kinds[key])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
