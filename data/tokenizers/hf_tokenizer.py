@@ -24,6 +24,8 @@ EOS_KEY = "thinker_eos_ids"
 ADD_BOS_KEY = "thinker_add_bos"
 BOS_KEY = "thinker_bos_id"
 
+FAST_CLASS = "PreTrainedTokenizerFast"  # of transformers: does what tokenizer.json says
+
 EOS_FILES = "eos_token_id in generation_config.json or config.json"
 SPECIAL = (
     "bos_token",
@@ -190,11 +192,14 @@ class HFTokenizer(Tokenizer):
                 f"({EOS_FILES})"
             )
 
+        to_bytes = _piece_to_bytes(self.content)
         self._added_bytes = {}
         for name in self.non_special_added_tokens:
-            self._added_bytes[self.special_tokens[name]] = name.encode()
+            token = name.encode()
+            if to_bytes is _bytes_of_sentencepiece:  # Gemma adds runs of ▁, which are spaces
+                token = to_bytes(name)
+            self._added_bytes[self.special_tokens[name]] = token
         self._tokens = [None] * self.vocab_size
-        to_bytes = _piece_to_bytes(self.content)
         added_ids = set(self.special_tokens.values())
         for piece, number in vocab.items():
             if number not in added_ids:
@@ -325,8 +330,15 @@ class HFTokenizer(Tokenizer):
         }
 
     def stored_config(self) -> dict:
-        """tokenizer_config.json, with what no other of its keys states."""
-        return self.config | {EOS_KEY: self.eos_ids, BOS_KEY: self.bos_id}
+        """tokenizer_config.json, with what no other of its keys states.
+
+        Its class is the one that follows tokenizer.json. Some others of transformers replace the
+        normalizer and the split by steps of their own.
+        """
+        config = {key: value for key, value in self.config.items() if key != "auto_map"}
+        config.setdefault("padding_side", "left")  # generate() would continue padding on the right
+        own = {"tokenizer_class": FAST_CLASS, EOS_KEY: self.eos_ids, BOS_KEY: self.bos_id}
+        return config | own
 
     def save(self, folder: str | Path) -> Path:
         """Write the Hugging Face files to an existing folder."""
