@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from thinker.data.tokenizers.older_files import find_older_files
 from thinker.data.tokenizers.tokenizer import FILE_NAME, Tokenizer
 
 HF_FILE_NAME = "tokenizer.json"  # as in hf_tokenizer, which few runs need
@@ -9,8 +10,10 @@ HF_FILE_NAME = "tokenizer.json"  # as in hf_tokenizer, which few runs need
 
 def has_tokenizer(folder: str | Path) -> bool:
     """Whether a folder contains a tokenizer in our format or Hugging Face's."""
-    names = (FILE_NAME, HF_FILE_NAME)
-    return any((Path(folder) / name).is_file() for name in names)
+    folder = Path(folder)
+    if (folder / FILE_NAME).is_file() or (folder / HF_FILE_NAME).is_file():
+        return True
+    return bool(find_older_files(folder))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -19,7 +22,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises UserError.
     """
     path = Path(path)
-    if (path / HF_FILE_NAME).is_file() and not (path / FILE_NAME).is_file():
+    is_hf = (path / HF_FILE_NAME).is_file() or find_older_files(path)
+    if is_hf and not (path / FILE_NAME).is_file():
         from thinker.data.tokenizers import tokenizer_conversion
 
         return tokenizer_conversion.read(path)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from thinker.data.tokenizers import hf_tokenizer as hf
+from thinker.data.tokenizers import older_files
 from thinker.data.tokenizers.hf_tokenizer import FILE_NAME, TO_CHAR, HFTokenizer, unprinted
 from thinker.data.tokenizers.pad_token import (
     add_pad_token,
@@ -51,8 +52,13 @@ def read(folder: Path) -> Tokenizer:
     EOS tokens come from generation_config.json, else config.json, else tokenizer_config.json.
     Raises UserError if files are missing, damaged or need unsupported features.
     """
-    content = read_json(folder / FILE_NAME)
-    config = _read_optional(folder / hf.CONFIG_NAME)
+    if older_files.find_older_files(folder):
+        content, config = older_files.convert(folder)
+    else:
+        content = read_json(folder / FILE_NAME)
+        config = _read_optional(folder / hf.CONFIG_NAME)
+        if "added_tokens_decoder" not in config:  # the format before that key
+            config = config | _read_optional(folder / "special_tokens_map.json")
     template = config.get("chat_template")
     if (folder / hf.TEMPLATE_NAME).is_file():
         template = read_text(folder / hf.TEMPLATE_NAME)
@@ -68,6 +74,8 @@ def read(folder: Path) -> Tokenizer:
         if isinstance(template, list):
             template = _default_template(template)
         eos_ids = [eos] if isinstance(eos, int) else list(eos or [])
+        if "bos_token" not in config and "eos_token" not in config:
+            config = config | _names_of_ids(content, bos_id, eos_ids)
         elsewhere = _tokens_elsewhere(folder, config)
         pad_token = new_pad_token(config)
         if pad_token is not None:
@@ -111,12 +119,23 @@ def _read_optional(path: Path) -> dict:
     return read_json(path)
 
 
+def _names_of_ids(content: dict, bos_id: int | None, eos_ids: list[int]) -> dict[str, str]:
+    """The names of the BOS and EOS token, where GPT-2's files leave them to a class of
+    transformers."""
+    names = {}
+    for token in content["added_tokens"]:
+        if token["id"] == bos_id:
+            names["bos_token"] = token["content"]
+        if eos_ids and token["id"] == eos_ids[0]:
+            names["eos_token"] = token["content"]
+    return names
+
+
 def _tokens_elsewhere(folder: Path, config: dict) -> list[Any]:
     """Tokens, as names or dictionaries, that transformers adds to those in tokenizer.json."""
     if "added_tokens_decoder" in config:
         declared = list(config["added_tokens_decoder"].values())
-    else:  # the format before that key
-        config = config | _read_optional(folder / "special_tokens_map.json")
+    else:
         declared = list(_read_optional(folder / "added_tokens.json"))
     names = [config.get(name) for name in hf.SPECIAL]
     for key in ("extra_special_tokens", "additional_special_tokens"):
@@ -262,7 +281,9 @@ def _pattern(pre_tokenizer: dict | None) -> str | None:
 
 
 def _pattern_of_split(step: dict) -> str | None:
-    if step.get("behavior") != "Isolated" or step.get("invert"):
+    way = step.get("behavior"), bool(step.get("invert"))
+    # Files that were converted from tiktoken remove what the pattern does not match.
+    if way not in (("Isolated", False), ("Removed", True)):
         return None
     regex = step["pattern"].get("Regex")
     if regex is None or re.search(POSSESSIVE, regex):
@@ -380,7 +401,7 @@ def _bos_template(tokenizer: Tokenizer) -> dict[str, Any]:
 def _tokenizer_config(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
     names = tokenizer.special_tokens_map
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": hf.FAST_CLASS,
         "bos_token": names.get("bos_token"),
         "eos_token": names.get("eos_token"),
         hf.ADD_BOS_KEY: bool(tokenizer.bos_prefix),
