@@ -44,13 +44,13 @@ WORDS = [
 ]
 
 
-def adversarial_texts(names: list[str]) -> Iterator[str]:
+def adversarial_texts(names: list[str], seed: int = 0) -> Iterator[str]:
     """Yield random texts without end.
 
     They have letters of every Unicode category, digits, spaces, controls, and `names`, the names of
     special tokens.
     """
-    rng = random.Random(0)
+    rng = random.Random(seed)
     by_category: dict[str, list[str]] = {}
     for point in rng.sample(range(sys.maxunicode + 1), 100_000):
         character = chr(point)
