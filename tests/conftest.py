@@ -119,6 +119,7 @@ MORE = (
     "generation/test_option_matrix.py",
     "interpretability/test_html_report.py",
     "interpretability/test_html_report_variants.py",
+    "interpretability/test_transformer_lens.py",
     "lessons",
     "serving/test_langchain.py",
     "serving/test_many_clients.py",

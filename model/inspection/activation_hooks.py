@@ -67,8 +67,11 @@ class _OutputHook(_Hook):
 class _InputHook(_Hook):
     """A forward pre-hook of torch: sees the first input of a module."""
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> Tensor | None:
-        return self.function(inputs[0])
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        patched = self.function(inputs[0])
+        if patched is None:
+            return None
+        return patched, *inputs[1:]
 
 
 class _HookedMethod(dict[str, list[_Hook]]):
