@@ -1,10 +1,14 @@
 """HookedThinker beside TransformerLens's own HookedTransformer with the same random weights."""
 
+from functools import partial
+from importlib.metadata import version
+
+import lens_notebooks
 import pytest
 import torch
+from chat_templates import TOKENIZERS
 
-from thinker.interpretability.hooked import HookedThinker
-from thinker.interpretability.hooked.hook_names import get_act_name
+from thinker.interpretability.hooked import HookedThinker, get_act_name
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -12,6 +16,8 @@ pytestmark = [
 ]
 lens = pytest.importorskip("transformer_lens", reason="pip install 'transformer_lens>=3.9,<4'")
 einops = pytest.importorskip("einops")
+if int(version("transformer_lens").split(".")[0]) > 3:
+    pytest.skip("version 4 has no HookedTransformer", allow_module_level=True)
 
 GPT2 = {"norm": "layernorm", "positions": "learned", "mlp": "ungated", "activation": "gelu",
         "attention_bias": True, "qk_norm": False, "n_kv_heads": 4, "norm_eps": 1e-5}  # fmt: skip
@@ -32,7 +38,7 @@ def tokens():
     return torch.randint(0, 61, (2, T), generator=torch.Generator().manual_seed(3))
 
 
-def transformer(model, process=False):
+def transformer(model, process=False, tokenizer=None):
     """A HookedTransformer with the weights of a Thinker."""
     ours = model.config
     is_gpt2 = ours.norm == "layernorm"
@@ -54,7 +60,7 @@ def transformer(model, process=False):
         use_qk_norm=ours.qk_norm, device="cpu", **options,
     )  # fmt: skip
     weights = {key: value.detach() for key, value in state_of(model).items()}
-    theirs = lens.HookedTransformer(config)
+    theirs = lens.HookedTransformer(config, tokenizer)
     if process:
         theirs.load_and_process_state_dict(weights, fold_value_biases=True)
     else:
@@ -393,3 +399,107 @@ def test_short_names_are_theirs():
             assert get_act_name(name, *arguments) == known(name, *arguments), (name, arguments)
     for name in ("k6", "scale4ln1", "pre5", "attn12", "resid_pre3", "normalized27ln2", "embed"):
         assert get_act_name(name) == known(name), name
+
+
+@pytest.fixture(params=["imported-bpe", "prepend", "metaspace"], scope="module")
+def worded_pair(request, random_model, tmp_path_factory):
+    """The same model in ours and in theirs with a tokenizer, and its processed weights."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = TOKENIZERS[request.param](folder)
+    model = random_model(vocab_size=tokenizer.vocab_size)
+    ours = HookedThinker(model, tokenizer)
+    ours.process_weights_()
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder, padding_side="right")
+    assert theirs.bos_token == tokenizer.bos_token
+    return ours, transformer(model, process=True, tokenizer=theirs)
+
+
+def begins_with_space(model):
+    return "".join(model.to_str_tokens("a", prepend_bos=False)) != "a"
+
+
+@torch.no_grad()
+def test_notebooks_have_their_results(worded_pair):
+    tokens = torch.randint(10, 100, (4, 12), generator=torch.Generator().manual_seed(5))
+    close(*(lens_notebooks.induction_scores(model, tokens) for model in worded_pair))
+    if begins_with_space(worded_pair[0]):
+        return  # it has no word that is one token
+    prompts = [
+        "When b and a went to the shop, b gave it to",
+        "When c and a went to the shop, c gave it to",
+    ]
+    answers = [("a", "b"), ("a", "c")]
+    ours, theirs = (
+        lens_notebooks.direct_logit_attribution(model, prompts, answers) for model in worded_pair
+    )
+    close(ours[0], theirs[0])
+    for name, values in theirs[1].items():
+        close(ours[1][name], values, name)
+    assert ours[2] == theirs[2]
+    for name in ("resid_pre", "resid_mid", "attn_out", "mlp_out"):
+        run = partial(
+            lens_notebooks.activation_patching,
+            clean_prompt=prompts[0],
+            corrupted_prompt=prompts[1],
+            answers=("b", "c"),
+            name=name,
+        )
+        close(run(worded_pair[0]), run(worded_pair[1]), name)
+
+
+@torch.no_grad()
+def test_their_patching_functions_take_it(pair, tokens):
+    from transformer_lens import patching
+
+    def metric(logits):
+        return logits[0, -1, 3] - logits[0, -1, 7]
+
+    residuals = ["resid_pre", "attn_out", "mlp_out"]
+    heads = ["attn_head_out_all_pos", "attn_head_pattern_all_pos", "attn_head_q_by_pos"]
+    for name in residuals + heads:
+        patch = getattr(patching, f"get_act_patch_{name}")
+        results = []
+        for model in pair:
+            _, cache = model.run_with_cache(tokens[:1])
+            results.append(patch(model, tokens[1:], cache, metric))
+        close(*results, name)
+
+
+def test_texts_and_tokens_are_theirs(worded_pair):
+    ours, theirs = worded_pair
+    for text in ("Once upon a time", "", " a", "a\n\nb  c", "<s>x</s>", "é 中", "Yes, the boy: a!"):
+        for prepend_bos in (True, False):
+            if not text and not prepend_bos:
+                continue  # theirs has no tokens of which to make a tensor
+            tokens = ours.to_tokens(text, prepend_bos=prepend_bos)
+            assert torch.equal(tokens, theirs.to_tokens(text, prepend_bos=prepend_bos)), text
+            # Theirs keeps the space that SentencePiece wrote behind BOS.
+            if not (begins_with_space(ours) and tokens[0, 0] == ours.tokenizer.bos_id):
+                assert ours.to_string(tokens[0]) == theirs.to_string(tokens[0])
+                assert ours.to_string(tokens) == theirs.to_string(tokens)
+        assert torch.equal(ours.to_tokens(text), theirs.to_tokens(text))
+    texts = ["Once upon a time", "a"]
+    assert torch.equal(ours.to_tokens(texts), theirs.to_tokens(texts))
+    text = "Once upon a time "
+    long = text * 30
+    assert torch.equal(ours.to_tokens(long), theirs.to_tokens(long))
+    for number in range(10, ours.cfg.d_vocab, 37):
+        try:
+            word = theirs.to_single_str_token(number)
+            known = theirs.to_single_token(word)
+        except AssertionError:
+            continue
+        assert ours.to_single_token(word) == known
+
+
+@torch.no_grad()
+def test_greedy_texts_are_theirs(worded_pair):
+    options = {"max_new_tokens": 12, "do_sample": False, "verbose": False}
+    texts = [model.generate("Once upon", **options) for model in worded_pair]
+    assert texts[0] == texts[1]
+    row = worded_pair[0].to_tokens("Once upon a time")[0]
+    tokens = torch.stack([row, torch.cat([row[:1], row[1:].flip(0)])])
+    ours, theirs = (model.generate(tokens, **options) for model in worded_pair)
+    assert torch.equal(ours, theirs)
