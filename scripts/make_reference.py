@@ -54,6 +54,10 @@ DOCUMENTED = (  # modules, or some names of a module
     "thinker.interpretability.heads",
     "thinker.interpretability.flow",
     "thinker.interpretability.attribution",
+    "thinker.interpretability.hooked.hooked_model:HookedThinker",
+    "thinker.interpretability.hooked.lens_tokens:LensTokens",
+    "thinker.interpretability.hooked.lens_weights:LensWeights",
+    "thinker.interpretability.hooked.hooked_cache:HookedCache",
     "thinker.model.inspection.attention_statistics",
 )
 EXAMPLE = """import torch
