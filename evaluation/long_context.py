@@ -144,7 +144,9 @@ def override_rope_scaling(model: Thinker, scaling: dict[str, Any] | str) -> None
                 f"RoPE scaling {scaling!r} is not a mapping such as {{type: linear, factor: 4}}"
             ) from error
     scaling = RopeScaling.from_dict(scaling)
-    model.rope = Rope(model.config.head_dim, model.config.rope_theta, scaling)
+    model.rope = Rope(
+        model.config.head_dim, model.config.rope_theta, scaling, model.config.rope_dim
+    )
 
 
 def hidden_states(model: Thinker, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from thinker.model.attention_dispatch import (
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels import load_kernel
 from thinker.model.kv_cache import LayerCache
-from thinker.model.layers import Linear, RMSNorm
+from thinker.model.layers import Linear, new_qk_norm
 from thinker.model.masks import CacheSlots
 from thinker.model.positions import Rotation, apply_rotary_emb, heads_last
 
@@ -36,21 +36,20 @@ class Attention(nn.Module):
 
     def __init__(self, config: ThinkerConfig, layer: int) -> None:
         super().__init__()
-        self.use_rope = layer not in (config.no_rope_layers or [])
         H, K = config.head_counts(layer)
         D = config.head_dim
         self.n_heads, self.n_kv_heads, self.head_dim = H, K, D
-        self.scale = D**-0.5 / config.attention_temperature
+        self.scale = attention_scale(config)
         self.attn_logit_softcap = config.attn_logit_softcap
         self.q_proj = Linear(config.d_model, H * D, config.attention_bias)
         self.k_proj = Linear(config.d_model, K * D, config.attention_bias)
         self.v_proj = Linear(config.d_model, K * D, config.attention_bias)
-        self.o_proj = Linear(H * D, config.d_model)
+        self.o_proj = Linear(H * D, config.d_model, config.attention_out_bias)
         self.q_norm = nn.Identity()
         self.k_norm = nn.Identity()
         if config.qk_norm:
-            self.q_norm = RMSNorm(D, config.norm_eps)
-            self.k_norm = RMSNorm(D, config.norm_eps)
+            self.q_norm = new_qk_norm(config.qk_norm_type, H, D, config.norm_eps)
+            self.k_norm = new_qk_norm(config.qk_norm_type, K, D, config.norm_eps)
         self.sinks: nn.Parameter | None = None
         if config.attention_sinks:
             self.sinks = nn.Parameter(torch.zeros(H))
@@ -63,7 +62,7 @@ class Attention(nn.Module):
         cache: AnyCache = None,
         slots: CacheSlots | None = None,
     ) -> Tensor:
-        """x (B, T, C) -> (B, T, C)."""
+        """x (B, T, C) -> (B, T, C). `rope`: None in a layer without RoPE."""
         q, k, v = self.project(x, rope)
         if slots is not None:  # a linear layer caches a state, which has no slots
             q, k, v = cache.update(q, k, v, slots)  # k, v: (B, K, S, D)
@@ -77,7 +76,7 @@ class Attention(nn.Module):
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, K, D)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, K, D)
         q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None and self.use_rope:
+        if rope is not None:
             rope = heads_last(rope)
             q = apply_rotary_emb(q, rope)
             k = apply_rotary_emb(k, rope)
@@ -121,6 +120,14 @@ class Attention(nn.Module):
         else:
             mask = mask.slice_rows(rows, q, k)
         return attention_scores(q, k, mask, self.scale, self.attn_logit_softcap)
+
+
+def attention_scale(config: ThinkerConfig) -> float:
+    """The factor on the attention scores."""
+    scale = config.attention_scale
+    if scale is None:
+        scale = config.head_dim**-0.5
+    return scale / config.attention_temperature
 
 
 class LinearAttention(Attention):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from thinker.model.attention import attention_scale
 from thinker.model.config import ThinkerConfig
 from thinker.model.transformer import Thinker
 
@@ -18,7 +19,7 @@ def override_attention_temperature(model: Thinker, temperature: float) -> None:
     """
     model.config = dataclasses.replace(model.config, attention_temperature=temperature)
     for block in model.blocks:
-        block.attention.scale = model.config.head_dim**-0.5 / temperature
+        block.attention.scale = attention_scale(model.config)
 
 
 def fold_attention_temperature(
@@ -33,7 +34,7 @@ def fold_attention_temperature(
     """
     if config.attention_temperature == 1:
         return dict(tensors)
-    names = ("q_norm.weight",)
+    names = ("q_norm.weight", "q_norm.bias")
     if not config.qk_norm:
         names = ("q_proj.weight", "q_proj.bias")
     folded = dict(tensors)

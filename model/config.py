@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from thinker.model.rope_scaling import RopeScaling
 
 POSITIONS = ("rope", "alibi", "learned", "sinusoidal", "none")
+# Where the norms of a block are, and what attention and MLP read (model/transformer.py).
+BLOCKS = ("pre_norm", "post_norm", "both_norms", "parallel", "parallel_one_norm")
+QK_NORMS = ("rmsnorm", "rmsnorm_one_plus", "rmsnorm_width", "layernorm", "layernorm_per_head")
 SIZES = (
     "vocab_size",
     "d_model",
@@ -44,7 +47,7 @@ class ThinkerConfig:
     max_seq_len: int = 1024  # longest sequence in training and generation
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
-    qk_norm: bool = True  # RMSNorm on queries and keys before RoPE, as in Qwen3; False: as in LLaMA
+    qk_norm: bool = True  # norm on queries and keys before RoPE, as in Qwen3; False: as in LLaMA
     tie_embeddings: bool = False  # share the embedding's weight with the LM head
     dropout: float = 0.0  # on the embedding and on the outputs of attention and MLP
     init: str = "fan_in"  # or "normal" (GPT-2), for comparison; see Thinker.init_weights
@@ -68,6 +71,23 @@ class ThinkerConfig:
     mlp: str = "swiglu"  # a name in model.registries.MLPS
     activation: str = "silu"  # in the MLP; a name in model.registries.ACTIVATIONS
     norm: str = "rmsnorm"  # of the blocks and the output; a name in model.registries.NORMS
+    block: str = "pre_norm"  # one of BLOCKS
+    # one of QK_NORMS: RMSNorm of each head (one_plus: Gemma 3), or of all heads at once (OLMo 2);
+    # LayerNorm of each head (Phi), or with weights of its own and no bias (StableLM, Cohere)
+    qk_norm_type: str = "rmsnorm"
+    attention_out_bias: bool = False  # bias on the output of attention, as in GPT-2
+    mlp_bias: bool = False
+    head_bias: bool = False  # bias on the logits, as in Phi
+    # channels of each head that RoPE rotates: pairs (i, i + D/2) with i < rope_dim/2; None: all
+    rope_dim: int | None = None
+    # RoPE base of layers with a pattern other than full, which then aren't scaled, as in Gemma 3
+    window_rope_theta: float | None = None
+    position_offset: int = 0  # row of the first learned position, 2 in OPT
+    attention_scale: float | None = None  # factor on the attention scores; None: 1/√head_dim
+    embedding_scale: float = 1.0  # factor on the embedding, √d_model in Gemma
+    residual_scale: float = 1.0  # factor on what each block adds, as in Granite
+    logit_scale: float = 1.0  # factor on the logits, as in Cohere
+    logit_softcap: float | None = None  # soft limit of the logits, as in Gemma 2
 
     def __post_init__(self) -> None:
         check_types(get_type_hints(ThinkerConfig), vars(self), "model.")
@@ -88,6 +108,7 @@ class ThinkerConfig:
         NORMS.get(self.norm)
         self._check_positions()
         self._check_attention()
+        self._check_block()
 
     def _set_widths(self) -> None:
         if self.n_kv_heads is None:
@@ -110,6 +131,13 @@ class ThinkerConfig:
             raise UserError(
                 f"the head dimension is {self.head_dim}; it must be even because RoPE rotates pairs"
             )
+        if self.rope_dim is not None and (
+            self.rope_dim % 2 or not 2 <= self.rope_dim <= self.head_dim
+        ):
+            raise UserError(
+                f"model.rope_dim is {self.rope_dim}; it must be an even number from 2 to "
+                f"head_dim = {self.head_dim}"
+            )
         if self.d_ff is None:
             self.d_ff = -(-8 * self.d_model // (3 * 64)) * 64
 
@@ -131,9 +159,23 @@ class ThinkerConfig:
             raise UserError(
                 f"model.positions is {self.positions!r}; choose from: {', '.join(POSITIONS)}"
             )
-        for name in ("rope_scaling", "no_rope_layers"):
+        for name in ("rope_scaling", "no_rope_layers", "rope_dim", "window_rope_theta"):
             if self.positions != "rope" and getattr(self, name) is not None:
                 raise UserError(f"model.{name} works only with model.positions=rope; remove it")
+        if self.position_offset and self.positions != "learned":
+            raise UserError(
+                "model.position_offset works only with model.positions=learned; remove it"
+            )
+        if not 0 <= self.position_offset <= MAX_SIZE:
+            raise UserError(
+                f"model.position_offset is {self.position_offset}; it must be from 0 to "
+                f"{MAX_SIZE:,}"
+            )
+        if self.window_rope_theta is not None and not 0 < self.window_rope_theta <= MAX_FLOAT:
+            raise UserError(
+                f"model.window_rope_theta is {self.window_rope_theta}; it must be above 0 and at "
+                f"most {MAX_FLOAT:g}"
+            )
         self.parse_rope_scaling()  # raises UserError
         layers = self.no_rope_layers or []
         last = self.n_layers - 1
@@ -145,11 +187,12 @@ class ThinkerConfig:
     def _check_attention(self) -> None:
         patterns = self.patterns  # raises UserError if model.attention is not valid
         softcap = self.attn_logit_softcap
-        if softcap is not None and not 1e-9 <= softcap <= 1e9:
-            raise UserError(
-                f"model.attn_logit_softcap is {softcap}; it must be a number from 1e-9 to "
-                f"1e9, or null"
-            )
+        for name in ("attn_logit_softcap", "logit_softcap", "attention_scale"):
+            value = getattr(self, name)
+            if value is not None and not 1e-9 <= value <= 1e9:
+                raise UserError(
+                    f"model.{name} is {value}; it must be a number from 1e-9 to 1e9, or null"
+                )
         temperature = self.attention_temperature
         if not 1e-3 <= temperature <= 1e3:
             raise UserError(
@@ -166,9 +209,30 @@ class ThinkerConfig:
             )
         has_linear = any(pattern.n_features for pattern in patterns)
         has_changed_scores = softcap or temperature != 1 or self.attention_sinks
+        has_changed_scores = has_changed_scores or self.attention_scale is not None
         if has_linear and (has_changed_scores or self.positions == "alibi"):
             raise UserError(
-                "linear attention does not support attention_temperature, softcap, sinks or alibi"
+                "linear attention does not support attention_temperature, attention_scale, "
+                "softcap, sinks or alibi"
+            )
+
+    def _check_block(self) -> None:
+        for name, choices in (("block", BLOCKS), ("qk_norm_type", QK_NORMS)):
+            if getattr(self, name) not in choices:
+                raise UserError(
+                    f"model.{name} is {getattr(self, name)!r}; choose from: {', '.join(choices)}"
+                )
+        if self.qk_norm_type != "rmsnorm" and not self.qk_norm:
+            raise UserError("model.qk_norm_type works only with model.qk_norm=true; remove it")
+        for name in ("embedding_scale", "residual_scale", "logit_scale"):
+            if not 1e-9 <= getattr(self, name) <= 1e9:
+                raise UserError(
+                    f"model.{name} is {getattr(self, name)}; it must be a number from 1e-9 to 1e9"
+                )
+        if self.residual_scale != 1 and self.block in ("post_norm", "both_norms"):
+            raise UserError(
+                f"model.residual_scale has no effect beside the norms of model.block={self.block}; "
+                "remove it"
             )
 
     def _check_kv_heads_per_layer(self, patterns: list[Pattern]) -> None:
@@ -203,6 +267,14 @@ class ThinkerConfig:
         from thinker.model.patterns.pattern_parser import layer_patterns
 
         return layer_patterns(self.attention, self.n_layers, self.window, self.n_heads)
+
+    def rope_of_layer(self, layer: int) -> str:
+        """Which rotation a layer applies: "global", "window" (window_rope_theta) or "none"."""
+        if self.positions != "rope" or layer in (self.no_rope_layers or []):
+            return "none"
+        if self.window_rope_theta is not None and self.patterns[layer].text != "full":
+            return "window"
+        return "global"
 
     def head_counts(self, layer: int) -> tuple[int, int]:
         """H and K of a layer; H / K is the same in all layers."""

@@ -1,4 +1,6 @@
-"""Linear layers, norms and activations."""
+"""Linear layers, norms, embeddings and activations."""
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +54,21 @@ class RMSNorm(nn.Module):
         return (x * scale).to(x.dtype) * self.weight.to(x.dtype)
 
 
+class OnePlusRMSNorm(RMSNorm):
+    """RMSNorm whose weight is stored less 1, as in Gemma, and multiplied in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width), in x's dtype."""
+        x_in_fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean_square = x_in_fp32.square().mean(-1, keepdim=True)  # (..., 1)
+        y = x_in_fp32 * torch.rsqrt(mean_square + self.eps)
+        return (y * (1 + self.weight.to(y.dtype))).to(x.dtype)
+
+
 class LayerNorm(nn.LayerNorm):
     """(x − mean(x)) / √(var(x) + eps) · weight + bias (Ba et al. 2016, arXiv:1607.06450), computed
     in fp32."""
@@ -62,10 +79,134 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width), in x's dtype."""
         at_least_fp32 = torch.promote_types(x.dtype, torch.float32)
-        weight = self.weight.to(at_least_fp32)
-        bias = self.bias.to(at_least_fp32)
+        weight = _cast(self.weight, at_least_fp32)
+        bias = _cast(self.bias, at_least_fp32)
         y = F.layer_norm(x.to(at_least_fp32), self.normalized_shape, weight, bias, self.eps)
         return y.to(x.dtype)
+
+
+def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if parameter is None:
+        return None
+    return parameter.to(dtype)
+
+
+class LayerNormWithoutBias(LayerNorm):
+    """LayerNorm with a weight and no bias, as in Cohere's models."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        nn.LayerNorm.__init__(self, width, eps, bias=False)
+
+
+class LayerNormWithoutWeight(LayerNorm):
+    """LayerNorm without parameters, as in OLMo."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        nn.LayerNorm.__init__(self, width, eps, elementwise_affine=False)
+
+
+class PerHeadNorm(nn.Module):
+    """LayerNorm of each head without a bias; each head has a weight of its own.
+
+    As in StableLM 2 and Cohere's models.
+    """
+
+    def __init__(self, n_heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.eps = eps
+        # A vector, not a matrix, so that it is trained as other norms are.
+        self.weight = nn.Parameter(torch.ones(n_heads * head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, H, D) -> (B, T, H, D), in x's dtype."""
+        at_least_fp32 = torch.promote_types(x.dtype, torch.float32)
+        y = F.layer_norm(x.to(at_least_fp32), x.shape[-1:], eps=self.eps)
+        weight = self.weight.view(self.n_heads, -1).to(at_least_fp32)  # (H, D)
+        return (y * weight).to(x.dtype)
+
+
+class AllHeadsNorm(RMSNorm):
+    """RMSNorm of all heads at once, as in OLMo 2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, H, D) -> (B, T, H, D), in x's dtype."""
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
+class Scale(nn.Module):
+    """x · factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(...) -> (...)."""
+        return x * self.factor
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding times a factor, as in Gemma and Granite. An LM head that shares its weight does
+    not have the factor."""
+
+    def __init__(self, weight: Tensor, factor: float) -> None:
+        super().__init__(*weight.shape, _weight=weight)
+        self.factor = factor
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) -> (B, T, C)."""
+        return super().forward(tokens) * self.factor
+
+
+class LearnedPositions(nn.Embedding):
+    """A vector per position. `offset`: the row of the first position."""
+
+    def __init__(self, weight: Tensor, offset: int) -> None:
+        super().__init__(*weight.shape, _weight=weight)
+        self.offset = offset
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """(T,) or (B, T) -> (..., C)."""
+        return super().forward(positions + self.offset)
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What some models do to their logits: z becomes cap · tanh(scale · z / cap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """(..., V) -> (..., V)."""
+        logits = logits * self.scale
+        if self.softcap is None:
+            return logits
+        return self.softcap * torch.tanh(logits / self.softcap)
+
+    def gradient(self, logits: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of the logits before, from the logits after and their gradient."""
+        if self.softcap is None:
+            return grad * self.scale
+        return grad * (1 - (logits / self.softcap).square()) * self.scale
+
+
+class TransformedLinear(Linear):
+    """An LM head whose logits are scaled or capped."""
+
+    def __init__(self, n_in: int, n_out: int, bias: bool, transform: LogitTransform) -> None:
+        super().__init__(n_in, n_out, bias)
+        self.transform = transform
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., n_in) -> (..., n_out), in x's dtype."""
+        return self.transform(super().forward(x))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh, as in GPT-2 and Gemma."""
+    return F.gelu(x, approximate="tanh")
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -74,9 +215,23 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 NORMS.register("rmsnorm", RMSNorm)
+NORMS.register("rmsnorm_one_plus", OnePlusRMSNorm)
 NORMS.register("layernorm", LayerNorm)
+NORMS.register("layernorm_no_bias", LayerNormWithoutBias)
+NORMS.register("layernorm_no_weight", LayerNormWithoutWeight)
+
+
+def new_qk_norm(kind: str, n_heads: int, head_dim: int, eps: float) -> nn.Module:
+    """A norm of queries or keys (B, T, H, D), one of config.QK_NORMS."""
+    if kind == "rmsnorm_width":
+        return AllHeadsNorm(n_heads * head_dim, eps)
+    if kind == "layernorm_per_head":
+        return PerHeadNorm(n_heads, head_dim, eps)
+    return NORMS.get(kind)(head_dim, eps)
+
 
 ACTIVATIONS.register("silu", F.silu)
 ACTIVATIONS.register("gelu", F.gelu)
+ACTIVATIONS.register("gelu_tanh", gelu_tanh)
 ACTIVATIONS.register("relu", F.relu)
 ACTIVATIONS.register("relu2", relu_squared)

@@ -32,7 +32,8 @@ class ForwardContext:
     end: int  # one past the last position, known to the host
     masks: list[AttentionMask]  # per layer; layers with the same pattern share one
     slots: list[CacheSlots | None]  # per layer; None without a cache of keys
-    rope: Rotation = None
+    # Per layer; None: a layer without RoPE.
+    ropes: list[Rotation] = field(default_factory=list)
     # (B, 1): the id that precedes each row in the cache, if the cache keeps ids.
     token_before: Tensor | None = None
 

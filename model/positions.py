@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinker.runtime.errors import UserError
@@ -20,11 +21,25 @@ Rotation = tuple[Tensor, Tensor] | None
 
 class Rope(nn.Module):
     """Rotary embeddings (Su et al. 2021, arXiv:2104.09864), rotate-half as in LLaMA, with tables
-    built on demand."""
+    built on demand.
 
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
+    rope_dim: channels that are rotated, as in GPT-NeoX and Phi; None: all. The pairs (i, i + D/2)
+    with i < rope_dim/2 are rotated and the others stay, so that kernels need not know. An import
+    reorders the channels of queries and keys for that (interop/layouts.py).
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float,
+        scaling: RopeScaling | None = None,
+        rope_dim: int | None = None,
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim
+        self.rope_dim = rope_dim
+        if rope_dim is None:
+            self.rope_dim = head_dim
         self.theta = theta
         self.scaling = scaling
         self.attention_scaling = 1.0
@@ -74,20 +89,26 @@ class Rope(nn.Module):
             )
 
     def frequencies(self, stretch: float = 1.0) -> Tensor:
-        """Radians per position of each pair, (D/2,) in float64, fastest first."""
+        """Radians per position of each pair, (D/2,) in float64, fastest first; 0 if not rotated."""
+        n_still = (self.head_dim - self.rope_dim) // 2
+        return F.pad(self._rotated_frequencies(stretch), (0, n_still))
+
+    def _rotated_frequencies(self, stretch: float) -> Tensor:
+        """Radians per position of each rotated pair, (rope_dim / 2,)."""
         scaling = self.scaling
-        pairs = torch.arange(self.head_dim // 2, dtype=torch.float64, device="cpu")
-        plain = self.theta ** (-2 * pairs / self.head_dim)
+        width = self.rope_dim
+        pairs = torch.arange(width // 2, dtype=torch.float64, device="cpu")
+        plain = self.theta ** (-2 * pairs / width)
         if scaling is None:
             return plain
         if scaling.type == "dynamic":
             # emozilla, bloc97 2023: the base becomes theta · stretch^(D / (D − 2)).
-            return plain * stretch ** (-pairs / max(self.head_dim / 2 - 1, 1))
+            return plain * stretch ** (-pairs / max(width / 2 - 1, 1))
         # Fraction of each pair's angles that is not divided; linear (arXiv:2306.15595).
         kept = torch.zeros_like(pairs)
         if scaling.type == "yarn":
             # arXiv:2309.00071: fast pairs keep all, slow pairs none, a ramp between.
-            low, high = scaling.yarn_correction_range(self.head_dim, self.theta)
+            low, high = scaling.yarn_correction_range(width, self.theta)
             kept = ((high - pairs) / (high - low)).clamp(0, 1)
         elif scaling.type == "llama3":
             # arXiv:2407.21783 and its code: a ramp over rotations, not pairs.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from thinker.model.transformer import Block, Thinker
+from thinker.model.transformer import Thinker, new_block
 
 SEED = 0
 # Width of the residual stream and the MLP of a twin, to which the rest of the real width by this
@@ -129,10 +129,10 @@ def narrow_twin(model: Thinker, noise: Noise) -> Thinker:
     return twin
 
 
-def real_block(model: Thinker, noise: Noise) -> Block | None:
+def real_block(model: Thinker, noise: Noise) -> nn.Module | None:
     """A block in the real shape with random weights, or None if that would take long."""
     with torch.device("meta"):
-        block = Block(model.config, model.config.patterns[0], 0)
+        block = new_block(model.config, model.config.patterns[0], 0)
     if sum(parameter.numel() for parameter in block.parameters()) > MAX_BLOCK:
         return None
     block = block.to_empty(device="cpu").float()

@@ -16,7 +16,15 @@ from thinker.model.config import ThinkerConfig
 from thinker.model.input_checks import check_inputs, tokens_to_inspect
 from thinker.model.kernels import load_kernel
 from thinker.model.kv_cache import KVCache
-from thinker.model.layers import Linear
+from thinker.model.layers import (
+    LearnedPositions,
+    Linear,
+    LogitTransform,
+    OnePlusRMSNorm,
+    Scale,
+    ScaledEmbedding,
+    TransformedLinear,
+)
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns.pattern import Pattern, TokenInfo
 from thinker.model.positions import Rope, Rotation, sinusoidal_embedding
@@ -36,9 +44,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ThinkerConfig) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.d_model, config.d_ff)
-        self.up_proj = Linear(config.d_model, config.d_ff)
-        self.down_proj = Linear(config.d_ff, config.d_model)
+        self.gate_proj = Linear(config.d_model, config.d_ff, config.mlp_bias)
+        self.up_proj = Linear(config.d_model, config.d_ff, config.mlp_bias)
+        self.down_proj = Linear(config.d_ff, config.d_model, config.mlp_bias)
         self.activation = ACTIVATIONS.get(config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,13 +57,12 @@ class MLP(nn.Module):
 
 
 class UngatedMLP(nn.Module):
-    """The MLP of the first transformer (arXiv:1706.03762), without biases:
-    down(activation(up(x)))."""
+    """The MLP of the first transformer (arXiv:1706.03762): down(activation(up(x)))."""
 
     def __init__(self, config: ThinkerConfig) -> None:
         super().__init__()
-        self.up_proj = Linear(config.d_model, config.d_ff)
-        self.down_proj = Linear(config.d_ff, config.d_model)
+        self.up_proj = Linear(config.d_model, config.d_ff, config.mlp_bias)
+        self.down_proj = Linear(config.d_ff, config.d_model, config.mlp_bias)
         self.activation = ACTIVATIONS.get(config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,18 +75,27 @@ MLPS.register("ungated", UngatedMLP)
 
 
 class Block(nn.Module):
-    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    With model.block=post_norm, the norms are of the outputs instead (OLMo 2); with both_norms, of
+    inputs and outputs (Gemma 2).
+    """
 
     def __init__(self, config: ThinkerConfig, pattern: Pattern, layer: int) -> None:
         super().__init__()
-        new_norm = NORMS.get(config.norm)
-        self.attention_norm = new_norm(config.d_model, config.norm_eps)
-        if pattern.n_features > 0:
-            self.attention = LinearAttention(config, pattern.n_features, layer)
-        else:
-            self.attention = Attention(config, layer)
-        self.mlp_norm = new_norm(config.d_model, config.norm_eps)
+        self.attention_norm = nn.Identity()
+        self.mlp_norm = nn.Identity()
+        if config.block != "post_norm":
+            self.attention_norm = new_norm(config)
+            self.mlp_norm = new_norm(config)
+        self.attention = new_attention(config, pattern, layer)
         self.mlp = MLPS.get(config.mlp)(config)
+        # What happens to the outputs of both before they are added.
+        self.attention_out = residual_scale(config)
+        self.mlp_out = residual_scale(config)
+        if config.block in ("post_norm", "both_norms"):
+            self.attention_out = new_norm(config)
+            self.mlp_out = new_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -91,8 +107,72 @@ class Block(nn.Module):
         slots: CacheSlots | None = None,
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache, slots))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        y = self.attention(self.attention_norm(x), rope, mask, cache, slots)
+        x = x + self.dropout(self.attention_out(y))
+        y = self.mlp(self.mlp_norm(x))
+        return x + self.dropout(self.mlp_out(y))
+
+
+class ParallelBlock(nn.Module):
+    """x + attention(norm(x)) + mlp(norm(x)): attention and MLP read the same input (GPT-J,
+    GPT-NeoX), with model.block=parallel_one_norm through one norm (Phi, Cohere)."""
+
+    def __init__(self, config: ThinkerConfig, pattern: Pattern, layer: int) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+        self.attention_norm = nn.Identity()
+        self.mlp_norm = nn.Identity()
+        if config.block == "parallel_one_norm":
+            self.norm = new_norm(config)
+        else:
+            self.attention_norm = new_norm(config)
+            self.mlp_norm = new_norm(config)
+        self.attention = new_attention(config, pattern, layer)
+        self.mlp = MLPS.get(config.mlp)(config)
+        self.attention_out = residual_scale(config)
+        self.mlp_out = residual_scale(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rotation,
+        mask: AttentionMask,
+        cache: AnyCache = None,
+        slots: CacheSlots | None = None,
+    ) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        normed = self.norm(x)
+        attended = self.attention(self.attention_norm(normed), rope, mask, cache, slots)
+        hidden = self.mlp(self.mlp_norm(normed))
+        x = x + self.dropout(self.attention_out(attended))
+        return x + self.dropout(self.mlp_out(hidden))
+
+
+def new_block(config: ThinkerConfig, pattern: Pattern, layer: int) -> nn.Module:
+    """The block that the config chooses."""
+    if config.block in ("parallel", "parallel_one_norm"):
+        return ParallelBlock(config, pattern, layer)
+    return Block(config, pattern, layer)
+
+
+def new_norm(config: ThinkerConfig) -> nn.Module:
+    """A norm of the residual stream."""
+    return NORMS.get(config.norm)(config.d_model, config.norm_eps)
+
+
+def new_attention(config: ThinkerConfig, pattern: Pattern, layer: int) -> Attention:
+    """The attention of a layer with this pattern."""
+    if pattern.n_features > 0:
+        return LinearAttention(config, pattern.n_features, layer)
+    return Attention(config, layer)
+
+
+def residual_scale(config: ThinkerConfig) -> nn.Module:
+    """The factor on what a block adds."""
+    if config.residual_scale == 1:
+        return nn.Identity()
+    return Scale(config.residual_scale)
 
 
 class Thinker(nn.Module):
@@ -116,6 +196,8 @@ class Thinker(nn.Module):
 
         embedding = _random(config.vocab_size, config.d_model)
         self.embedding = nn.Embedding.from_pretrained(embedding, freeze=False)
+        if config.embedding_scale != 1:
+            self.embedding = ScaledEmbedding(embedding, config.embedding_scale)
         # As the token shift of RWKV (Peng et al. 2023, arXiv:2305.13048), but only on the
         # embedding.
         self.token_shift: nn.Parameter | None = None  # (C,)
@@ -123,18 +205,26 @@ class Thinker(nn.Module):
             self.token_shift = nn.Parameter(torch.zeros(config.d_model))
         self.dropout = nn.Dropout(config.dropout)
         self.rope: Rope | None = None
+        self.window_rope: Rope | None = None
         if config.positions == "rope":
             scaling = config.parse_rope_scaling()
-            self.rope = Rope(config.head_dim, config.rope_theta, scaling)
-        self.positions: nn.Embedding | None = None
+            self.rope = Rope(config.head_dim, config.rope_theta, scaling, config.rope_dim)
+        if config.window_rope_theta is not None:
+            self.window_rope = Rope(
+                config.head_dim, config.window_rope_theta, rope_dim=config.rope_dim
+            )
+        self.positions: LearnedPositions | None = None
         if config.positions == "learned":
-            table = _random(config.max_seq_len, config.d_model)
-            self.positions = nn.Embedding.from_pretrained(table, freeze=False)
+            table = _random(config.max_seq_len + config.position_offset, config.d_model)
+            self.positions = LearnedPositions(table, config.position_offset)
         self.blocks = nn.ModuleList(
-            Block(config, pattern, layer) for layer, pattern in enumerate(config.patterns)
+            new_block(config, pattern, layer) for layer, pattern in enumerate(config.patterns)
         )
-        self.norm = NORMS.get(config.norm)(config.d_model, config.norm_eps)
-        self.lm_head = Linear(config.d_model, config.vocab_size)
+        self.norm = new_norm(config)
+        self.logit_transform: LogitTransform | None = None
+        if config.logit_scale != 1 or config.logit_softcap is not None:
+            self.logit_transform = LogitTransform(config.logit_scale, config.logit_softcap)
+        self.lm_head = new_lm_head(config, self.logit_transform)
         if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
         if not self.embedding.weight.is_meta:
@@ -162,6 +252,9 @@ class Thinker(nn.Module):
                 parameter.normal_(0, self.config.head_init_std, generator=generator)
             else:  # q, k, v, gate, up: outputs keep the scale of inputs
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
+        for module in self.modules():
+            if isinstance(module, OnePlusRMSNorm):
+                module.weight.fill_(0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle everything except cached masks, which contain functions."""
@@ -241,6 +334,8 @@ class Thinker(nn.Module):
                 self.is_compiled and x.is_cuda,
                 target_losses,
                 chunk_loss,
+                self.lm_head.bias,
+                self.logit_transform,
             )
 
     def make_context(
@@ -263,9 +358,9 @@ class Thinker(nn.Module):
         end = inputs.shape[1]
         if cache is not None:
             end += max(cache.lengths)
-        if self.positions is not None and end > len(self.positions.weight):
+        if self.positions is not None and end > self.config.max_seq_len:
             raise UserError(
-                f"the sequence has {end} tokens, more than the {len(self.positions.weight)} "
+                f"the sequence has {end} tokens, more than the {self.config.max_seq_len} "
                 f"learned positions; shorten it"
             )
         if self.rope is not None and not (cache is None and document_ids is None):
@@ -288,9 +383,18 @@ class Thinker(nn.Module):
             if self.mask_builder.by_token:
                 query.token_id = tokens
             context = self.mask_builder.whole_sequence(query)
-        if self.rope is not None:
-            context.rope = self.rope(context.positions, context.end, self.dtype)
+        context.ropes = self.rotations(context.positions, context.end)
         return context
+
+    def rotations(self, positions: Tensor, end: int) -> list[Rotation]:
+        """What RoPE multiplies with in each layer, at positions (T,) or (B, T) below `end`; None in
+        a layer without RoPE."""
+        tables: dict[str, Rotation] = {"none": None}
+        if self.rope is not None:
+            tables["global"] = self.rope(positions, end, self.dtype)
+        if self.window_rope is not None:
+            tables["window"] = self.window_rope(positions, end, self.dtype)
+        return [tables[self.config.rope_of_layer(layer)] for layer in range(len(self.blocks))]
 
     def forward_blocks(
         self,
@@ -304,8 +408,9 @@ class Thinker(nn.Module):
         layers = [None] * len(self.blocks)
         if cache is not None:
             layers = cache.layers
-        for block, mask, layer, slots in zip(self.blocks, context.masks, layers, context.slots):
-            x = block(x, context.rope, mask, layer, slots)  # (B, T, C)
+        per_layer = (context.ropes, context.masks, layers, context.slots)
+        for block, rope, mask, layer, slots in zip(self.blocks, *per_layer):
+            x = block(x, rope, mask, layer, slots)  # (B, T, C)
         if last_logits_only:
             x = x[:, -1:]
         return self.norm(x)
@@ -374,6 +479,13 @@ class Thinker(nn.Module):
         by_head = [weights.transpose(0, 1) for weights in cache.values()]  # (H, B, T, T) each
         layers = nn.utils.rnn.pad_sequence(by_head, batch_first=True, padding_value=torch.nan)
         return layers.transpose(1, 2)
+
+
+def new_lm_head(config: ThinkerConfig, transform: LogitTransform | None) -> Linear:
+    """The matrix that maps (..., C) to logits (..., V)."""
+    if transform is None:
+        return Linear(config.d_model, config.vocab_size, config.head_bias)
+    return TransformedLinear(config.d_model, config.vocab_size, config.head_bias, transform)
 
 
 def _random(*shape: int) -> Tensor:

@@ -52,7 +52,6 @@ def project(attention: Attention, x: Tensor, rope: Rotation) -> tuple[Tensor, Te
         q_weight = attention.q_norm.weight
         k_weight = attention.k_norm.weight
         eps = attention.q_norm.eps
-    rope = rope if attention.use_rope else None
     H = attention.n_heads
     K = attention.n_kv_heads
     return native.rotate_heads(qkv, H, K, q_weight, k_weight, eps, rope)

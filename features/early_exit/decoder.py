@@ -60,15 +60,15 @@ class EarlyExitDecoder(PlainDecoder):
         x = model.embedding(tokens).to(model.dtype)  # (B, 1, C)
         # Layers that each row used, (B,); 0: it has not exited.
         used = torch.zeros(len(tokens), dtype=torch.int64, device=x.device)
-        layers = zip(model.blocks, context.masks, cache.layers, context.slots)
-        for number, (block, mask, layer, slots) in enumerate(layers, 1):
+        layers = zip(model.blocks, context.ropes, context.masks, cache.layers, context.slots)
+        for number, (block, rope, mask, layer, slots) in enumerate(layers, 1):
             is_running = used == 0  # (B,)
             if not is_running.any():
-                q, k, v = block.attention.project(block.attention_norm(x), context.rope)
+                q, k, v = block.attention.project(block.attention_norm(x), rope)
                 layer.update(q, k, v, slots)
                 continue
             # Of rows that have exited, only keys and values count.
-            after = block(x, context.rope, mask, layer, slots)
+            after = block(x, rope, mask, layer, slots)
             x = torch.where(is_running[:, None, None], after, x)  # (B, 1, C)
             logits = model.lm_head(model.norm(x))  # (B, 1, V)
             leaves = is_running
@@ -121,5 +121,7 @@ def check_early_exit(config: ThinkerConfig, threshold: float) -> None:
         unsupported = "model.token_shift"
     elif config.positions in ("learned", "sinusoidal"):
         unsupported = f"model.positions={config.positions}"
+    elif config.block == "parallel_one_norm":  # whose norm is not attention's own
+        unsupported = f"model.block={config.block}"
     if unsupported:
         raise UserError(f"early_exit does not support {unsupported}; use early_exit=None")

@@ -95,7 +95,8 @@ def _step(
     allowed = torch.arange(S, device=positions.device) <= positions  # (B, S)
     masks = [AttentionMask(allowed[:, None, None])] * n_layers  # (B, 1, 1, S)
     cos, sin = (table[positions].unsqueeze(1) for table in rope_table)  # (B, 1, 1, D)
-    context = ForwardContext(positions, S, masks, [CacheSlots(positions, S)] * n_layers, (cos, sin))
+    slots = [CacheSlots(positions, S)] * n_layers
+    context = ForwardContext(positions, S, masks, slots, [(cos, sin)] * n_layers)
     return model.lm_head(model.forward_blocks(tokens, context, cache))
 
 

@@ -22,12 +22,14 @@ from thinker.generation.mixed_bits import Bits
 from thinker.model import Thinker
 from thinker.model.attention import Attention, LinearAttention
 from thinker.model.inspection.open_hooks import has_open_hooks
-from thinker.model.layers import Linear, RMSNorm
+from thinker.model.layers import Linear, OnePlusRMSNorm, RMSNorm
 from thinker.model.positions import Rotation, apply_rotary_emb
-from thinker.model.transformer import MLP
+from thinker.model.transformer import MLP, Block
 from thinker.runtime.errors import UserError
 
-KINDS = frozenset({Attention, LinearAttention, MLP, RMSNorm, Linear})  # that have a faster form
+# Modules that have a faster form.
+KINDS = frozenset({Attention, LinearAttention, MLP, RMSNorm, OnePlusRMSNorm, Linear})
+RMS_NORMS = (RMSNorm, OnePlusRMSNorm)
 
 
 class FusedProjection:
@@ -37,8 +39,6 @@ class FusedProjection:
         """As Attention.project(): x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D)."""
         H = self.n_heads
         K = self.n_kv_heads
-        if not self.use_rope:
-            rope = None
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q_and_k, v = heads.split((H + K, K), dim=1)  # (B, H + K, T, D), (B, K, T, D)
         q, k = apply_rotary_emb(self.qk_norm(q_and_k), rope).split((H, K), dim=1)
@@ -81,6 +81,8 @@ class InferenceNorm(RMSNorm):
         nn.Module.__init__(self)
         self.weight = plain.weight
         self.eps = plain.eps
+        if isinstance(plain, OnePlusRMSNorm):
+            self.weight = nn.Parameter(plain.weight + 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width), in x's dtype."""
@@ -147,8 +149,10 @@ class _Fusing:
             name = path.rpartition(".")[2]
             if has_known_weight(old):
                 setattr(parent, name, self.linear(old, path, new))
-            elif type(old) is RMSNorm and RMSNorm in self.kinds and not is_patched(old):
-                setattr(parent, name, InferenceNorm(old))
+            elif type(old) in RMS_NORMS and type(old) in self.kinds and not is_patched(old):
+                norm = InferenceNorm(old)
+                norm.weight = frozen(norm.weight, self.dtype)
+                setattr(parent, name, norm)
         return self.fill(new)
 
     def fuse_attention(self, plain: Attention, layer: int) -> Attention:
@@ -163,8 +167,8 @@ class _Fusing:
         fused.o_proj = self.known_or_copied(plain.o_proj, f"{path}.o")
         fused.qk_norm = nn.Identity()
         if isinstance(plain.q_norm, RMSNorm):  # a weight vector per head, (H + K, 1, D)
-            q_weights = plain.q_norm.weight.expand(plain.n_heads, -1)
-            k_weights = plain.k_norm.weight.expand(plain.n_kv_heads, -1)
+            q_weights = InferenceNorm(plain.q_norm).weight.expand(plain.n_heads, -1)
+            k_weights = InferenceNorm(plain.k_norm).weight.expand(plain.n_kv_heads, -1)
             fused.qk_norm = InferenceNorm(plain.q_norm)
             fused.qk_norm.weight = frozen(torch.cat((q_weights, k_weights))[:, None], self.dtype)
         return fused
@@ -261,7 +265,7 @@ def is_known_attention(attention: nn.Module) -> bool:
     if type(attention) not in FUSED_ATTENTION or is_patched(attention) or _has_hooks(attention):
         return False
     q_norm, k_norm = attention.q_norm, attention.k_norm
-    if type(q_norm) is not type(k_norm) or type(q_norm) not in (RMSNorm, nn.Identity):
+    if type(q_norm) is not type(k_norm) or type(q_norm) not in (*RMS_NORMS, nn.Identity):
         return False
     if getattr(q_norm, "eps", 0) != getattr(k_norm, "eps", 0):
         return False
@@ -350,8 +354,11 @@ def known_modules(model: Thinker) -> Iterator[bool]:
     """For each part of a fused model whether NativeDecoder knows it."""
     yield type(model) is Thinker and not is_patched(model)
     yield type(model.norm) is InferenceNorm
+    yield type(model.embedding) is nn.Embedding
+    yield hasattr(model.lm_head, "kernel_weight")
     for block in model.blocks:
-        yield not is_patched(block)
+        yield type(block) is Block and not is_patched(block)
+        yield type(block.attention_out) is type(block.mlp_out) is nn.Identity
         yield type(block.attention) is FusedAttention
         yield type(block.mlp) is FusedMLP and block.mlp.activation is F.silu
         yield type(block.attention_norm) is type(block.mlp_norm) is InferenceNorm

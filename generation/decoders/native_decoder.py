@@ -65,6 +65,7 @@ class NativeDecoder:
         config = model.config
         by_mask = all(not (pattern.by_content or pattern.n_features) for pattern in config.patterns)
         has_native_input = config.positions in ("rope", "alibi", "none") and not config.token_shift
+        has_native_input = has_native_input and config.window_rope_theta is None
         is_known = all(known_modules(model))
         self.is_supported = by_mask and has_native_input and is_known
         has_causal_masks = all(pattern == CAUSAL for pattern in config.patterns)

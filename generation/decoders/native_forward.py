@@ -186,10 +186,12 @@ class NativeForward:
             weight=weight.data_ptr(),
             out=self._x.data_ptr(),
         )
-        for block, pattern in zip(model.blocks, model.config.patterns):
+        for layer, pattern in enumerate(model.config.patterns):
+            block = model.blocks[layer]
             attention, mlp = block.attention, block.mlp
             yield self._linear(attention.qkv_proj, self._x, self._qkv, block.attention_norm)
-            yield from self._attention(attention, pattern)
+            rotates = model.config.rope_of_layer(layer) != "none"
+            yield from self._attention(attention, pattern, rotates)
             yield self._linear(attention.o_proj, self._y, self._x, adds=True)
             yield self._linear(mlp.gate_up_proj, self._x, self._gate_up, block.mlp_norm)
             yield self._linear(
@@ -197,7 +199,9 @@ class NativeForward:
             )
         yield self._linear(model.lm_head, self._x, self._logits, model.norm)
 
-    def _attention(self, attention: Attention, pattern: Pattern) -> Iterator[Operation]:
+    def _attention(
+        self, attention: Attention, pattern: Pattern, rotates: bool
+    ) -> Iterator[Operation]:
         """From q, k and v of all heads to what the heads read."""
         shared = {
             "H": attention.n_heads,
@@ -207,7 +211,7 @@ class NativeForward:
             "x": self._qkv.data_ptr(),
         }
         rotate = Operation(kind=native.ROTATE, **shared)
-        rotate.rotates = self.model.rope is not None and attention.use_rope
+        rotate.rotates = rotates
         norm = attention.qk_norm
         if not isinstance(norm, nn.Identity):
             rotate.norm = self._vector(norm.weight)

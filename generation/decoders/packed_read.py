@@ -84,10 +84,8 @@ class PackedReader:
             masks[pattern] = AttentionMask(kernel="cache", compute=compute)
         by_layer = [masks[pattern] for pattern in self.masks.patterns]
         slots = [CacheSlots(packed.positions)] * len(by_layer)
-        context = ForwardContext(packed.positions, end, by_layer, slots)
-        if self.model.rope is not None:
-            context.rope = self.model.rope(packed.positions, end, self.model.dtype)
-        return context
+        ropes = self.model.rotations(packed.positions, end)
+        return ForwardContext(packed.positions, end, by_layer, slots, ropes)
 
     @torch.no_grad()
     def agrees_with_model(self) -> bool:

@@ -16,6 +16,7 @@ from thinker.generation.fused import product_kernels as kernels
 from thinker.generation.fused.decode_buffers import OPTIONS, DecodeBuffers, Launch, next_power_of_2
 from thinker.model import KVCache, Thinker, proof
 from thinker.model.layers import Linear
+from thinker.model.transformer import Block
 
 MAX_HEAD_DIM = 256
 MAX_PARTS = 1 << 14  # of the vocabulary, which one program reads to sample
@@ -54,7 +55,12 @@ def unsupported(model: Thinker) -> str:
     norms = [model.norm]
     matrices = [model.lm_head]
     without_bias = [model.lm_head]
+    if type(model.embedding) is not nn.Embedding:
+        return "its embedding"
     for block in model.blocks:
+        for part in (block.attention_out, block.mlp_out):
+            if type(block) is not Block or type(part) is not nn.Identity:
+                return "its blocks"
         attention, mlp = block.attention, block.mlp
         for module, kind in ((attention, FusedAttention), (mlp, FusedMLP)):
             if type(module) is not kind:

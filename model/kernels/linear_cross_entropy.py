@@ -2,7 +2,7 @@
 stored as a whole."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from thinker.model.layers import LogitTransform
 from thinker.runtime.constants import IGNORE_INDEX
 
 CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # logits per chunk: fit a core's cache or fill a GPU
@@ -89,12 +90,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_compiled: bool,
         target_losses: Tensor | None,
         chunk_loss: ChunkLoss | None,
+        bias: Tensor | None,
+        transform: LogitTransform | None,
     ) -> Tensor:
         """The sum of the losses of x (N, C) with targets (N,)."""
         w = cast_weight  # (V, C)
         if w is None:
             w = weight.to(x.dtype)
         needs_x_grad, needs_w_grad = ctx.needs_input_grad[:2]
+        needs_bias_grad = ctx.needs_input_grad[7]
+        needs_gradient = needs_x_grad or needs_w_grad or needs_bias_grad
+        cast_bias = None
+        bias_grad = None  # (V,)
+        if bias is not None:
+            cast_bias = bias.to(x.dtype)
+        if needs_bias_grad:
+            bias_grad = torch.zeros_like(bias, dtype=_sum_dtype(x))
         x_grad = None  # (N, C)
         if needs_x_grad:
             x_grad = torch.empty_like(x)
@@ -106,11 +117,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = -(-len(x) // n_chunks)
         if chunk_loss is None:
             chunk_loss = _compiled() if is_compiled else loss_and_gradient
+        if transform is not None:
+            chunk_loss = partial(_transformed, chunk_loss, transform)
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
             # Without a name, so that the logits are freed before the next chunk.
             losses, grad = chunk_loss(
-                F.linear(x[part], w), targets[part], needs_x_grad or needs_w_grad
+                F.linear(x[part], w, cast_bias), targets[part], needs_gradient
             )
             total += losses.sum()
             if target_losses is not None:
@@ -119,23 +132,44 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad, w, out=x_grad[part])
             if needs_w_grad:
                 w_grad = _add_product(w_grad, grad.T, x[part])
+            if needs_bias_grad:
+                bias_grad += grad.sum(0, dtype=bias_grad.dtype)
             del losses, grad  # before the logits of the next chunk need memory
-        ctx.save_for_backward(x_grad, w_grad)
+        ctx.save_for_backward(x_grad, w_grad, bias_grad)
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
-        """Gradients of x and weight."""
-        x_grad, w_grad = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, weight and bias, which stand among the arguments of forward()."""
+        x_grad, w_grad, bias_grad = ctx.saved_tensors
         if x_grad is not None:
             x_grad = (x_grad * grad).to(x_grad.dtype)  # a loss scale would overflow fp16
         if w_grad is not None:
             w_grad = (w_grad * grad).to(ctx.weight_dtype)
-        return x_grad, w_grad, None, None, None, None, None
+        if bias_grad is not None:
+            bias_grad = (bias_grad * grad).to(ctx.weight_dtype)
+        return x_grad, w_grad, None, None, None, None, None, bias_grad, None
+
+
+def _transformed(
+    chunk_loss: ChunkLoss,
+    transform: LogitTransform,
+    logits: Tensor,
+    targets: Tensor,
+    needs_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """A chunk_loss of logits that are scaled or capped first."""
+    transformed = transform(logits)
+    # The loss may write its gradient into the logits that it is given.
+    kept = transformed
+    if needs_gradient:
+        kept = transformed.clone()
+    losses, grad = chunk_loss(transformed, targets, needs_gradient)
+    if grad is not None:
+        grad = transform.gradient(kept, grad)
+    return losses, grad
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -163,23 +197,28 @@ def linear_cross_entropy(
     is_compiled: bool = False,
     target_losses: Tensor | None = None,
     chunk_loss: ChunkLoss | None = None,
+    bias: Tensor | None = None,
+    transform: LogitTransform | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of softmax(x · weightᵀ) with `targets`, (B, T) int64: (sum in nats, number of
-    targets).
+    """Cross-entropy of softmax(x · weightᵀ + bias) with `targets`, (B, T) int64: (sum in nats,
+    number of targets).
 
     The sum is in fp32, or fp64 if x is fp64. IGNORE_INDEX is not counted.
 
     x (B, T, C), whose dtype the products use; weight (V, C); cast_weight: the weight in x's dtype,
     without a gradient. is_compiled: compile softmax, loss and gradient of a chunk; matrix products
     always call the library. target_losses: (B, T) fp32, contiguous; is filled with the loss of each
-    target, 0 for IGNORE_INDEX. chunk_loss: replaces the cross-entropy.
+    target, 0 for IGNORE_INDEX. chunk_loss: replaces the cross-entropy. bias: (V,). transform: of
+    the logits, before the loss.
     """
     if not torch.is_grad_enabled():
         # A Function ignores this and would compute the weight's gradient.
         weight = weight.detach()
+        if bias is not None:
+            bias = bias.detach()
     losses = None
     if target_losses is not None:
         losses = target_losses.view(-1)
-    options = (cast_weight, is_compiled, losses, chunk_loss)
+    options = (cast_weight, is_compiled, losses, chunk_loss, bias, transform)
     total = _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *options)
     return total, (targets != IGNORE_INDEX).sum()

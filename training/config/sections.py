@@ -68,7 +68,7 @@ class ModelConfig(ConfigSection):
     norm_eps: float = 1e-6
     """Epsilon added to the mean square in RMSNorm."""
     qk_norm: bool = True
-    """Apply RMSNorm to queries and keys before RoPE, as in Qwen3. false: do not, as in LLaMA."""
+    """Apply a norm to queries and keys before RoPE, as in Qwen3. false: do not, as in LLaMA."""
     tie_embeddings: bool = False
     """Share one weight between the embedding and the LM head."""
     dropout: float = 0.0
@@ -109,10 +109,45 @@ class ModelConfig(ConfigSection):
     """MLP of the blocks: swiglu (gated), ungated, or a name that a module in `extensions`
     registers."""
     activation: str = "silu"
-    """Activation in the MLP: silu, gelu, relu, relu2 (squared), or a registered name."""
+    """Activation in the MLP: silu, gelu, gelu_tanh (as in GPT-2), relu, relu2 (squared), or a
+    registered name."""
     norm: str = "rmsnorm"
-    """Norm of the blocks and of the output: rmsnorm, layernorm, or a registered name. QK-norm is
-    always RMSNorm."""
+    """Norm of the blocks and of the output: rmsnorm, rmsnorm_one_plus (as in Gemma), layernorm,
+    layernorm_no_bias, layernorm_no_weight, or a registered name."""
+    block: Literal["pre_norm", "post_norm", "both_norms", "parallel", "parallel_one_norm"] = (
+        "pre_norm"
+    )
+    """Norms of the inputs of attention and MLP (pre_norm), of their outputs (post_norm, as in OLMo
+    2), or both_norms (Gemma 2). parallel: both read the same input, as in GPT-NeoX, or with
+    parallel_one_norm through one norm, as in Phi."""
+    qk_norm_type: Literal[
+        "rmsnorm", "rmsnorm_one_plus", "rmsnorm_width", "layernorm", "layernorm_per_head"
+    ] = "rmsnorm"
+    """Norm of queries and keys: rmsnorm or layernorm of each head, rmsnorm_one_plus (Gemma 3),
+    rmsnorm_width over all heads (OLMo 2), layernorm_per_head with weights for each (StableLM)."""
+    attention_out_bias: bool = False
+    """Add a bias to the output of attention, as in GPT-2."""
+    mlp_bias: bool = False
+    """Add biases to the matrices of the MLP."""
+    head_bias: bool = False
+    """Add a bias to the logits, as in Phi."""
+    rope_dim: Size | None = None
+    """Channels of each head that RoPE rotates, as in GPT-NeoX. null: all."""
+    window_rope_theta: float | None = None
+    """Base of RoPE in layers without full attention, which are not scaled, as in Gemma 3. null:
+    rope_theta."""
+    position_offset: Annotated[int, Field(ge=0)] = 0
+    """Rows of the table of learned positions before the first one; 2 in OPT."""
+    attention_scale: float | None = None
+    """Factor on the attention scores. null: 1/√head_dim."""
+    embedding_scale: float = 1.0
+    """Factor on the embedding; √d_model in Gemma."""
+    residual_scale: float = 1.0
+    """Factor on the outputs of attention and MLP, as in Granite."""
+    logit_scale: float = 1.0
+    """Factor on the logits, as in Cohere's models."""
+    logit_softcap: float | None = None
+    """Soft cap on the logits, as in Gemma 2. null: none."""
 
 
 def _check_callback(name: str) -> str:
