@@ -1,7 +1,9 @@
 """Read and write LoRA adapters in the format of the library peft."""
 
+import contextlib
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,17 @@ from thinker.checkpoint import (
     read_json,
 )
 from thinker.checkpoint.format import RANK_OF
+from thinker.interop.families import FAMILIES, Family
+from thinker.interop.families.tensors import their_name, to_our_order, to_their_order
 from thinker.interop.find import is_hf_folder
 from thinker.interop.hf_config import from_hf_config
-from thinker.interop.huggingface import load_pretrained, to_hf_name, write_json, write_tensors
+from thinker.interop.huggingface import load_pretrained, write_json, write_tensors
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import checked_pattern
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
 
 # Keys that are read or do not change the result; all other keys must be empty.
@@ -69,9 +72,20 @@ def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Pa
                 f"model.{name} is {ours[name]} but {theirs[name]} in {base}, "
                 "which an adapter cannot change; export without --adapter"
             )
+    family = FAMILIES[read_json(base / "config.json")["model_type"]]
     adapter = _read_adapter(checkpoint)
     rank = adapter[RANK_OF].shape[0]
     scale = adapter[RANK_OF.replace("lora_A", "lora_scale")].item()
+    tensors = {}
+    targets = []
+    for name, tensor in adapter.items():
+        if "lora_scale" in name:  # peft computes it from lora_alpha
+            continue
+        if name.endswith("lora_B"):
+            tensor = to_their_order(family, config, name, tensor)
+        theirs = their_name(family, name)
+        tensors[f"{PREFIX}{theirs}.weight"] = tensor
+        targets.append(theirs.split(".")[-2])
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -79,16 +93,12 @@ def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Pa
         "r": rank,
         "lora_alpha": scale * rank,
         "lora_dropout": 0.0,
-        "target_modules": list(MATRICES),
+        "target_modules": list(dict.fromkeys(targets)),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
     write_json(folder / CONFIG, values)
-    tensors = {}
-    for name, tensor in adapter.items():
-        if "lora_scale" not in name:  # peft computes it from lora_alpha
-            tensors[f"{PREFIX}{to_hf_name(name)}.weight"] = tensor
     write_tensors(tensors, folder / WEIGHTS)
     n_parameters = sum(tensor.numel() for tensor in tensors.values())
     return f"rank {rank}, {n_parameters:,} parameters"
@@ -167,17 +177,23 @@ def _find_base(folder: Path, name: str) -> Path:
 def _merge(model: Thinker, base: Path, folder: Path, rank: int, scale: float, targets: Any) -> None:
     """Add the products of the adapter's matrices to the weights of the model."""
     path = folder / WEIGHTS
-    weights = {to_hf_name(name): weight for name, weight in model.named_parameters()}
+    family = FAMILIES[read_json(base / "config.json")["model_type"]]
+    our_names = dict(_matrices_by_their_names(family, model))
+    weights = dict(model.named_parameters())
     with open_safetensors(path) as file:
         unused = set(file.keys())
         for name in sorted(unused):
             if not name.startswith(PREFIX) or not name.endswith(".lora_A.weight"):
                 continue
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-            weight = weights.get(f"{module}.weight")
+            our_name = our_names.get(f"{module}.weight")
             other = name.replace("lora_A", "lora_B")
-            if weight is None or other not in unused:
-                raise CorruptCheckpoint(f"{path}: {name} matches no matrix of the model in {base}")
+            if our_name is None or other not in unused:
+                raise CorruptCheckpoint(
+                    f"{path}: {name} matches no matrix of the model in {base} that is stored by "
+                    "itself"
+                )
+            weight = weights[our_name]
             A = file.get_tensor(name).float()  # (rank, inputs)
             B = file.get_tensor(other).float()  # (outputs, rank)
             is_product = A.dim() == 2 and B.dim() == 2 and A.shape[0] == B.shape[1]
@@ -189,10 +205,18 @@ def _merge(model: Thinker, base: Path, folder: Path, rank: int, scale: float, ta
                 raise CorruptCheckpoint(
                     f"{path}: {name} contradicts r or target_modules in {CONFIG}"
                 )
-            weight += scale * (B @ A)
+            # The order of the channels of queries and keys may differ.
+            weight += scale * to_our_order(family, model.config, our_name, B @ A)
             unused -= {name, other}
     if unused:
         raise UserError(f"{path} has an unsupported tensor {min(unused)}")
+
+
+def _matrices_by_their_names(family: Family, model: Thinker) -> Iterator[tuple[str, str]]:
+    """Their names of matrices, and ours: not of those that transformers stores fused."""
+    for name, _ in model.named_parameters():
+        with contextlib.suppress(UserError):
+            yield their_name(family, name), name
 
 
 def _is_target(module: str, targets: Any) -> bool:

@@ -110,5 +110,7 @@ def test_nothing_unpickles():
     for path in FILES:
         code = path.read_text()
         assert "import pickle" not in code
-        assert "torch.load(" not in code
+        # torch's loader of weights runs no code of a file.
+        for call in re.findall(r"torch\.load\([^)]*\)", code):
+            assert "weights_only=True" in call
         assert "allow_pickle=True" not in code

@@ -397,11 +397,13 @@ def theirs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'; choose from llama"),
+        ({"model_type": "bert"}, "model_type is 'bert'; choose from cohere, gemma"),
+        ({"model_type": "gpt2"}, "an unsupported key head_dim"),
         ({"model_type": "llamas"}, "did you mean llama"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; choose from silu"),
+        ({"attention_bias": True}, "no tensor model.layers.0.self_attn.k_proj.bias"),
+        ({"mlp_bias": True}, "no tensor model.layers.0.mlp.down_proj.bias"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is True"),
         ({"attn_logit_softcapping": 30.0}, "an unsupported key attn_logit_softcapping"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
@@ -426,7 +428,7 @@ def theirs(tmp_path_factory):
         ),
         (
             {"rope_parameters": {"rope_type": "default", "full_attention": {}}},
-            "rope_type is 'default'",
+            "rope_parameters differs by layer",
         ),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_size": "big"}, "hidden_size is 'big'; it must be an integer above 0"),
@@ -522,7 +524,7 @@ def test_keys_of_full_dumps_are_no_reason_to_refuse(theirs):
 def test_files_that_are_missing_or_hostile(tmp_path, theirs):
     shutil.copytree(theirs, tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model.bin is a pickle"):
+    with pytest.raises(UserError, match=r"pytorch_model.bin is damaged, or more than weights"):
         load(tmp_path)
     (tmp_path / INDEX).write_text(
         json.dumps({"weight_map": {"lm_head.weight": "../../x.safetensors"}})
