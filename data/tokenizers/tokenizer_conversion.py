@@ -64,8 +64,10 @@ def read(folder: Path) -> Tokenizer:
         template = read_text(folder / hf.TEMPLATE_NAME)
     eos = config.pop(hf.EOS_KEY, None)
     bos_id = config.pop(hf.BOS_KEY, None)
+    n_ids = None
     for name in ("generation_config.json", "config.json"):
         model_config = _read_optional(folder / name)
+        n_ids = model_config.get("vocab_size")
         if eos is None:
             eos = model_config.get("eos_token_id")
         if bos_id is None:
@@ -74,6 +76,9 @@ def read(folder: Path) -> Tokenizer:
         if isinstance(template, list):
             template = _default_template(template)
         eos_ids = [eos] if isinstance(eos, int) else list(eos or [])
+        if isinstance(n_ids, int):
+            written = template or ""  # a token that the template writes is needed
+            content, config = _without_tokens_from(content, config, n_ids, written)
         if "bos_token" not in config and "eos_token" not in config:
             config = config | _names_of_ids(content, bos_id, eos_ids)
         elsewhere = _tokens_elsewhere(folder, config)
@@ -117,6 +122,42 @@ def _read_optional(path: Path) -> dict:
     if not path.exists():
         return {}
     return read_json(path)
+
+
+def _without_tokens_from(
+    content: dict, config: dict, n_ids: int, template: str
+) -> tuple[dict, dict]:
+    """tokenizer.json and tokenizer_config.json without added tokens that the model has no id for,
+    except those that the template names.
+
+    Small models of Gemma 3 have the tokenizer of the larger ones, with a token for images.
+    """
+    outside = []
+    for token in content["added_tokens"]:
+        if token["id"] >= n_ids and token["content"] not in template:
+            outside.append(token["content"])
+    if not outside:
+        return content, config
+
+    def is_inside(token: Any) -> bool:
+        return not any(is_named(token, name) for name in outside)
+
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, dict):
+        vocab = {piece: number for piece, number in vocab.items() if is_inside(piece)}
+    content = content | {
+        "added_tokens": list(filter(is_inside, content["added_tokens"])),
+        "model": content["model"] | {"vocab": vocab},
+    }
+    inside = {}
+    for key, value in config.items():
+        if isinstance(value, list):
+            value = list(filter(is_inside, value))
+        elif key in ("added_tokens_decoder", "extra_special_tokens") and isinstance(value, dict):
+            value = {name: token for name, token in value.items() if is_inside(token)}
+        if is_inside(value):
+            inside[key] = value
+    return content, inside
 
 
 def _names_of_ids(content: dict, bos_id: int | None, eos_ids: list[int]) -> dict[str, str]:

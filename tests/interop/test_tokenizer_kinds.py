@@ -14,6 +14,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 sentencepiece = pytest.importorskip("sentencepiece")
 
+import tokenizers  # noqa: E402
 from tokenizer_kinds import KINDS, build, build_older_files, build_sentencepiece  # noqa: E402
 
 from thinker.data.chat import chat  # noqa: E402
@@ -256,3 +257,33 @@ def test_a_pattern_of_tiktoken_is_run_by_tiktoken(tmp_path):
         folder.mkdir()
         build(name, folder)
         assert type(load_tokenizer(folder)) is Tokenizer
+
+
+def test_tokens_that_the_model_has_no_id_for_are_plain_text(tmp_path):
+    """As <image_soft_token> of Gemma 3 with 270 million and a billion parameters."""
+    build("gemma3_text", tmp_path)
+    given = load_tokenizer(tmp_path)
+    name = "<image_soft_token>"
+    n_ids = given.vocab_size
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    library.add_special_tokens([name])
+    library.save(str(tmp_path / "tokenizer.json"))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    config["added_tokens_decoder"] = {n_ids: {"content": name, "special": True} | flags}
+    config |= {"image_token": name, "extra_special_tokens": {"image_token": name}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).vocab_size == n_ids + 1
+    model = json.loads((tmp_path / "config.json").read_text()) | {"vocab_size": n_ids}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    ours = load_tokenizer(tmp_path)
+    assert ours.vocab_size == n_ids
+    assert ours.decode(ours.encode(f"a{name}", allow_special=True)) == f"a{name}"
+    out = tmp_path / "out"
+    out.mkdir()
+    tokenizer_conversion.write(ours, out, 128)
+    (out / "config.json").write_text(json.dumps(model))
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert len(theirs) == n_ids
+    check_equal(ours, theirs, [name, *hard_texts(list(ours.special_tokens), 200)])
+    assert load_tokenizer(out).content_hash == ours.content_hash
