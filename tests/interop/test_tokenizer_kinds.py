@@ -18,6 +18,7 @@ import tokenizers  # noqa: E402
 from tokenizer_kinds import KINDS, build, build_older_files, build_sentencepiece  # noqa: E402
 
 from thinker.data.chat import chat  # noqa: E402
+from thinker.data.corpus.corpus import prepare_corpus  # noqa: E402
 from thinker.data.tokenizers import older_files, tokenizer_conversion  # noqa: E402
 from thinker.data.tokenizers.saved_tokenizer import has_tokenizer, load_tokenizer  # noqa: E402
 from thinker.data.tokenizers.tokenizer import Tokenizer  # noqa: E402
@@ -287,3 +288,36 @@ def test_tokens_that_the_model_has_no_id_for_are_plain_text(tmp_path):
     assert len(theirs) == n_ids
     check_equal(ours, theirs, [name, *hard_texts(list(ours.special_tokens), 200)])
     assert load_tokenizer(out).content_hash == ours.content_hash
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_documents_of_a_corpus_have_the_ids_of_transformers(tmp_path, name):
+    """With the folder as data.tokenizer of a fine-tuning."""
+    folder = tmp_path / "given"
+    folder.mkdir()
+    kind = build(name, folder)
+    theirs = open_there(kind, folder)
+    texts = [text for text in islice(adversarial_texts([], SEED), 300) if text.strip()]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (tmp_path / "texts.jsonl").write_text("".join(lines))
+    corpus = prepare_corpus(
+        source="jsonl",
+        path=str(tmp_path / "texts.jsonl"),
+        tokenizer=str(folder),
+        cache_dir=tmp_path / "cache",
+        val_fraction=0.0,
+        progress=False,
+    )
+    (shard,) = corpus.train.shards
+    bos_id, eos_ids = corpus.tokenizer.bos_id, corpus.tokenizer.eos_ids
+    found = []
+    for start, end in zip(shard.offsets[:-1], shard.offsets[1:]):
+        ids = shard.tokens[start:end].tolist()
+        assert ids.pop(0) == bos_id
+        if bos_id not in eos_ids:
+            assert ids.pop() == eos_ids[0]
+        found.append(ids)
+    expected = theirs(texts, add_special_tokens=False)["input_ids"]
+    for text, ids, ids_there in zip(texts, found, expected, strict=True):
+        assert ids == ids_there, text
+    assert corpus.tokenizer.content_hash == load_tokenizer(folder).content_hash
