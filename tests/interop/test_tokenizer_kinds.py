@@ -105,9 +105,11 @@ def test_a_tokenizer_of_each_family_does_the_same_as_there(tmp_path, name):
             assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("more_ids", [0, 64], ids=["as-many-ids", "more-ids"])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_written_is_read_the_same_there_and_here(tmp_path, name):
-    """In a run directory, and in an export, whatever class transformers has for the model."""
+def test_what_is_written_is_read_the_same_there_and_here(tmp_path, name, more_ids):
+    """In a run directory, and in an export, whatever class transformers has for the model. A model
+    with more ids gets a pad token."""
     folder = tmp_path / "given"
     folder.mkdir()
     build(name, folder)
@@ -118,7 +120,7 @@ def test_what_is_written_is_read_the_same_there_and_here(tmp_path, name):
     for out in (export, run):
         out.mkdir()
     ours.save(run)
-    tokenizer_conversion.write(ours, export, 128)
+    tokenizer_conversion.write(ours, export, 128, ours.vocab_size + more_ids)
     for file in MODEL_FILES:
         if (folder / file).exists():
             (export / file).write_text((folder / file).read_text())
