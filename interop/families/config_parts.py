@@ -70,14 +70,27 @@ class Key:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Fields that all models of a family have. `keys`: those that transformers ignores."""
+    """Fields that all models of a family have."""
 
     fields: dict[str, Any]
-    keys: frozenset[str] = frozenset()
+    keys = frozenset()
 
     def read(self, values: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """As ConfigPart.read()."""
         fields |= self.fields
+
+    def write(self, config: ThinkerConfig, values: dict[str, Any]) -> None:
+        """As ConfigPart.write()."""
+
+
+class Unread:
+    """Keys that this family of transformers ignores."""
+
+    def __init__(self, *keys: str) -> None:
+        self.keys = frozenset(keys)
+
+    def read(self, values: Mapping[str, Any], fields: dict[str, Any]) -> None:
+        """As ConfigPart.read()."""
 
     def write(self, config: ThinkerConfig, values: dict[str, Any]) -> None:
         """As ConfigPart.write()."""

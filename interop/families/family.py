@@ -30,7 +30,8 @@ class Family:
 
     model_type: str
     architecture: str  # the class of transformers
-    parts: list[ConfigPart]  # in this order; sizes first
+    sizes: list[ConfigPart]  # read before
+    choices: list[ConfigPart]
     # Our modules and theirs, without the number of the layer; "blocks" is the list of layers.
     # Modules with the same name there are stored as one.
     names: dict[str, str]
@@ -47,3 +48,8 @@ class Family:
         for part in self.parts:
             keys |= part.keys
         return keys
+
+    @property
+    def parts(self) -> list[ConfigPart]:
+        """All keys, in the order in which they are read."""
+        return [*self.sizes, *self.choices]

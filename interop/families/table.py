@@ -19,6 +19,7 @@ from thinker.interop.families.config_parts import (
     KVHeads,
     Number,
     Only,
+    Unread,
     rounded,
 )
 from thinker.interop.families.family import ConfigPart, Family
@@ -29,6 +30,7 @@ from thinker.interop.families.window_parts import (
     GlobalOrLocal,
     LayersAfter,
     LayersWithoutRope,
+    NoWindows,
     SameInAllLayers,
 )
 from thinker.model import ThinkerConfig
@@ -78,8 +80,6 @@ ATTENTION_BIAS = flag("attention_bias", BIAS_OF_ATTENTION)
 NO_BIAS = Only({"attention_bias": False}, is_written=True)
 NO_MLP_BIAS = Only({"mlp_bias": False}, is_written=True)
 SILU = Activation("hidden_act", "silu")
-# Early files of Gemma say gelu and mean its approximation.
-GEMMA_GELU = {"gelu": "gelu_pytorch_tanh"}
 CAUSAL = Only({"use_bidirectional_attention": False})
 
 
@@ -121,11 +121,6 @@ def _inverse(number: float, _: object) -> float:
     return inverse
 
 
-GEMMA_SCALE = Number(
-    "query_pre_attn_scalar", "attention_scale", 256, _scale_from_width, _scale_to_width
-)
-
-
 class GemmaEmbedding:
     """The factor √d_model on the embedding, which config.json does not name."""
 
@@ -158,11 +153,6 @@ class EmbeddingWidth:
         values["word_embed_proj_dim"] = config.d_model
 
 
-def softcap(theirs: str, ours: str, default: float | None) -> Key:
-    """A soft cap. Null: none."""
-    return SoftcapKey(theirs, ours, float, default)
-
-
 class SoftcapKey(Key):
     """A key that differs between null and missing."""
 
@@ -173,7 +163,84 @@ class SoftcapKey(Key):
         super().read(values, fields)
 
 
+# Keys of single families
+
+GRANITE_SCALES = (
+    Key("embedding_multiplier", "embedding_scale", float, 1.0),
+    Key("residual_multiplier", "residual_scale", float, 1.0),
+    Number("logits_scaling", "logit_scale", 1.0, _inverse, _inverse),
+    Number("attention_multiplier", "attention_scale", 1.0, _scale_from_factor, _scale_to_factor),
+)
+# Early files of Gemma say gelu and mean its approximation.
+GEMMA_ACTIVATION = (
+    Activation("hidden_act", "gelu_pytorch_tanh", {"gelu": "gelu_pytorch_tanh"}),
+    Only({"hidden_activation": "gelu_pytorch_tanh"}, is_written=True),
+)
+
+
+def gemma2_keys(score_cap: float | None, logit_cap: float | None) -> list[ConfigPart]:
+    """Keys of Gemma 2 and 3, with their defaults of the soft caps."""
+    return [
+        Number("query_pre_attn_scalar", "attention_scale", 256, _scale_from_width, _scale_to_width),
+        Activation("hidden_activation", "gelu_pytorch_tanh"),
+        Unread("hidden_act"),
+        SoftcapKey("attn_logit_softcapping", "attn_logit_softcap", float, score_cap),
+        SoftcapKey("final_logit_softcapping", "logit_softcap", float, logit_cap),
+    ]
+
+
+GEMMA3_WINDOWS = EveryNth(6, period_key="sliding_window_pattern")
+STABLELM_FLAGS = (
+    flag("use_qkv_bias", BIAS_OF_QKV),
+    flag("qk_layernorm", {"qk_norm": True, "qk_norm_type": "layernorm_per_head"}),
+    flag("use_parallel_residual", {"block": "parallel_one_norm"}),
+)
+COHERE_KEYS = (
+    ATTENTION_BIAS,
+    flag("use_qk_norm", {"qk_norm": True, "qk_norm_type": "layernorm_per_head"}),
+    Key("logit_scale", "logit_scale", float, 0.0625),
+    RopeKeys(theta=5e5),
+)
+STARCODER2_KEYS = (
+    Activation("hidden_act", "gelu_pytorch_tanh"),
+    flag("use_bias", BIAS_OF_ALL, default=True),
+)
+PHI_FIELDS = fixed(
+    norm="layernorm", mlp="ungated", block="parallel_one_norm", head_bias=True, **BIAS_OF_ALL
+)
+PHI_QK_NORM = flag("qk_layernorm", {"qk_norm": True, "qk_norm_type": "layernorm"})
+GPT2_KEYS = (Activation("activation_function", "gelu_new"), norm_eps("layer_norm_epsilon", 1e-5))
+GPT2_SCORES = Only({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
+NEO_BIAS = {"mlp_bias": True, "attention_out_bias": True}
+GPT_NEOX_FLAGS = (
+    flag("attention_bias", BIAS_OF_ATTENTION, default=True),
+    flag("use_parallel_residual", {"block": "parallel"}, default=True),
+)
+GPT_NEOX_ROPE = RopeKeys(theta_key="rotary_emb_base", share=0.25, share_key="rotary_pct")
+OPT_FIELDS = {
+    "positions": "learned",
+    "position_offset": 2,
+    "norm": "layernorm",
+    "norm_eps": 1e-5,
+    "mlp": "ungated",
+}
+OPT_NORMS = Only(
+    {
+        "do_layer_norm_before": True,
+        "layer_norm_elementwise_affine": True,
+        "_remove_final_layer_norm": False,
+    }
+)
+
 # Names of weights
+
+QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
+
+
+def together(theirs: str, *modules: str) -> dict[str, str]:
+    """Modules of ours that are one module there."""
+    return dict.fromkeys(modules, theirs)
+
 
 LLAMA = {
     "embedding": "model.embed_tokens",
@@ -192,31 +259,17 @@ LLAMA = {
     "mlp.up_proj": "mlp.up_proj",
     "mlp.down_proj": "mlp.down_proj",
 }
-PHI3 = LLAMA | {
-    "attention.q_proj": "self_attn.qkv_proj",
-    "attention.k_proj": "self_attn.qkv_proj",
-    "attention.v_proj": "self_attn.qkv_proj",
-    "mlp.gate_proj": "mlp.gate_up_proj",
-    "mlp.up_proj": "mlp.gate_up_proj",
-}
-# Norms of inputs and outputs, or of outputs alone.
+PHI3 = LLAMA | together("self_attn.qkv_proj", *QKV)
+PHI3 |= together("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj")
+# Norms of inputs and outputs, or (OLMo) of outputs alone.
 GEMMA2 = LLAMA | {
     "attention_out": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out": "post_feedforward_layernorm",
 }
-OLMO2 = GEMMA2
-PHI = LLAMA | {
-    "norm": "model.final_layernorm",
-    "block_norm": "input_layernorm",
-    "attention.o_proj": "self_attn.dense",
-    "attention.q_norm": "self_attn.q_layernorm",
-    "attention.k_norm": "self_attn.k_layernorm",
-    "mlp.up_proj": "mlp.fc1",
-    "mlp.down_proj": "mlp.fc2",
-}
-STABLELM = LLAMA | {
-    "block_norm": "input_layernorm",
+COHERE = LLAMA | {"block_norm": "input_layernorm"}
+COHERE_LAYOUTS = {"self_attn.q_norm": RowPerHead(), "self_attn.k_norm": RowPerHead()}
+STABLELM = COHERE | {
     "attention.q_norm": "self_attn.q_layernorm.norms.{head}",
     "attention.k_norm": "self_attn.k_layernorm.norms.{head}",
 }
@@ -224,8 +277,14 @@ STABLELM_LAYOUTS = {
     "self_attn.q_layernorm.norms.{head}": VectorPerHead(),
     "self_attn.k_layernorm.norms.{head}": VectorPerHead(),
 }
-COHERE = LLAMA | {"block_norm": "input_layernorm"}
-COHERE_LAYOUTS = {"self_attn.q_norm": RowPerHead(), "self_attn.k_norm": RowPerHead()}
+PHI = COHERE | {
+    "norm": "model.final_layernorm",
+    "attention.o_proj": "self_attn.dense",
+    "attention.q_norm": "self_attn.q_layernorm",
+    "attention.k_norm": "self_attn.k_layernorm",
+    "mlp.up_proj": "mlp.fc1",
+    "mlp.down_proj": "mlp.fc2",
+}
 STARCODER2 = LLAMA | {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
 GPT2 = {
     "embedding": "transformer.wte",
@@ -234,17 +293,13 @@ GPT2 = {
     "lm_head": "lm_head",
     "blocks": "transformer.h",
     "attention_norm": "ln_1",
-    "attention.q_proj": "attn.c_attn",
-    "attention.k_proj": "attn.c_attn",
-    "attention.v_proj": "attn.c_attn",
+    **together("attn.c_attn", *QKV),
     "attention.o_proj": "attn.c_proj",
     "mlp_norm": "ln_2",
     "mlp.up_proj": "mlp.c_fc",
     "mlp.down_proj": "mlp.c_proj",
 }
-GPT2_LAYOUTS = {
-    name: Transposed() for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-}
+GPT2_LAYOUTS = dict.fromkeys(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"), Transposed())
 GPT_NEO = GPT2 | {
     "attention.q_proj": "attn.attention.q_proj",
     "attention.k_proj": "attn.attention.k_proj",
@@ -257,9 +312,7 @@ GPT_NEOX = {
     "lm_head": "embed_out",
     "blocks": "gpt_neox.layers",
     "attention_norm": "input_layernorm",
-    "attention.q_proj": "attention.query_key_value",
-    "attention.k_proj": "attention.query_key_value",
-    "attention.v_proj": "attention.query_key_value",
+    **together("attention.query_key_value", *QKV),
     "attention.o_proj": "attention.dense",
     "mlp_norm": "post_attention_layernorm",
     "mlp.up_proj": "mlp.dense_h_to_4h",
@@ -283,289 +336,147 @@ OPT = {
 
 # Families
 
-RMS_NORM = norm_eps("rms_norm_eps", 1e-6)
+GPT2_SIZES: list[ConfigPart] = [
+    Key("vocab_size", "vocab_size"),
+    Key("n_embd", "d_model"),
+    FeedForwardWidth("n_inner"),
+    Key("n_layer", "n_layers"),
+    Key("n_head", "n_heads"),
+    Key("n_positions", "max_seq_len"),
+]
+GPT_NEO_SIZES: list[ConfigPart] = [
+    Key("vocab_size", "vocab_size"),
+    Key("hidden_size", "d_model"),
+    FeedForwardWidth("intermediate_size"),
+    Key("num_layers", "n_layers"),
+    Key("num_heads", "n_heads"),
+    Key("max_position_embeddings", "max_seq_len"),
+]
+OPT_SIZES: list[ConfigPart] = [
+    Key("vocab_size", "vocab_size"),
+    Key("hidden_size", "d_model"),
+    Key("ffn_dim", "d_ff"),
+    Key("num_hidden_layers", "n_layers"),
+    Key("num_attention_heads", "n_heads"),
+    Key("max_position_embeddings", "max_seq_len"),
+]
+RMS = (SILU, norm_eps("rms_norm_eps", 1e-6))
+RMS_1E5 = (SILU, norm_eps("rms_norm_eps", 1e-5))
 LAYER_NORM = norm_eps("layer_norm_eps", 1e-5)
+RARE_HEAD_DIM = HeadDim(is_always_written=False)
+ROPE = RopeKeys()
+PARTIAL = "partial_rotary_factor"
+GEMMA = (OTHER_DEFAULT, HeadDim(256), norm_eps("rms_norm_eps", 1e-6), tied(True))
+GEMMA += (ATTENTION_BIAS, CAUSAL, GemmaEmbedding())
+GEMMA2_FIELDS = {"norm": "rmsnorm_one_plus", "block": "both_norms"}
+OLMO2_FIELDS = {"block": "post_norm", "qk_norm": True, "qk_norm_type": "rmsnorm_width"}
+GPT_FIELDS = {"norm": "layernorm", "mlp": "ungated"}
 
 TABLE = [
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        [
-            *SIZES,
-            OTHER_DEFAULT,
-            HeadDim(128),
-            SILU,
-            RMS_NORM,
-            tied(False),
-            NO_BIAS,
-            fixed(qk_norm=True),
-            LayersAfter(),
-            RopeKeys(),
-        ],
+        [*SIZES, OTHER_DEFAULT, HeadDim(128), *RMS, tied(False)],
+        [fixed(qk_norm=True), NO_BIAS, LayersAfter(), ROPE],
         LLAMA,
     ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        [
-            *SIZES,
-            OTHER_DEFAULT,
-            HeadDim(),
-            SILU,
-            RMS_NORM,
-            tied(False),
-            Fixed({"qk_norm": False} | BIAS_OF_QKV, keys=frozenset({"attention_bias"})),
-            LayersAfter(),
-            RopeKeys(),
-        ],
+        [*SIZES, OTHER_DEFAULT, HeadDim(), *RMS, tied(False)],
+        [fixed(**BIAS_OF_QKV), Unread("attention_bias"), LayersAfter(), ROPE],
         LLAMA,
     ),
     Family(
         "llama",
         "LlamaForCausalLM",
-        [
-            *SIZES,
-            SAME_HEADS,
-            HeadDim(),
-            SILU,
-            RMS_NORM,
-            tied(False),
-            fixed(),
-            ATTENTION_BIAS,
-            MLP_BIAS,
-            SameInAllLayers("llama", has_windows=False),
-            RopeKeys(),
-        ],
+        [*SIZES, SAME_HEADS, HeadDim(), *RMS, tied(False)],
+        [fixed(), ATTENTION_BIAS, MLP_BIAS, NoWindows(), ROPE],
         LLAMA,
     ),
     Family(
         "mistral",
         "MistralForCausalLM",
-        [
-            *SIZES,
-            OTHER_DEFAULT,
-            HeadDim(),
-            SILU,
-            RMS_NORM,
-            tied(False),
-            fixed(),
-            Only({"attention_bias": False}),
-            SameInAllLayers("mistral", 4096),
-            RopeKeys(),
-        ],
+        [*SIZES, OTHER_DEFAULT, HeadDim(), *RMS, tied(False)],
+        [fixed(), SameInAllLayers(4096), ROPE],
         LLAMA,
     ),
     Family(
         "smollm3",
         "SmolLM3ForCausalLM",
-        [
-            *SIZES,
-            OTHER_DEFAULT,
-            HeadDim(),
-            SILU,
-            RMS_NORM,
-            tied(True),
-            fixed(),
-            NO_BIAS,
-            NO_MLP_BIAS,
-            LayersWithoutRope(),
-            RopeKeys(theta=2e6),
-        ],
+        [*SIZES, OTHER_DEFAULT, HeadDim(), *RMS, tied(True)],
+        [fixed(), NO_BIAS, NO_MLP_BIAS, LayersWithoutRope(), RopeKeys(theta=2e6)],
         LLAMA,
     ),
     Family(
         "granite",
         "GraniteForCausalLM",
-        [
-            *SIZES,
-            SAME_HEADS,
-            HeadDim(is_always_written=False),
-            SILU,
-            RMS_NORM,
-            tied(False),
-            fixed(),
-            ATTENTION_BIAS,
-            MLP_BIAS,
-            SameInAllLayers("granite", has_windows=False),
-            RopeKeys(),
-            Key("embedding_multiplier", "embedding_scale", float, 1.0),
-            Key("residual_multiplier", "residual_scale", float, 1.0),
-            Number("logits_scaling", "logit_scale", 1.0, _inverse, _inverse),
-            Number(
-                "attention_multiplier", "attention_scale", 1.0, _scale_from_factor, _scale_to_factor
-            ),
-        ],
+        [*SIZES, SAME_HEADS, RARE_HEAD_DIM, *RMS, tied(False)],
+        [fixed(), ATTENTION_BIAS, MLP_BIAS, NoWindows(), ROPE, *GRANITE_SCALES],
         LLAMA,
     ),
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        [
-            *SIZES,
-            SAME_HEADS,
-            SILU,
-            norm_eps("rms_norm_eps", 1e-5),
-            tied(False),
-            fixed(),
-            Only({"attention_bias": False}),
-            SameInAllLayers("phi3"),
-            RopeKeys(share_key="partial_rotary_factor"),
-        ],
+        [*SIZES, SAME_HEADS, *RMS_1E5, tied(False)],
+        [fixed(), SameInAllLayers(), RopeKeys(share_key=PARTIAL)],
         PHI3,
     ),
     Family(
         "gemma",
         "GemmaForCausalLM",
-        [
-            *SIZES,
-            OTHER_DEFAULT,
-            HeadDim(256),
-            RMS_NORM,
-            tied(True),
-            fixed(norm="rmsnorm_one_plus"),
-            GemmaEmbedding(),
-            Activation("hidden_act", "gelu_pytorch_tanh", GEMMA_GELU),
-            ATTENTION_BIAS,
-            CAUSAL,
-            Only({"hidden_activation": "gelu_pytorch_tanh"}, is_written=True),
-            SameInAllLayers("gemma", has_windows=False),
-            RopeKeys(),
-        ],
+        [*SIZES, *GEMMA],
+        [fixed(norm="rmsnorm_one_plus"), *GEMMA_ACTIVATION, NoWindows(), ROPE],
         LLAMA,
     ),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
-        [
-            *SIZES,
-            OTHER_DEFAULT,
-            HeadDim(256),
-            RMS_NORM,
-            tied(True),
-            GemmaEmbedding(),
-            fixed(norm="rmsnorm_one_plus", block="both_norms"),
-            GEMMA_SCALE,
-            ATTENTION_BIAS,
-            CAUSAL,
-            Activation("hidden_activation", "gelu_pytorch_tanh"),
-            softcap("attn_logit_softcapping", "attn_logit_softcap", 50.0),
-            softcap("final_logit_softcapping", "logit_softcap", 30.0),
-            EveryNth(2),
-            RopeKeys(),
-        ],
+        [*SIZES, *GEMMA],
+        [fixed(**GEMMA2_FIELDS), *gemma2_keys(50.0, 30.0), EveryNth(2), ROPE],
         GEMMA2,
     ),
     Family(
         "gemma3_text",
         "Gemma3ForCausalLM",
-        [
-            *SIZES,
-            OTHER_DEFAULT,
-            HeadDim(256),
-            RMS_NORM,
-            tied(True),
-            GemmaEmbedding(),
-            fixed(
-                norm="rmsnorm_one_plus",
-                block="both_norms",
-                qk_norm=True,
-                qk_norm_type="rmsnorm_one_plus",
-            ),
-            GEMMA_SCALE,
-            ATTENTION_BIAS,
-            CAUSAL,
-            Activation("hidden_activation", "gelu_pytorch_tanh"),
-            softcap("attn_logit_softcapping", "attn_logit_softcap", None),
-            softcap("final_logit_softcapping", "logit_softcap", None),
-            EveryNth(6, period_key="sliding_window_pattern"),
-            RopeKeysByLayer(theta=1e6, local_theta=1e4),
-        ],
+        [*SIZES, *GEMMA, fixed(qk_norm=True, qk_norm_type="rmsnorm_one_plus", **GEMMA2_FIELDS)],
+        [*gemma2_keys(None, None), GEMMA3_WINDOWS, RopeKeysByLayer(theta=1e6, local_theta=1e4)],
         GEMMA2,
     ),
     Family(
         "olmo",
         "OlmoForCausalLM",
-        [
-            *SIZES,
-            SAME_HEADS,
-            SILU,
-            tied(False),
-            ATTENTION_BIAS,
-            Only({"clip_qkv": None}),
-            fixed(norm="layernorm_no_weight", norm_eps=1e-5),
-            SameInAllLayers("olmo", has_windows=False),
-            RopeKeys(),
-        ],
+        [*SIZES, SAME_HEADS, SILU, tied(False), Only({"clip_qkv": None})],
+        [fixed(norm="layernorm_no_weight", norm_eps=1e-5), ATTENTION_BIAS, NoWindows(), ROPE],
         LLAMA,
     ),
     Family(
         "olmo2",
         "Olmo2ForCausalLM",
-        [
-            *SIZES,
-            SAME_HEADS,
-            SILU,
-            norm_eps("rms_norm_eps", 1e-5),
-            tied(False),
-            ATTENTION_BIAS,
-            fixed(block="post_norm", qk_norm=True, qk_norm_type="rmsnorm_width"),
-            SameInAllLayers("olmo2", has_windows=False),
-            RopeKeys(),
-        ],
-        OLMO2,
+        [*SIZES, SAME_HEADS, *RMS_1E5, tied(False)],
+        [fixed(**OLMO2_FIELDS), ATTENTION_BIAS, NoWindows(), ROPE],
+        GEMMA2,
     ),
     Family(
         "olmo3",
         "Olmo3ForCausalLM",
-        [
-            *SIZES,
-            SAME_HEADS,
-            SILU,
-            norm_eps("rms_norm_eps", 1e-5),
-            tied(False),
-            ATTENTION_BIAS,
-            fixed(block="post_norm", qk_norm=True, qk_norm_type="rmsnorm_width"),
-            EveryNth(4),
-            RopeKeysByLayer(theta=5e5),
-        ],
-        OLMO2,
+        [*SIZES, SAME_HEADS, *RMS_1E5, tied(False)],
+        [fixed(**OLMO2_FIELDS), ATTENTION_BIAS, EveryNth(4), RopeKeysByLayer(theta=5e5)],
+        GEMMA2,
     ),
     Family(
         "stablelm",
         "StableLmForCausalLM",
-        [
-            *SIZES,
-            OTHER_DEFAULT,
-            SILU,
-            LAYER_NORM,
-            tied(False),
-            fixed(norm="layernorm"),
-            flag("use_qkv_bias", BIAS_OF_QKV),
-            flag("qk_layernorm", {"qk_norm": True, "qk_norm_type": "layernorm_per_head"}),
-            flag("use_parallel_residual", {"block": "parallel_one_norm"}),
-            SameInAllLayers("stablelm", has_windows=False),
-            RopeKeys(share=0.25, share_key="partial_rotary_factor"),
-        ],
+        [*SIZES, OTHER_DEFAULT, SILU, LAYER_NORM, tied(False), fixed(norm="layernorm")],
+        [*STABLELM_FLAGS, NoWindows(), RopeKeys(share=0.25, share_key=PARTIAL)],
         STABLELM,
         STABLELM_LAYOUTS,
     ),
     Family(
         "cohere",
         "CohereForCausalLM",
-        [
-            *SIZES,
-            SAME_HEADS,
-            HeadDim(is_always_written=False),
-            SILU,
-            LAYER_NORM,
-            tied(True),
-            fixed(norm="layernorm_no_bias", block="parallel_one_norm"),
-            ATTENTION_BIAS,
-            flag("use_qk_norm", {"qk_norm": True, "qk_norm_type": "layernorm_per_head"}),
-            Key("logit_scale", "logit_scale", float, 0.0625),
-            SameInAllLayers("cohere", has_windows=False),
-            RopeKeys(theta=5e5),
-        ],
+        [*SIZES, SAME_HEADS, RARE_HEAD_DIM, SILU, LAYER_NORM, tied(True)],
+        [fixed(norm="layernorm_no_bias", block="parallel_one_norm"), *COHERE_KEYS, NoWindows()],
         COHERE,
         COHERE_LAYOUTS,
         rotates_neighbors=True,
@@ -573,58 +484,22 @@ TABLE = [
     Family(
         "starcoder2",
         "Starcoder2ForCausalLM",
-        [
-            *SIZES,
-            OTHER_DEFAULT,
-            HeadDim(is_always_written=False),
-            tied(True),
-            norm_eps("norm_epsilon", 1e-5),
-            Activation("hidden_act", "gelu_pytorch_tanh"),
-            fixed(norm="layernorm", mlp="ungated"),
-            flag("use_bias", BIAS_OF_ALL, default=True),
-            SameInAllLayers("starcoder2"),
-            RopeKeys(),
-        ],
+        [*SIZES, OTHER_DEFAULT, RARE_HEAD_DIM, norm_eps("norm_epsilon", 1e-5), tied(True)],
+        [fixed(**GPT_FIELDS), *STARCODER2_KEYS, SameInAllLayers(), ROPE],
         STARCODER2,
     ),
     Family(
         "phi",
         "PhiForCausalLM",
-        [
-            *SIZES,
-            SAME_HEADS,
-            LAYER_NORM,
-            tied(False),
-            Activation("hidden_act", "gelu_new"),
-            fixed(
-                norm="layernorm",
-                mlp="ungated",
-                block="parallel_one_norm",
-                head_bias=True,
-                **BIAS_OF_ALL,
-            ),
-            flag("qk_layernorm", {"qk_norm": True, "qk_norm_type": "layernorm"}),
-            SameInAllLayers("phi", has_windows=False),
-            RopeKeys(share=0.5, share_key="partial_rotary_factor"),
-        ],
+        [*SIZES, SAME_HEADS, LAYER_NORM, tied(False), Activation("hidden_act", "gelu_new")],
+        [PHI_FIELDS, PHI_QK_NORM, NoWindows(), RopeKeys(share=0.5, share_key=PARTIAL)],
         PHI,
     ),
     Family(
         "gpt2",
         "GPT2LMHeadModel",
-        [
-            Key("vocab_size", "vocab_size"),
-            Key("n_embd", "d_model"),
-            FeedForwardWidth("n_inner"),
-            Key("n_layer", "n_layers"),
-            Key("n_head", "n_heads"),
-            Key("n_positions", "max_seq_len"),
-            Activation("activation_function", "gelu_new"),
-            norm_eps("layer_norm_epsilon", 1e-5),
-            tied(True),
-            fixed(positions="learned", norm="layernorm", mlp="ungated", **BIAS_OF_ALL),
-            Only({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}),
-        ],
+        [*GPT2_SIZES, *GPT2_KEYS, tied(True)],
+        [fixed(positions="learned", **GPT_FIELDS, **BIAS_OF_ALL), GPT2_SCORES],
         GPT2,
         GPT2_LAYOUTS,
         buffers=("attn.bias", "attn.masked_bias"),
@@ -632,24 +507,9 @@ TABLE = [
     Family(
         "gpt_neo",
         "GPTNeoForCausalLM",
+        [*GPT_NEO_SIZES, *GPT2_KEYS, tied(True)],
         [
-            Key("vocab_size", "vocab_size"),
-            Key("hidden_size", "d_model"),
-            FeedForwardWidth("intermediate_size"),
-            Key("num_layers", "n_layers"),
-            Key("num_heads", "n_heads"),
-            Key("max_position_embeddings", "max_seq_len"),
-            Activation("activation_function", "gelu_new"),
-            norm_eps("layer_norm_epsilon", 1e-5),
-            tied(True),
-            fixed(
-                positions="learned",
-                norm="layernorm",
-                mlp="ungated",
-                mlp_bias=True,
-                attention_out_bias=True,
-                attention_scale=1.0,
-            ),
+            fixed(positions="learned", attention_scale=1.0, **GPT_FIELDS, **NEO_BIAS),
             GlobalOrLocal(),
         ],
         GPT_NEO,
@@ -658,16 +518,8 @@ TABLE = [
     Family(
         "gpt_neox",
         "GPTNeoXForCausalLM",
-        [
-            *SIZES,
-            Activation("hidden_act", "gelu"),
-            LAYER_NORM,
-            tied(False),
-            fixed(norm="layernorm", mlp="ungated", mlp_bias=True),
-            flag("attention_bias", BIAS_OF_ATTENTION, default=True),
-            flag("use_parallel_residual", {"block": "parallel"}, default=True),
-            RopeKeys(theta_key="rotary_emb_base", share=0.25, share_key="rotary_pct"),
-        ],
+        [*SIZES, Activation("hidden_act", "gelu"), LAYER_NORM, tied(False)],
+        [fixed(mlp_bias=True, **GPT_FIELDS), *GPT_NEOX_FLAGS, GPT_NEOX_ROPE],
         GPT_NEOX,
         {"attention.query_key_value": RowsByHead()},
         buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
@@ -675,32 +527,8 @@ TABLE = [
     Family(
         "opt",
         "OPTForCausalLM",
-        [
-            Key("vocab_size", "vocab_size"),
-            Key("hidden_size", "d_model"),
-            Key("ffn_dim", "d_ff"),
-            Key("num_hidden_layers", "n_layers"),
-            Key("num_attention_heads", "n_heads"),
-            Key("max_position_embeddings", "max_seq_len"),
-            Activation("activation_function", "relu"),
-            tied(True),
-            fixed(
-                positions="learned",
-                position_offset=2,
-                norm="layernorm",
-                norm_eps=1e-5,
-                mlp="ungated",
-            ),
-            flag("enable_bias", BIAS_OF_ALL, default=True),
-            Only(
-                {
-                    "do_layer_norm_before": True,
-                    "layer_norm_elementwise_affine": True,
-                    "_remove_final_layer_norm": False,
-                }
-            ),
-            EmbeddingWidth(),
-        ],
+        [*OPT_SIZES, EmbeddingWidth(), Activation("activation_function", "relu"), tied(True)],
+        [fixed(**OPT_FIELDS), flag("enable_bias", BIAS_OF_ALL, default=True), OPT_NORMS],
         OPT,
     ),
 ]

@@ -11,6 +11,7 @@ from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 
 KINDS = {"full_attention": False, "sliding_attention": True}
+NAMES = {False: "full_attention", True: "sliding_attention"}
 
 
 def read_layer_types(values: Mapping[str, Any], default: list[bool], window: Any) -> list[bool]:
@@ -29,48 +30,55 @@ def read_layer_types(values: Mapping[str, Any], default: list[bool], window: Any
 
 def write_layer_types(config: ThinkerConfig) -> list[str]:
     """layer_types of config.json."""
-    names = {is_windowed: name for name, is_windowed in KINDS.items()}
-    return [names[pattern.text != "full"] for pattern in config.patterns]
+    return [NAMES[pattern.text != "full"] for pattern in config.patterns]
+
+
+WINDOW_KEYS = frozenset({"sliding_window", "layer_types", "use_sliding_window"})
+WINDOW_KEYS |= {"max_window_layers"}
+
+
+class NoWindows:
+    """Full attention in all layers."""
+
+    keys = WINDOW_KEYS
+
+    def read(self, values: Mapping[str, Any], fields: dict[str, Any]) -> None:
+        """As ConfigPart.read()."""
+        need_layer_types(values, [False] * fields["n_layers"])
+
+    def write(self, config: ThinkerConfig, values: dict[str, Any]) -> None:
+        """As ConfigPart.write()."""
 
 
 @dataclass(frozen=True)
 class SameInAllLayers:
-    """A window in all layers or in none.
+    """A window in all layers or in none. `window`: of transformers, if the key is missing."""
 
-    window: of transformers, if the key is missing. has_windows: False: in none.
-    """
-
-    model_type: str
     window: int | None = None
-    has_windows: bool = True
-
-    @property
-    def keys(self) -> set[str]:
-        """As ConfigPart.keys."""
-        return {"sliding_window", "layer_types", "use_sliding_window", "max_window_layers"}
+    keys = WINDOW_KEYS
 
     def read(self, values: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """As ConfigPart.read()."""
-        window = None
-        if self.has_windows:
-            window = read_window(values, self.window)
-        default = [window is not None] * fields["n_layers"]
-        is_windowed = default
-        if self.has_windows or values.get("layer_types") is not None:
-            is_windowed = read_layer_types(values, default, window)
-        # Versions of transformers disagree about layer_types of these models.
-        if is_windowed != default:
-            wanted = "sliding_attention" if default[0] else "full_attention"
-            raise UserError(
-                f"config.json: layer_types is {values['layer_types']}; "
-                f"{self.model_type} needs {wanted} in every layer"
-            )
+        window = read_window(values, self.window)
+        is_windowed = [window is not None] * fields["n_layers"]
+        need_layer_types(values, is_windowed)
         fields["attention"] = layers_as_patterns(is_windowed, window)
 
     def write(self, config: ThinkerConfig, values: dict[str, Any]) -> None:
         """As ConfigPart.write()."""
-        if self.has_windows:
-            values["sliding_window"] = one_window(config)
+        values["sliding_window"] = one_window(config)
+
+
+def need_layer_types(values: Mapping[str, Any], is_windowed: list[bool]) -> None:
+    """Raise UserError if layer_types says something else, about which versions of transformers
+    disagree in these families."""
+    layer_types = read_value(values, "layer_types", list, None)
+    wanted = [NAMES[has_window] for has_window in is_windowed]
+    if layer_types is not None and layer_types != wanted:
+        raise UserError(
+            f"config.json: layer_types is {layer_types}; {values['model_type']} needs "
+            f"{wanted[0]} in every layer"
+        )
 
 
 def read_window(values: Mapping[str, Any], default: int | None) -> int | None:
@@ -85,7 +93,7 @@ class LayersAfter:
 
     DEFAULT_WINDOW = 4096
     DEFAULT_FIRST = 28
-    keys = frozenset({"sliding_window", "layer_types", "use_sliding_window", "max_window_layers"})
+    keys = WINDOW_KEYS
 
     def read(self, values: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """As ConfigPart.read()."""
@@ -157,16 +165,7 @@ class EveryNth:
 class LayersWithoutRope:
     """Layers without RoPE, which alone may have a window, as in SmolLM3."""
 
-    keys = frozenset(
-        {
-            "no_rope_layers",
-            "no_rope_layer_interval",
-            "sliding_window",
-            "use_sliding_window",
-            "max_window_layers",
-            "layer_types",
-        }
-    )
+    keys = WINDOW_KEYS | {"no_rope_layers", "no_rope_layer_interval"}
 
     def read(self, values: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """As ConfigPart.read()."""
