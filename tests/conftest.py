@@ -120,6 +120,7 @@ MORE = (
     "interpretability/test_html_report.py",
     "interpretability/test_html_report_variants.py",
     "interpretability/test_transformer_lens.py",
+    "interpretability/test_transformer_lens_families.py",
     "lessons",
     "serving/test_langchain.py",
     "serving/test_many_clients.py",

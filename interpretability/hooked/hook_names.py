@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from thinker.interop.families.layouts import channel_order
 from thinker.model import Thinker
-from thinker.model.attention import Attention, LinearAttention
+from thinker.model.attention import LinearAttention
 from thinker.model.inspection.activation_hooks import HookPoint
-from thinker.model.layers import LayerNorm, RMSNorm
+from thinker.model.layers import AllHeadsNorm, LayerNorm, OnePlusRMSNorm, RMSNorm, Scale
+from thinker.model.transformer import ParallelBlock
 
 Function = Callable[[Tensor], Tensor | None]
 # Cached only if asked for, because they are large or the same as others.
@@ -99,28 +101,30 @@ class _AfterAttention(HookPoint):
         block = self.module
         with ExitStack() as stack:
             stack.enter_context(HookPoint(block, "input").open(keep))
-            attention = HookPoint(added_by(block, "attention"), "output")
-            stack.enter_context(attention.open(change_what_is_added))
+            added = HookPoint(block.attention_out, "output")
+            stack.enter_context(added.open(change_what_is_added))
             yield
 
 
 class _HeadResults(HookPoint):
-    """What each head of an Attention adds to its output, (B, T, H, C)."""
+    """What each head of a block adds to the residual stream, (B, T, H, C), or to the input of the
+    norm that follows attention."""
 
     @contextmanager
     def open(self, function: Function) -> Iterator[None]:
         """Context in which the function sees it, and may return another."""
-        attention = self.module
+        attention = self.module.attention
+        factor = factor_of(self.module.attention_out)
 
         def change_output(o_proj: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor | None:
             z = inputs[0].unflatten(-1, (attention.n_heads, -1))  # (B, T, H, D)
             w = (
                 o_proj.effective_weight().to(z.dtype).unflatten(1, (attention.n_heads, -1))
             )  # (C, H, D)
-            patched = function(torch.einsum("bthd,chd->bthc", z, w))
+            patched = function(torch.einsum("bthd,chd->bthc", z, w * factor))
             if patched is None:
                 return None
-            y = patched.sum(dim=2)
+            y = patched.sum(dim=2) / factor
             if o_proj.bias is not None:
                 y = y + o_proj.bias
             return y
@@ -161,31 +165,64 @@ def lens_points(model: Thinker) -> dict[str, LensPoint]:
     points = {"hook_embed": LensPoint(HookPoint(model.embedding, "output"))}
     if model.positions is not None:
         points["hook_pos_embed"] = LensPoint(_Positions(model, "output"))
-    has_rope = model.config.positions == "rope"
-    unrotated = model.config.no_rope_layers or []
+    order = their_channels(model)
     for layer, block in enumerate(model.blocks):
-        for name, point in _block_points(block, has_rope and layer not in unrotated).items():
+        has_rope = model.config.rope_of_layer(layer) != "none"
+        for name, point in _block_points(block, has_rope, order).items():
             points[f"blocks.{layer}.{name}"] = point
-    points |= _norm_points("ln_final", model.norm)
+    points |= _norm_points("ln_final", {"ln_final": model.norm})
     points["unembed.hook_in"] = LensPoint(HookPoint(model.lm_head, "input"))
-    points["unembed.hook_out"] = LensPoint(HookPoint(model.lm_head, "output"))
+    if model.logit_transform is None:  # else there, the logits are scaled or capped later
+        points["unembed.hook_out"] = LensPoint(HookPoint(model.lm_head, "output"))
     return points
 
 
-def added_by(block: nn.Module, name: str) -> nn.Module:
-    """The module whose output the "attention" or "mlp" of a block adds to the residual stream."""
-    return getattr(block, name)
+def their_channels(model: Thinker) -> Tensor | None:
+    """Which of our channels of a query or key each of theirs is, (D,); None if the order is the
+    same. It differs if RoPE rotates only some channels, which are the first ones there."""
+    order = channel_order(model.config, rotates_neighbors=False)
+    if order is None:
+        return None
+    return order.argsort()
 
 
-def _block_points(block: nn.Module, has_rope: bool) -> dict[str, LensPoint]:
+def norms_of(block: nn.Module) -> dict[str, nn.Module]:
+    """The norms of a block by their names in TransformerLens, in the order of the pass."""
+    is_post_norm = is_plain_norm(block.attention_out) and not is_plain_norm(block.attention_norm)
+    if is_post_norm:
+        return {"ln1": block.attention_out, "ln2": block.mlp_out}
+    first = block.attention_norm
+    if isinstance(block, ParallelBlock) and is_plain_norm(block.norm):
+        first = block.norm
+    norms = {"ln1": first, "ln1_post": block.attention_out, "ln2": block.mlp_norm}
+    norms["ln2_post"] = block.mlp_out
+    return {name: norm for name, norm in norms.items() if is_plain_norm(norm)}
+
+
+def factor_of(module: nn.Module) -> float:
+    """The factor on what a block adds to the residual stream."""
+    if isinstance(module, Scale):
+        return module.factor
+    return 1.0
+
+
+def _block_points(block: nn.Module, has_rope: bool, order: Tensor | None) -> dict[str, LensPoint]:
+    is_parallel = isinstance(block, ParallelBlock)
+    norms = norms_of(block)
+    is_post_norm = norms.get("ln1") is block.attention_out
     points = {"hook_resid_pre": LensPoint(HookPoint(block, "input"))}
-    points |= _norm_points("ln1", block.attention_norm)
-    points |= _attention_points(block.attention, has_rope)
-    points["hook_attn_out"] = LensPoint(HookPoint(added_by(block, "attention"), "output"))
-    points["hook_resid_mid"] = LensPoint(_AfterAttention(block, "output"))
-    # A copy, because a hook may write into it, and the residual stream passes by the MLP.
-    points["hook_mlp_in"] = LensPoint(HookPoint(block.mlp_norm, "input"), Tensor.clone)
-    points |= _norm_points("ln2", block.mlp_norm)
+    if not is_post_norm:
+        points |= _norm_points("ln1", norms)
+    points |= _attention_points(block, has_rope, order)
+    points |= _norm_points("ln1" if is_post_norm else "ln1_post", norms)
+    points["hook_attn_out"] = LensPoint(HookPoint(block.attention_out, "output"))
+    if not is_parallel:
+        points["hook_resid_mid"] = LensPoint(_AfterAttention(block, "output"))
+    if not is_parallel or not is_plain_norm(block.norm):
+        # A copy, because a hook may write into it, and the residual stream passes by the MLP.
+        points["hook_mlp_in"] = LensPoint(HookPoint(block.mlp_norm, "input"), Tensor.clone)
+    if not is_post_norm:
+        points |= _norm_points("ln2", norms)
     mlp = block.mlp
     if hasattr(mlp, "gate_proj"):
         points["mlp.hook_pre"] = LensPoint(HookPoint(mlp.gate_proj, "output"))
@@ -194,43 +231,57 @@ def _block_points(block: nn.Module, has_rope: bool) -> dict[str, LensPoint]:
         points["mlp.hook_pre"] = LensPoint(HookPoint(mlp.up_proj, "output"))
     if hasattr(mlp, "down_proj"):  # an MLP of the user may have other parts
         points["mlp.hook_post"] = LensPoint(HookPoint(mlp.down_proj, "input"))
-    points["hook_mlp_out"] = LensPoint(HookPoint(added_by(block, "mlp"), "output"))
+    points |= _norm_points("ln2" if is_post_norm else "ln2_post", norms)
+    points["hook_mlp_out"] = LensPoint(HookPoint(block.mlp_out, "output"))
     points["hook_resid_post"] = LensPoint(HookPoint(block, "output"))
     return points
 
 
-def _attention_points(attention: Attention, has_rope: bool) -> dict[str, LensPoint]:
+def _attention_points(
+    block: nn.Module, has_rope: bool, order: Tensor | None
+) -> dict[str, LensPoint]:
+    attention = block.attention
     points = {}
     for name in ("q", "k", "v"):
         projection = HookPoint(getattr(attention, f"{name}_proj"), "output")
         points[f"attn.hook_{name}"] = _split_heads(projection, attention.head_dim)
-    for name in ("q_norm", "k_norm"):
-        points |= _norm_points(f"attn.{name}", getattr(attention, name), is_flat=True)
+        if name != "v":
+            points[f"attn.hook_{name}"] = _reorder(points[f"attn.hook_{name}"], order)
+    for name in ("attn.q_norm", "attn.k_norm"):
+        norm = getattr(attention, name.removeprefix("attn."))
+        points |= _norm_points(name, {name: norm})
     if has_rope:
-        points["attn.hook_rot_q"] = _heads_last(HookPoint(attention, "attend", "q"))
-        points["attn.hook_rot_k"] = _heads_last(HookPoint(attention, "attend", "k"))
+        for name in ("q", "k"):
+            rotated = _heads_last(HookPoint(attention, "attend", name))
+            points[f"attn.hook_rot_{name}"] = _reorder(rotated, order)
     if not isinstance(attention, LinearAttention):
         points["attn.hook_attn_scores"] = LensPoint(HookPoint(attention, "attend", "scores"))
     points["attn.hook_pattern"] = LensPoint(HookPoint(attention, "attend", "weights"))
     points["attn.hook_z"] = _heads_last(HookPoint(attention, "attend", "heads"))
-    points["attn.hook_result"] = LensPoint(_HeadResults(attention, "output"))
+    points["attn.hook_result"] = LensPoint(_HeadResults(block, "output"))
     return points
 
 
 def is_plain_norm(norm: nn.Module) -> bool:
     """Whether a module is a norm whose scale is known."""
-    return type(norm) is RMSNorm or isinstance(norm, LayerNorm)
+    kinds = (RMSNorm, OnePlusRMSNorm, AllHeadsNorm)
+    return type(norm) in kinds or isinstance(norm, LayerNorm)
 
 
-def _norm_points(path: str, norm: nn.Module, is_flat: bool = False) -> dict[str, LensPoint]:
-    """Scale and normalized input of a norm, before its weight. is_flat: (B · T · heads, ...)."""
+def _norm_points(path: str, norms: dict[str, nn.Module]) -> dict[str, LensPoint]:
+    """Scale and normalized input of a norm, if there is one of this name, before its weight.
+
+    Those of single heads are (B · T · heads, ...) there.
+    """
     points = {}
+    norm = norms.get(path)
     if not is_plain_norm(norm):
         return points
+    is_of_heads = path.startswith("attn.") and not isinstance(norm, AllHeadsNorm)
     for name in ("scale", "normalized"):
         point = HookPoint(norm, "norm", name)
         points[f"{path}.hook_{name}"] = LensPoint(point)
-        if is_flat:
+        if is_of_heads:
             points[f"{path}.hook_{name}"] = LensPoint(point, _flatten_rows, _reshape)
     return points
 
@@ -243,6 +294,18 @@ def _split_heads(point: HookPoint, head_dim: int) -> LensPoint:
 def _heads_last(point: HookPoint) -> LensPoint:
     """(B, heads, T, D) here, (B, T, heads, D) there."""
     return LensPoint(point, lambda x: x.transpose(1, 2), lambda value, x: value.transpose(1, 2))
+
+
+def _reorder(place: LensPoint, order: Tensor | None) -> LensPoint:
+    """With the channels in another order there; see their_channels()."""
+    if order is None:
+        return place
+    back = order.argsort()
+    return LensPoint(
+        place.point,
+        lambda x: place.from_ours(x)[..., order],
+        lambda value, x: place.to_ours(value[..., back], x),
+    )
 
 
 def _flatten_rows(x: Tensor) -> Tensor:

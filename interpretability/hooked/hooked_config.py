@@ -36,6 +36,7 @@ class HookedConfig:
     use_attn_result: bool = False  # cache hook_result, which is large
     use_hook_mlp_in: bool = False  # cache hook_mlp_in, which equals hook_resid_mid
     attn_only: bool = False
+    parallel_attn_mlp: bool = False  # attention and MLP read the same input: no hook_resid_mid
 
 
 def config_of(model: Thinker, default_prepend_bos: bool) -> HookedConfig:
@@ -68,4 +69,5 @@ def config_of(model: Thinker, default_prepend_bos: bool) -> HookedConfig:
         device=model.device,
         dtype=model.dtype,
         default_prepend_bos=default_prepend_bos,
+        parallel_attn_mlp=config.block.startswith("parallel"),
     )

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from thinker.interpretability.hooked.hook_names import factor_of, norms_of, their_channels
 from thinker.model import Thinker
+from thinker.model.layers import ScaledEmbedding
 from thinker.runtime.errors import UserError
 
 
@@ -25,20 +27,29 @@ def _bias(linear: nn.Linear) -> Tensor:
 
 
 class AttentionWeights:
-    """The weights of an Attention by head. Each KV head is repeated for the heads that it serves;
-    `_W_K`, `_W_V`, `_b_K` and `_b_V` have each once."""
+    """The weights of a block's attention by head. Each KV head is repeated for the heads that it
+    serves; `_W_K`, `_W_V`, `_b_K` and `_b_V` have each once. order: their_channels()."""
 
-    def __init__(self, attention: nn.Module) -> None:
-        self._attention = attention
+    def __init__(self, block: nn.Module, order: Tensor | None) -> None:
+        self._attention = block.attention
+        self._order = order
+        self._factor = factor_of(block.attention_out)
 
     def _by_head(self, name: str) -> Tensor:
         """(H or K, C, D)."""
         matrix = _transposed(getattr(self._attention, name))
-        return matrix.unflatten(1, (-1, self._attention.head_dim)).transpose(0, 1)
+        by_head = matrix.unflatten(1, (-1, self._attention.head_dim)).transpose(0, 1)
+        return self._reorder(by_head, name)
 
     def _bias_by_head(self, name: str) -> Tensor:
         """(H or K, D)."""
-        return _bias(getattr(self._attention, name)).unflatten(0, (-1, self._attention.head_dim))
+        bias = _bias(getattr(self._attention, name))
+        return self._reorder(bias.unflatten(0, (-1, self._attention.head_dim)), name)
+
+    def _reorder(self, x: Tensor, name: str) -> Tensor:
+        if self._order is None or name == "v_proj":
+            return x
+        return x[..., self._order]
 
     def _repeat(self, x: Tensor) -> Tensor:
         return x.repeat_interleave(self._attention.n_heads // len(x), dim=0)
@@ -69,7 +80,8 @@ class AttentionWeights:
     @property
     def W_O(self) -> Tensor:
         """(H, D, C)."""
-        return _transposed(self._attention.o_proj).unflatten(0, (self._attention.n_heads, -1))
+        w = self._factor * _transposed(self._attention.o_proj)
+        return w.unflatten(0, (self._attention.n_heads, -1))
 
     @property
     def b_Q(self) -> Tensor:
@@ -97,14 +109,15 @@ class AttentionWeights:
     @property
     def b_O(self) -> Tensor:
         """(C,)."""
-        return _bias(self._attention.o_proj)
+        return self._factor * _bias(self._attention.o_proj)
 
 
 class MLPWeights:
-    """The weights of an MLP. Without a gate, there is no W_gate."""
+    """The weights of a block's MLP. Without a gate, W_gate is None."""
 
-    def __init__(self, mlp: nn.Module) -> None:
-        self._mlp = mlp
+    def __init__(self, block: nn.Module) -> None:
+        self._mlp = block.mlp
+        self._factor = factor_of(block.mlp_out)
 
     def _linear(self, name: str) -> nn.Linear:
         linear = getattr(self._mlp, name, None)
@@ -127,7 +140,7 @@ class MLPWeights:
     @property
     def W_out(self) -> Tensor:
         """(F, C)."""
-        return _transposed(self._linear("down_proj"))
+        return self._factor * _transposed(self._linear("down_proj"))
 
     @property
     def b_in(self) -> Tensor:
@@ -137,17 +150,16 @@ class MLPWeights:
     @property
     def b_out(self) -> Tensor:
         """(C,)."""
-        return _bias(self._linear("down_proj"))
+        return self._factor * _bias(self._linear("down_proj"))
 
 
 class BlockWeights:
     """A block with its attention and MLP under their names in TransformerLens."""
 
-    def __init__(self, block: nn.Module) -> None:
-        self.attn = AttentionWeights(block.attention)
-        self.mlp = MLPWeights(block.mlp)
-        self.ln1 = block.attention_norm
-        self.ln2 = block.mlp_norm
+    def __init__(self, block: nn.Module, order: Tensor | None) -> None:
+        self.attn = AttentionWeights(block, order)
+        self.mlp = MLPWeights(block)
+        vars(self).update(norms_of(block))  # ln1, ln2, ...
 
 
 class Embed:
@@ -163,28 +175,36 @@ class Embed:
     @property
     def W_E(self) -> Tensor:
         """(V, C)."""
-        return self._model.embedding.weight
+        embedding = self._model.embedding
+        if isinstance(embedding, ScaledEmbedding):
+            return embedding.factor * embedding.weight
+        return embedding.weight
 
 
 class Unembed:
-    """Maps normalized residuals (..., C) to logits (..., V)."""
+    """Maps normalized residuals (..., C) to logits (..., V), before a soft cap."""
 
     def __init__(self, model: Thinker) -> None:
         self._model = model
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., V)."""
-        return self._model.lm_head(x)
+        return x @ self.W_U.to(x.dtype) + self.b_U.to(x.dtype)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        if self._model.logit_transform is None:
+            return x
+        return self._model.logit_transform.scale * x
 
     @property
     def W_U(self) -> Tensor:
         """(C, V)."""
-        return _transposed(self._model.lm_head)
+        return self._scaled(_transposed(self._model.lm_head))
 
     @property
     def b_U(self) -> Tensor:
         """(V,)."""
-        return _bias(self._model.lm_head)
+        return self._scaled(_bias(self._model.lm_head))
 
 
 class LensWeights:
@@ -196,7 +216,8 @@ class LensWeights:
     @property
     def blocks(self) -> list[BlockWeights]:
         """The weights by layer, such as blocks[3].attn.W_O."""
-        return [BlockWeights(block) for block in self.model.blocks]
+        order = their_channels(self.model)
+        return [BlockWeights(block, order) for block in self.model.blocks]
 
     def _stack(self, part: str, name: str) -> Tensor:
         weights = [getattr(getattr(block, part), name) for block in self.blocks]
@@ -229,7 +250,7 @@ class LensWeights:
         """The learned positions, (n_ctx, C)."""
         if self.model.positions is None:
             raise UserError("this model has no learned positions, so it has no W_pos")
-        return self.model.positions.weight
+        return self.model.positions.weight[self.model.positions.offset :]
 
     @property
     def W_U(self) -> Tensor:

@@ -11,9 +11,10 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from thinker.interpretability.hooked.hook_names import is_plain_norm
+from thinker.interpretability.hooked.hook_names import is_plain_norm, norms_of
 from thinker.model import Thinker
-from thinker.model.layers import LayerNorm, Linear
+from thinker.model.layers import LayerNorm, Linear, OnePlusRMSNorm
+from thinker.model.transformer import ParallelBlock
 from thinker.runtime.errors import UserError
 
 
@@ -31,9 +32,13 @@ def fold_norms(model: Thinker) -> None:
     lose what LayerNorm would take from their inputs anyway, the mean."""
     for block in model.blocks:
         attention = block.attention
-        _fold_norm(block.attention_norm, [attention.q_proj, attention.k_proj, attention.v_proj])
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         readers = [getattr(block.mlp, name, None) for name in ("gate_proj", "up_proj")]
-        _fold_norm(block.mlp_norm, [reader for reader in readers if reader is not None])
+        readers = [reader for reader in readers if reader is not None]
+        if isinstance(block, ParallelBlock):
+            _fold_norm(block.norm, projections + readers)
+        _fold_norm(block.attention_norm, projections)
+        _fold_norm(block.mlp_norm, readers)
     _fold_norm(model.norm, [model.lm_head])
 
 
@@ -46,11 +51,15 @@ def _fold_norm(norm: nn.Module, readers: list[nn.Module]) -> None:
         bias = getattr(norm, "bias", None)
         if bias is not None:
             _add_to_bias(linear, linear.weight @ bias)
-        if norm.weight is not None:
+        if isinstance(norm, OnePlusRMSNorm):
+            linear.weight *= 1 + norm.weight
+        elif norm.weight is not None:
             linear.weight *= norm.weight
         if isinstance(norm, LayerNorm):
             linear.weight -= linear.weight.mean(dim=1, keepdim=True)
-    if norm.weight is not None:
+    if isinstance(norm, OnePlusRMSNorm):
+        norm.weight.zero_()
+    elif norm.weight is not None:
         norm.weight.fill_(1)
     if getattr(norm, "bias", None) is not None:
         norm.bias.zero_()
@@ -62,8 +71,9 @@ def center_writing_weights(model: Thinker) -> None:
     LayerNorm takes from its input anyway."""
     norms = [model.norm]
     for block in model.blocks:
-        norms += [block.attention_norm, block.mlp_norm]
-    if not all(isinstance(norm, LayerNorm) for norm in norms):
+        norms += norms_of(block).values()
+    has_norms_of_outputs = model.config.block in ("post_norm", "both_norms")
+    if has_norms_of_outputs or not all(isinstance(norm, LayerNorm) for norm in norms):
         return
     tables = [model.embedding.weight]
     if model.positions is not None:
@@ -79,7 +89,11 @@ def center_writing_weights(model: Thinker) -> None:
 
 @torch.no_grad()
 def center_unembed(model: Thinker) -> None:
-    """Take the mean over the vocabulary from the logits, which softmax does not see."""
+    """Take the mean over the vocabulary from the logits, which softmax does not see, unless they
+    have a soft cap."""
+    transform = model.logit_transform
+    if transform is not None and transform.softcap is not None:
+        return
     head = model.lm_head
     head.weight -= head.weight.mean(dim=0)
     if head.bias is not None:

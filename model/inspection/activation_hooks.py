@@ -21,7 +21,7 @@ from thinker.model.attention_dispatch import AttentionMask, repeat_heads, softma
 from thinker.model.inspection.implied_attention import is_sum_by_weights, weights_of_attend
 from thinker.model.inspection.open_hooks import counted_as_open
 from thinker.model.kernels.linear_attention import LinearState
-from thinker.model.layers import LayerNorm
+from thinker.model.layers import AllHeadsNorm, LayerNorm, OnePlusRMSNorm
 from thinker.model.masks import ForwardContext
 from thinker.runtime.checks import check_types, describe
 from thinker.runtime.errors import UserError, did_you_mean
@@ -203,6 +203,8 @@ class _HookedNorm(_HookedMethod):
     def __call__(self, x: Tensor) -> Tensor:
         norm = self.module
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if isinstance(norm, AllHeadsNorm):
+            wide = wide.flatten(-2)  # (B, T, H · D)
         if isinstance(norm, LayerNorm):
             wide = wide - wide.mean(-1, keepdim=True)
         scale = (wide.square().mean(-1, keepdim=True) + norm.eps).sqrt()
@@ -212,11 +214,13 @@ class _HookedNorm(_HookedMethod):
         if patched is normalized and patched_scale is scale:
             return self.plain(x)
         y = patched
-        if norm.weight is not None:
+        if isinstance(norm, OnePlusRMSNorm):
+            y = y + y * norm.weight
+        elif norm.weight is not None:
             y = y * norm.weight
         if getattr(norm, "bias", None) is not None:
             y = y + norm.bias
-        return y.to(x.dtype)
+        return y.view_as(x).to(x.dtype)
 
 
 @dataclass(frozen=True)

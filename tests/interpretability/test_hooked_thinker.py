@@ -101,6 +101,66 @@ def test_activations_fit_together(random_model, tokens, form):
     close(cache["unembed.hook_in"] @ model.W_U + model.b_U, logits)
 
 
+BLOCKS = [
+    {"block": "both_norms", "norm": "rmsnorm_one_plus", "embedding_scale": 5.0, "rope_dim": 4},
+    {"block": "post_norm", "qk_norm_type": "rmsnorm_width", "logit_softcap": 5.0},
+    {"block": "parallel", "norm": "layernorm", "rope_dim": 4, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    {"block": "parallel_one_norm", "norm": "layernorm_no_bias", "logit_scale": 0.3, "head_bias": True},
+    {"residual_scale": 0.4, "attention_out_bias": True, "mlp": "ungated", "mlp_bias": True, "norm": "layernorm_no_weight"},
+    {"positions": "learned", "position_offset": 2, "attention_scale": 0.2, "qk_norm_type": "layernorm"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", BLOCKS, ids=str)
+@torch.no_grad()
+def test_activations_of_other_blocks_fit_together(random_model, tokens, form):
+    model = HookedThinker(random_model(**form))
+    model.cfg.use_attn_result = model.cfg.use_hook_mlp_in = True
+    logits, cache = model.run_with_cache(tokens)
+    assert torch.equal(cache["embed"], model.W_E[tokens])
+    if "position_offset" in form:
+        assert torch.equal(cache["pos_embed"][0], model.W_pos[:T])
+    has_norms_of_outputs = form.get("block") in ("post_norm", "both_norms")
+    for layer, block in enumerate(model.blocks):
+        resid = cache["resid_pre", layer] + cache["attn_out", layer]
+        if model.cfg.parallel_attn_mlp:
+            assert ("resid_mid", layer) not in cache
+        else:
+            close(cache["resid_mid", layer], resid)
+        close(cache["resid_post", layer], resid + cache["mlp_out", layer])
+        close(cache["pattern", layer], cache["attn_scores", layer].softmax(-1))
+        attended = cache["result", layer].sum(2) + block.attn.b_O
+        hidden = cache["post", layer] @ block.mlp.W_out + block.mlp.b_out
+        if has_norms_of_outputs:
+            norms = vars(block)
+            attended = norms.get("ln1_post", block.ln1)(attended)
+            hidden = norms.get("ln2_post", block.ln2)(hidden)
+        close(attended, cache["attn_out", layer])
+        close(hidden, cache["mlp_out", layer])
+        x = cache["resid_pre", layer]
+        if form.get("block") != "post_norm":
+            x = block.ln1(x)
+        close(cache["q", layer], torch.einsum("btc,hcd->bthd", x, block.attn.W_Q) + block.attn.b_Q)
+    known = model.unembed(model.ln_final(resid + cache["mlp_out", layer]))
+    close(known, model.ln_final(cache["resid_post", -1]) @ model.W_U + model.b_U)
+    if "logit_softcap" in form:
+        known = 5 * torch.tanh(known / 5)
+    close(known, logits)
+
+    def vary(value, hook):
+        return value * (0.5 + torch.rand(value.shape, generator=torch.Generator().manual_seed(0)))
+
+    for name in model.hook_dict:
+        # With a function that changes nothing, what follows is computed anew.
+        same = model.run_with_hooks(tokens, fwd_hooks=[(name, lambda value, hook: value.clone())])
+        close(same, logits)
+        other = model.run_with_hooks(tokens, fwd_hooks=[(name, vary)])
+        assert (other - logits).abs().max() > 1e-4, name
+    before = model.model(tokens).log_softmax(-1)
+    model.process_weights_()
+    close(model(tokens).log_softmax(-1), before)
+
+
 OURS = {"hook_attn_out": "attention", "hook_mlp_out": "mlp", "hook_resid_post": "", "attn.hook_pattern": "attention.weights",
         "attn.hook_z": "attention.heads", "attn.hook_rot_q": "attention.q", "attn.hook_rot_k": "attention.k",
         "attn.hook_attn_scores": "attention.scores", "mlp.hook_post": "mlp.hidden"}  # fmt: skip
