@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.interop.verify_text import TOLERANCE, is_likeliest, verify_text
+from thinker.interop.verify_text import TOLERANCE, comparable_positions, is_likeliest, verify_text
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError, install_command
 
@@ -158,8 +158,7 @@ def _check_logits(model: Thinker, hf_model: Any) -> str:
 def _check_greedy(model: Thinker, hf_model: Any, cache: Any) -> str:
     """Compare greedy tokens, decoded with a cache."""
     prompt = _test_tokens(model)[:1, :4]
-    # A cache with dynamic RoPE holds no more positions.
-    steps = int(min(MAX_GREEDY_TOKENS, model.rope.max_static_len - 4))
+    steps = int(min(MAX_GREEDY_TOKENS, comparable_positions(model) - 4))
 
     def next_logits(tokens: Tensor) -> Tensor:
         return hf_model(tokens, past_key_values=cache, use_cache=True).logits

@@ -25,13 +25,20 @@ def is_likeliest(logits: Tensor, token: int) -> bool:
     return bool(logits.max() - logits[token] <= TOLERANCE * max(1.0, largest))
 
 
+def comparable_positions(model: Thinker) -> float:
+    """The number of positions that a cache may hold while both sides compute the same."""
+    if model.rope is None:  # learned positions end
+        return model.config.max_seq_len
+    # Beyond, dynamic RoPE changes its angles, in transformers at other steps than here.
+    return model.rope.max_static_len
+
+
 def verify_text(model: Thinker, tokenizer: Tokenizer, hf_model: Any, hf_tokenizer: Any) -> str:
     """Compare the texts, including the BOS token, and return a summary.
 
     Raises RunError if they differ.
     """
-    # Beyond this length dynamic RoPE changes its angles, in transformers at other steps than here.
-    n_new = max(1, int(min(MAX_NEW_TOKENS, model.rope.max_static_len - 8)))
+    n_new = max(1, int(min(MAX_NEW_TOKENS, comparable_positions(model) - 8)))
     params = SamplingParams(max_new_tokens=n_new, temperature=0)
     ours = Generator(model, tokenizer).generate(PROMPT, params)
     new = ours[0].token_ids

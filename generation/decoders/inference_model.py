@@ -228,7 +228,8 @@ class _Fusing:
 
     def fill(self, new: Thinker) -> Thinker:
         """Copy the parameters that no step has copied, and freeze all."""
-        originals = dict(self.model.named_parameters())
+        # A tied head that no step replaces is there under both names.
+        originals = dict(self.model.named_parameters(remove_duplicate=False))
         shared = set(map(id, originals.values()))
         for name, parameter in list(new.named_parameters()):
             if not parameter.is_meta and id(parameter) not in shared:
