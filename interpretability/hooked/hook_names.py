@@ -127,7 +127,7 @@ class _HeadResults(HookPoint):
             y = patched.sum(dim=2) / factor
             if o_proj.bias is not None:
                 y = y + o_proj.bias
-            return y
+            return y.to(z.dtype)
 
         handle = attention.o_proj.register_forward_hook(change_output)
         try:

@@ -150,15 +150,34 @@ def test_activations_of_other_blocks_fit_together(random_model, tokens, form):
     def vary(value, hook):
         return value * (0.5 + torch.rand(value.shape, generator=torch.Generator().manual_seed(0)))
 
+    def vary_in_place(value, hook):
+        value.copy_(vary(value, hook))
+
     for name in model.hook_dict:
         # With a function that changes nothing, what follows is computed anew.
         same = model.run_with_hooks(tokens, fwd_hooks=[(name, lambda value, hook: value.clone())])
         close(same, logits)
         other = model.run_with_hooks(tokens, fwd_hooks=[(name, vary)])
         assert (other - logits).abs().max() > 1e-4, name
+        written = model.run_with_hooks(tokens, fwd_hooks=[(name, vary_in_place)])
+        assert torch.equal(written, other), name
     before = model.model(tokens).log_softmax(-1)
     model.process_weights_()
     close(model(tokens).log_softmax(-1), before)
+
+
+@torch.no_grad()
+def test_activations_in_half_precision_keep_their_type(random_model, tokens):
+    form = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "head_bias": True}
+    thinker = random_model(std=0.1, **form)
+    thinker.activation_dtype = torch.bfloat16
+    model = HookedThinker(thinker)
+    logits, _ = model.run_with_cache(tokens)
+    assert torch.equal(logits, thinker(tokens))
+    for name in model.hook_dict:
+        same = model.run_with_hooks(tokens, fwd_hooks=[(name, lambda value, hook: value.float())])
+        assert same.dtype == torch.bfloat16, name
+        assert (same.float() - logits.float()).abs().max() < 0.1, name
 
 
 OURS = {"hook_attn_out": "attention", "hook_mlp_out": "mlp", "hook_resid_post": "", "attn.hook_pattern": "attention.weights",

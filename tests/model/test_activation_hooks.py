@@ -266,13 +266,18 @@ def test_scores_are_what_the_weights_are_the_softmax_of_before_and_after_a_patch
 def test_scores_of_an_attention_that_was_changed_are_refused(random_model, tokens):
     model = random_model()
     plain = model.blocks[0].attention.attend
-    model.blocks[0].attention.attend = lambda *x, **options: 2 * plain(*x, **options)
+
+    def attend(*inputs, **options):
+        return 2 * plain(*inputs, **options)
+
+    model.blocks[0].attention.attend = attend
     changed = model(tokens)
     with (
         model.record("blocks.0.attention.scores"),
         pytest.raises(UserError, match=r"attend\(\) of this model was changed"),
     ):
         model(tokens)
+    assert model.blocks[0].attention.attend is attend
     assert torch.equal(model(tokens), changed)
 
 
