@@ -163,10 +163,15 @@ def differing_fields(config: ThinkerConfig, model_type: str) -> list[str]:
     except UserError:
         # A field is so unusual that its value is refused.
         again = None
-    wanted = _comparable(config)
     if again is None:
-        return list(wanted)
-    found = _comparable(again)
+        return list(_comparable(config))
+    return config_differences(config, again)
+
+
+def config_differences(config: ThinkerConfig, other: ThinkerConfig) -> list[str]:
+    """The fields that a folder of transformers stores, and that differ."""
+    wanted = _comparable(config)
+    found = _comparable(other)
     return [name for name, value in wanted.items() if found[name] != value]
 
 

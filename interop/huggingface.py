@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinker.checkpoint import CorruptCheckpoint, model_tensors, read_json
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.interop.families import FAMILIES
+from thinker.interop.families import FAMILIES, Family
 from thinker.interop.families.tensor_files import INDEX, SINGLE_FILE, TensorFiles, open_tensors
 from thinker.interop.families.tensors import read_their_tensors, their_name, to_their_tensors
 from thinker.interop.hf_config import from_hf_config, special_token_ids, to_hf_config
@@ -34,18 +34,16 @@ def load_pretrained(folder: Path) -> Thinker:
     values = read_json(folder / "config.json")
     config = from_hf_config(values)
     with open_tensors(folder) as files:
-        return load_from_files(folder, config, values["model_type"], files)
+        return load_from_files(folder, config, FAMILIES[values["model_type"]], files)
 
 
 def load_from_files(
-    folder: Path, config: ThinkerConfig, model_type: str, files: TensorFiles
+    folder: Path, config: ThinkerConfig, family: Family, files: TensorFiles
 ) -> Thinker:
-    """A model with the tensors of files, which have the names and layout of its family in
-    transformers.
+    """A model with the tensors of files, which have the names and layout of its family.
 
     folder: for messages. Raises errors as load_pretrained().
     """
-    family = FAMILIES[model_type]
     n_tensors = len(files.names())
     if config.n_layers > n_tensors:  # building so many blocks could take forever
         raise CorruptCheckpoint(

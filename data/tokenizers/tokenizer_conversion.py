@@ -86,12 +86,27 @@ def read(folder: Path) -> Tokenizer:
         if pad_token is not None:
             content, config = remove_pad_token(content, config, pad_token)
             elsewhere = [token for token in elsewhere if not is_named(token, pad_token)]
-        by_library = HFTokenizer(content, config, template, eos_ids, bos_id, elsewhere)
-        by_tiktoken = as_tiktoken(by_library)
+        return convert(content, config, template, eos_ids, bos_id, elsewhere)
     except KeyError as error:
         raise UserError(f"{folder / FILE_NAME} cannot be used: it has no {error}") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / FILE_NAME} cannot be used: {error}") from error
+
+
+def convert(
+    content: dict,
+    config: dict,
+    template: str | None,
+    eos_ids: list[int],
+    bos_id: int | None,
+    elsewhere: list[Any],
+) -> Tokenizer:
+    """A tokenizer.json as a tiktoken encoding if that is equivalent, else as an HFTokenizer.
+
+    The arguments and the errors are those of HFTokenizer.
+    """
+    by_library = HFTokenizer(content, config, template, eos_ids, bos_id, elsewhere)
+    by_tiktoken = as_tiktoken(by_library)
     if by_tiktoken is not None and _encode_alike(by_tiktoken, by_library):
         return by_tiktoken
     return by_library
