@@ -10,6 +10,7 @@ from torch import Tensor
 from thinker.checkpoint import model_tensors
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.generation import Generator
+from thinker.interop.gguf.gguf_families import stored_with
 from thinker.interop.gguf.k_quants import BLOCK as K_BLOCK
 from thinker.interop.gguf.k_quants import K_BITS, quantize_k
 from thinker.model import Thinker, ThinkerConfig
@@ -45,10 +46,10 @@ def check_dtype(dtype: str) -> None:
 def stored_dtype(name: str, tensor: Tensor, dtype: str, config: ThinkerConfig) -> str:
     """The data type of a tensor in a file of this data type, as llama.cpp chooses it.
 
-    name: ours. f32 for vectors. Matrices whose rows do not divide into blocks have another type:
-    FALLBACKS, or f16.
+    name: ours. f32 for vectors, norms and positions. Matrices whose rows do not divide into blocks
+    have another type: FALLBACKS, or f16.
     """
-    if tensor.dim() != 2:
+    if tensor.dim() != 2 or "norm" in name or name.startswith("positions"):
         return "f32"
     chosen = MIXTURES.get(dtype, dtype)
     if dtype in MIXTURES and _is_sensitive(name, config):
@@ -128,8 +129,9 @@ def rounded_model(model: Thinker, dtype: str) -> Thinker:
     weights = rounded.state_dict()  # shares the memory of the parameters
     tensors = fold_attention_temperature(model_tensors(rounded), rounded.config)
     override_attention_temperature(rounded, 1.0)
+    deciding = stored_with(rounded.config, tensors)
     for name, tensor in tensors.items():
-        stored = stored_dtype(name, tensor, dtype, rounded.config)
+        stored = stored_dtype(deciding[name], tensor, dtype, rounded.config)
         kind = gguf.GGMLQuantizationType[stored.upper()]
         values = gguf.quants.dequantize(quantize(name, tensor, stored), kind)
         weights[name].copy_(torch.from_numpy(values))

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from thinker.checkpoint import model_tensors
 from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.interop.gguf.gguf_families import stored_with
 from thinker.interop.gguf.gguf_quantization import BLOCK, rounded_model, stored_dtype
 from thinker.interop.gguf.k_quants import BLOCK as K_BLOCK
 from thinker.interop.gguf.k_quants import K_BITS
@@ -112,12 +114,13 @@ def round_inputs(model: Thinker, dtype: str) -> Thinker:
 
         return rounded
 
+    deciding = stored_with(model.config, model_tensors(model))
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
             weight_name = f"{name}.weight"
             if model.config.tie_embeddings and name == "lm_head":
                 weight_name = "embedding.weight"
-            stored = stored_dtype(weight_name, layer.weight, dtype, model.config)
+            stored = stored_dtype(deciding[weight_name], layer.weight, dtype, model.config)
             if stored != "f32":
                 layer.register_forward_pre_hook(round_with(stored))
     return model

@@ -1,6 +1,5 @@
 """Export to GGUF, the single-file format of llama.cpp and related tools."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,28 @@ from thinker.data.tokenizers.hf_tokenizer import TO_CHAR, HFTokenizer
 from thinker.data.tokenizers.new_tokenizers import WORDS
 from thinker.data.tokenizers.tokenizer import ONE_CHARACTER, Tokenizer
 from thinker.data.tokenizers.tokenizer_conversion import GPT2, merges_of
+from thinker.interop.families.tensors import group_tensors, to_their_tensors
+from thinker.interop.gguf.gguf_families import Architecture, family_of, find_by_config, to_header
 from thinker.interop.gguf.gguf_quantization import check_dtype, quantize, stored_dtype
-from thinker.interop.hf_config import hf_model_type
-from thinker.interop.huggingface import to_hf_name
-from thinker.model import Thinker, ThinkerConfig
+from thinker.interop.gguf.gguf_tokenizer import (
+    ALL_ENDS,
+    CONTROL,
+    END_KEYS,
+    KEY,
+    LLAMA3,
+    NORMAL,
+    QWEN2,
+    UNUSED,
+    USER_DEFINED,
+)
+from thinker.model import Thinker
 from thinker.model.attention_temperature import fold_attention_temperature
 from thinker.model.positions import Rope
 from thinker.model.rope_scaling import RopeScaling
 from thinker.runtime.errors import RunError, UserError
 
 # Split patterns and their names in llama.cpp. It splits as LLAMA3 for WORDS, which is equivalent.
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2 = LLAMA3.replace("{1,3}", "")
-# Splits as GPT2 does.
+# TIKTOKEN_GPT2 splits as GPT2 does.
 TIKTOKEN_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 SPLITS = {
     WORDS: "llama-bpe",
@@ -36,16 +41,6 @@ SPLITS = {
     TIKTOKEN_GPT2: "gpt-2",
     QWEN2: "qwen2",
 }
-
-# Keys of the ids at which llama.cpp ends a text. It reads one id from each.
-END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-ALL_ENDS = "tokenizer.ggml.eos_token_ids"  # which Ollama's own engine reads
-
-# Types of tokens.
-NORMAL = 1
-CONTROL = 3
-USER_DEFINED = 4
-UNUSED = 5
 
 
 def write_gguf(
@@ -62,20 +57,21 @@ def write_gguf(
     check_dtype(dtype)
     import gguf
 
-    architecture = hf_model_type(model.config)
-    _check_supported(model.config)
+    row = find_by_config(model.config)
     header = {"name": name, "file_type": _file_type(dtype)}
-    header |= _model_header(model.config) | _tokenizer_header(tokenizer, model.config.vocab_size)
-    writer = gguf.GGUFWriter(path, architecture)
+    header |= _tokenizer_header(tokenizer, model.config.vocab_size)
+    writer = gguf.GGUFWriter(path, row.name)
     for key, value in header.items():
         add = getattr(writer, f"add_{key}")
         add(value)
+    for key, value in to_header(row, model.config).items():
+        _add_value(writer, f"{row.name}.{key}", value)
     ends = _end_ids(tokenizer)
     if len(ends) > 1:
-        writer.add_array(ALL_ENDS, ends)
+        writer.add_array(KEY + ALL_ENDS, ends)
     arrays = {}
     kinds = {}
-    for key, (our_name, tensor) in _tensors(model, architecture).items():
+    for key, (our_name, tensor) in _tensors(model, row).items():
         stored = stored_dtype(our_name, tensor, dtype, model.config)
         arrays[key] = quantize(our_name, tensor, stored)
         kinds[key] = gguf.GGMLQuantizationType[stored.upper()]
@@ -113,25 +109,10 @@ def _read_ends(path: Path) -> set[int]:
     reader = gguf.GGUFReader(path)
     ends = set()
     for key in END_KEYS:
-        field = reader.get_field(f"tokenizer.ggml.{key}")
+        field = reader.get_field(KEY + key)
         if field is not None:
             ends.add(int(field.contents()))
     return ends
-
-
-def _check_supported(config: ThinkerConfig) -> None:
-    """Raise UserError if llama.cpp cannot compute what the model does."""
-    reason = None
-    if any(pattern.text != "full" for pattern in config.patterns):
-        reason = f"model.attention={config.attention}"
-    elif config.no_rope_layers:
-        reason = "model.no_rope_layers"
-    elif config.rope_scaling and config.rope_scaling["type"] in ("dynamic", "yarn"):
-        reason = f"model.rope_scaling of type {config.rope_scaling['type']}"
-    if reason is not None:
-        raise UserError(
-            f"cannot export a model with {reason} to GGUF; llama.cpp does not support it"
-        )
 
 
 def _file_type(dtype: str) -> Any:
@@ -142,28 +123,18 @@ def _file_type(dtype: str) -> Any:
     return gguf.LlamaFileType[f"MOSTLY_{dtype.upper()}"]
 
 
-def _model_header(config: ThinkerConfig) -> dict[str, Any]:
-    """Fields of the header that describe the model. The writer has an add_... method for each."""
-    import gguf
-
-    header = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_seq_len,
-        "embedding_length": config.d_model,
-        "block_count": config.n_layers,
-        "feed_forward_length": config.d_ff,
-        "head_count": config.n_heads,
-        "head_count_kv": config.n_kv_heads,
-        "key_length": config.head_dim,
-        "value_length": config.head_dim,
-        "rope_dimension_count": config.head_dim,
-        "rope_freq_base": config.rope_theta,
-        "layer_norm_rms_eps": config.norm_eps,
-    }
-    if config.rope_scaling and config.rope_scaling["type"] == "linear":
-        header["rope_scaling_type"] = gguf.RopeScalingType.LINEAR
-        header["rope_scaling_factor"] = config.rope_scaling["factor"]
-    return header
+def _add_value(writer: Any, key: str, value: Any) -> None:
+    """Write a value as llama.cpp reads its kind."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
 
 
 def _tokenizer_header(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
@@ -237,31 +208,22 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
     return tokens
 
 
-def _tensors(model: Thinker, architecture: str) -> dict[str, tuple[str, Tensor]]:
-    """All tensors by their names in llama.cpp, with our names."""
-    import gguf
-
+def _tensors(model: Thinker, row: Architecture) -> dict[str, tuple[str, Tensor]]:
+    """All tensors by their names in llama.cpp, with the name of ours that decides the data type."""
     config = model.config
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layers)
+    family = family_of(row)
+    ours = fold_attention_temperature(model_tensors(model), config)
+    deciding = {}
+    for group in group_tensors(family, config, ours):
+        for name in group.theirs:
+            deciding[name] = group.ours[-1]
     tensors = {}
-    for our_name, tensor in fold_attention_temperature(model_tensors(model), config).items():
-        key = names.get_name(to_hf_name(our_name), try_suffixes=(".weight", ".bias"))
-        is_rotated = re.fullmatch(r"blocks\.\d+\.attention\.[qk]_proj\.(weight|bias)", our_name)
-        if architecture == "llama" and is_rotated:
-            tensor = _pair_neighbors(tensor, config.head_dim)
-        tensors[key] = (our_name, tensor)
+    for name, tensor in to_their_tensors(family, config, ours).items():
+        tensors[name] = (deciding[name], tensor)
     if config.rope_scaling and config.rope_scaling["type"] == "llama3":
         scaling = RopeScaling.from_dict(config.rope_scaling)
-        plain = Rope(config.head_dim, config.rope_theta).frequencies()
-        scaled = Rope(config.head_dim, config.rope_theta, scaling).frequencies()
+        n_rotated = config.rope_dim or config.head_dim
+        plain = Rope(n_rotated, config.rope_theta).frequencies()
+        scaled = Rope(n_rotated, config.rope_theta, scaling).frequencies()
         tensors["rope_freqs.weight"] = ("rope_freqs", plain / scaled)  # divisor of each angle
     return tensors
-
-
-def _pair_neighbors(tensor: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of each head.
-
-    For the architecture llama, llama.cpp rotates neighbors, (0, 1), (2, 3), ..., not halves.
-    """
-    halves = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:])  # (H, 2, D/2, ...)
-    return halves.transpose(1, 2).reshape(tensor.shape)
