@@ -1,4 +1,4 @@
-"""Find the model that a path means: a run directory, a checkpoint, or a Hugging Face folder."""
+"""Find the model that a path means: a run directory, a checkpoint, or a model of another format."""
 
 import os
 import re
@@ -21,10 +21,25 @@ def is_adapter_folder(path: Path) -> bool:
     return os.path.isfile(path / "adapter_config.json")
 
 
+def find_gguf(path: Path) -> Path | None:
+    """A GGUF file, or the one that a folder has and nothing else; None if it is something else."""
+    if os.path.isdir(path):
+        files = list(path.iterdir())
+        if len(files) == 1:
+            path = files[0]
+    if os.path.isfile(path) and path.suffix.lower() == ".gguf":
+        return path
+    return None
+
+
 def find_model(path: str | Path, checkpoint: str = "latest") -> Path:
-    """Return a Hugging Face folder or adapter unchanged, or else call find_checkpoint()."""
+    """Return the path of a Hugging Face folder, an adapter or a GGUF file, or else call
+    find_checkpoint()."""
     folder = Path(path)
-    if not is_hf_folder(folder) and not is_adapter_folder(folder):
+    gguf = find_gguf(folder)
+    if gguf is not None:
+        folder = gguf
+    elif not is_hf_folder(folder) and not is_adapter_folder(folder):
         return find_checkpoint(path, checkpoint)
     if checkpoint != "latest":
         raise UserError(
@@ -39,7 +54,7 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
     if not os.path.exists(path):
         raise UserError(
             f"{path} does not exist; use a run directory, a checkpoint in it, "
-            "or a Hugging Face folder"
+            "a Hugging Face folder, or a GGUF file"
         )
     if _is_checkpoint(path):
         if checkpoint != "latest":

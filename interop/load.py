@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer from any supported folder."""
+"""Load a model and its tokenizer from any supported folder or file."""
 
 from pathlib import Path
 from typing import get_type_hints
@@ -10,7 +10,7 @@ from thinker.checkpoint.read_files import read_json
 from thinker.checkpoint.weights import load_model
 from thinker.data.tokenizers.saved_tokenizer import has_tokenizer, load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.interop.find import find_model, is_adapter_folder, is_hf_folder
+from thinker.interop.find import find_gguf, find_model, is_adapter_folder, is_hf_folder
 from thinker.model import Thinker
 from thinker.runtime.checks import check_types, check_weights
 from thinker.runtime.device import choose_device
@@ -22,27 +22,22 @@ def load(
 ) -> tuple[Thinker, Tokenizer | None]:
     """Load a model in fp32, ready to sample from, and its tokenizer (None if there is none).
 
-    `path`: a run directory, a checkpoint in it, a Hugging Face folder, or the folder of a LoRA
-    adapter (peft). `device`: may be "auto". `checkpoint`: for a run directory, "latest", "best", a
-    step such as 500, or a name. Raises UserError if `path` has no complete model, RunError if a
-    weight is not finite.
+    `path`: a run directory, a checkpoint in it, a Hugging Face folder, the folder of a LoRA adapter
+    (peft), or a GGUF file. `device`: may be "auto". `checkpoint`: for a run directory, "latest",
+    "best", a step such as 500, or a name. Raises UserError if `path` has no complete model,
+    RunError if a weight is not finite.
     """
     check_types(get_type_hints(load), locals())
     device = choose_device(device)
     while True:
         folder = find_model(path, str(checkpoint))
         try:
-            model, tokenizer_folders = _read_model(folder)
+            model, tokenizer = _read_model(folder)
             break
         except CorruptCheckpoint:
             # Training may just have replaced the latest checkpoint by a newer one.
             if folder.exists():
                 raise
-    tokenizer = None
-    for place in tokenizer_folders:
-        if has_tokenizer(place):
-            tokenizer = load_tokenizer(place)
-            break
     if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
         sizes = f"{tokenizer.vocab_size} ids, but the model has {model.config.vocab_size}"
         raise UserError(f"the tokenizer of {folder} has {sizes}; use the tokenizer of this model")
@@ -50,21 +45,33 @@ def load(
     return model.to(device), tokenizer
 
 
-def _read_model(folder: Path) -> tuple[Thinker, list[Path]]:
-    """The model in a folder, and the folders that may have its tokenizer, best first."""
-    # Modules of other formats are imported only if a folder has such a format.
-    if is_adapter_folder(folder):
+def _read_model(path: Path) -> tuple[Thinker, Tokenizer | None]:
+    """The model at a path, and its tokenizer."""
+    # Modules of other formats are imported only if a path has such a format.
+    if find_gguf(path) is not None:
+        from thinker.interop.gguf.read_gguf import load_gguf
+
+        return load_gguf(path)
+    if is_adapter_folder(path):
         from thinker.interop.peft_adapter import load_adapter
 
-        model, base = load_adapter(folder)
-        return model, [folder, base]
-    if is_hf_folder(folder):
+        model, base = load_adapter(path)
+        return model, _find_tokenizer([path, base])
+    if is_hf_folder(path):
         from thinker.interop.huggingface import load_pretrained
 
-        return load_pretrained(folder), [folder]
-    _import_extensions(folder)
-    run = folder.resolve().parent.parent
-    return load_model(folder), [folder, run]
+        return load_pretrained(path), _find_tokenizer([path])
+    _import_extensions(path)
+    run = path.resolve().parent.parent
+    return load_model(path), _find_tokenizer([path, run])
+
+
+def _find_tokenizer(folders: list[Path]) -> Tokenizer | None:
+    """The tokenizer of the first folder that has one."""
+    for folder in folders:
+        if has_tokenizer(folder):
+            return load_tokenizer(folder)
+    return None
 
 
 def _import_extensions(folder: Path) -> None:
