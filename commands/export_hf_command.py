@@ -22,6 +22,12 @@ def main() -> int:
     parser.add_argument(
         "--shard-gigabytes", type=float, default=5.0, help="maximum size of a weight file, in GiB"
     )
+    parser.add_argument(
+        "--model-type",
+        metavar="NAME",
+        help="architecture of transformers, such as llama (default: that of the folder from which "
+        "training started, or the first that can express the model)",
+    )
     arguments = parser.parse_args()
     if not 0 < arguments.shard_gigabytes < 1e6:
         raise UserError(
@@ -35,6 +41,7 @@ def main() -> int:
         checkpoint=arguments.checkpoint,
         adapter=arguments.adapter,
         shard_gigabytes=arguments.shard_gigabytes,
+        model_type=arguments.model_type,
     )
     kind = export.model_type
     if export.adapter:

@@ -102,13 +102,14 @@ IGNORED = {
 NOT_STORED = ("init", "head_init_std", "dropout", "attention_temperature", "window")
 
 
-def find_family(model_type: Any) -> Family:
-    """The row of a model_type. Raises UserError if it is not supported."""
+def find_family(model_type: Any, source: str = "config.json: ") -> Family:
+    """The row of a model_type. Raises UserError, which says where it comes from, if it is not
+    supported."""
     if model_type in list(FAMILIES):  # a list, as it may be of any type
         return FAMILIES[model_type]
     hint = did_you_mean(str(model_type), FAMILIES)
     known = f"choose from {', '.join(sorted(FAMILIES))}{hint}"
-    raise UserError(f"config.json: model_type is {model_type!r}; {known}")
+    raise UserError(f"{source}model_type is {model_type!r}; {known}")
 
 
 def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
@@ -153,6 +154,15 @@ def hf_model_type(config: ThinkerConfig) -> str:
         f"cannot export this model: no transformers architecture supports it; the nearest, "
         f"{model_type}, does not have {found}"
     )
+
+
+def check_model_type(config: ThinkerConfig, model_type: str) -> None:
+    """Raise UserError, with the fields that differ, if a model_type cannot express a model."""
+    find_family(model_type, source="")
+    differences = differing_fields(config, model_type)
+    if differences:
+        found = ", ".join(f"model.{name}={getattr(config, name)}" for name in differences)
+        raise UserError(f"{model_type} cannot express this model; it does not have {found}")
 
 
 def differing_fields(config: ThinkerConfig, model_type: str) -> list[str]:
@@ -220,11 +230,7 @@ def to_hf_config(
     if model_type is None:
         model_type = hf_model_type(config)
     else:
-        find_family(model_type)
-        differences = differing_fields(config, model_type)
-        if differences:
-            found = ", ".join(f"model.{name}={getattr(config, name)}" for name in differences)
-            raise UserError(f"{model_type} cannot express this model; it does not have {found}")
+        check_model_type(config, model_type)
     values = _write(config, model_type)
     values |= special_token_ids(tokenizer, config.vocab_size)
     return values

@@ -57,6 +57,22 @@ KNOWN = {
 SAFE_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
+def check_adapters(base: Path) -> None:
+    """Raise UserError if peft cannot adapt the matrices of a Hugging Face folder as Thinker does,
+    because it stores several of ours as one, or transposed."""
+    family = FAMILIES[read_json(base / "config.json")["model_type"]]
+    for module in family.names:
+        if not module.startswith(("attention.", "mlp.")) or not module.endswith("_proj"):
+            continue
+        try:
+            their_name(family, f"blocks.0.{module}.lora_A")
+        except UserError as error:
+            raise UserError(
+                f"{error}, so peft has no adapter like Thinker's; export without --adapter, which "
+                "merges it"
+            ) from error
+
+
 def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Path) -> str:
     """Write a checkpoint's LoRA adapter to an existing folder and return its rank and size as text.
 

@@ -173,6 +173,40 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(
     assert "put it next to the adapter" in lost.stderr
 
 
+def test_the_architecture_is_that_of_the_base_or_as_asked(command, random_model, tmp_path, capsys):
+    """Llama, Mistral and Phi-3 can express this model: the first is written if nothing is known."""
+    model = random_model(qk_norm=False)
+    interop.save(model, None, tmp_path / "ours")
+
+    def model_type(folder):
+        return json.loads((folder / "config.json").read_text())["model_type"]
+
+    assert command("export_hf", tmp_path / "ours", tmp_path / "a") == 0
+    assert model_type(tmp_path / "a") == "llama"
+    assert command("export_hf", tmp_path / "ours", tmp_path / "b", "--model-type", "phi3") == 0
+    assert "b: phi3, " in capsys.readouterr().out
+    assert command("export_hf", tmp_path / "b", tmp_path / "c") == 0
+    assert model_type(tmp_path / "b") == model_type(tmp_path / "c") == "phi3"
+    assert command("export_hf", tmp_path / "b", tmp_path / "d", "--model-type", "llama") == 0
+    assert model_type(tmp_path / "d") == "llama"
+    for folder in "abcd":
+        again, _ = interop.load(tmp_path / folder)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, again.state_dict()[name])
+
+
+def test_an_architecture_that_is_refused(command, random_model, tiny_run, tmp_path):
+    interop.save(random_model(), None, tmp_path / "ours")
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="llama cannot express .*not have model.qk_norm=True$"):
+        command("export_hf", tmp_path / "ours", out, "--model-type", "llama")
+    with pytest.raises(UserError, match="^model_type is 'lama'; choose from .*llama"):
+        command("export_hf", tmp_path / "ours", out, "--model-type", "lama")
+    with pytest.raises(UserError, match="remove --model-type"):
+        command("export_hf", tiny_run, out, "--adapter", "--model-type", "llama")
+    assert not out.exists()
+
+
 def test_an_export_that_cannot_be_written_or_cut_there_alike(
     command, tiny_run, tmp_path, random_model, monkeypatch
 ):
