@@ -8,6 +8,7 @@ from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import check_spec, is_path
 from thinker.interop import load
+from thinker.interop.find import is_hf_folder
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_text
@@ -53,6 +54,8 @@ def load_initial_model(
         tokenizer = _with_answer_end(config, tokenizer, is_main)
     else:
         model, tokenizer = load(source)
+        if config.train.lora_rank is not None and is_main:
+            _say_if_no_adapters(Path(source))
         _check_tokenizer(config, tokenizer)
         tokenizer = _with_chat_template(config, tokenizer)
         tokenizer = _with_answer_end(config, tokenizer, is_main)
@@ -75,6 +78,18 @@ def load_initial_model(
         model = Thinker(model_config)
         model.load_state_dict(weights)
     return validate_config(tree), model, tokenizer
+
+
+def _say_if_no_adapters(source: Path) -> None:
+    """Say before training, not after it, that peft cannot open what is trained."""
+    if not is_hf_folder(source):
+        return
+    from thinker.interop.peft_adapter import check_adapters  # other runs do not need it
+
+    try:
+        check_adapters(source)
+    except UserError as error:
+        print(error, file=sys.stderr)
 
 
 def _check_tokenizer(config: Config, tokenizer: Tokenizer | None) -> None:
