@@ -74,7 +74,7 @@ def evaluate(
     """Loss, perplexity and bits per byte of a model, with confidence intervals, as `thinker eval`.
 
     Args:
-        path: a run directory, a checkpoint or a Hugging Face folder.
+        path: a run directory, a checkpoint, a Hugging Face folder or a GGUF file.
         text: file, folder or glob to measure on. None: the validation split of the run.
         source: how `text` is read: text, jsonl or parquet.
         context: lengths of the windows. Empty: the length of the sequences in training.

@@ -48,7 +48,7 @@ def export_huggingface(
     """Write a model as a Hugging Face folder, and verify that transformers computes the same.
 
     Args:
-        path: a run directory, a checkpoint or a Hugging Face folder.
+        path: a run directory, a checkpoint, a Hugging Face folder or a GGUF file.
         out: a new or empty folder. It appears complete and verified, or not at all.
         adapter: write only the LoRA adapter of a run that started from a Hugging Face folder.
         shard_gigabytes: maximum size of a weight file, in GiB.

@@ -55,7 +55,7 @@ def export_gguf(
     """Write a model as a GGUF file, and verify it, with llama.cpp if that is installed.
 
     Args:
-        path: a run directory, a checkpoint or a Hugging Face folder.
+        path: a run directory, a checkpoint, a Hugging Face folder or a GGUF file.
         out: a new file. It appears complete and verified, or not at all.
         dtype: of the weight matrices: f32, f16, q8_0, q6_k, q5_k_m, q5_1, q5_0, q4_k_m, q4_1 or
             q4_0.
