@@ -26,7 +26,7 @@ class Decoder(Protocol):
         is_batch_invariant: whether a text has the same logits, to the bit, in any batch and however
             it is split into passes.
         has_kernels: whether the matrices of its model use kernels in C.
-        kernel_problem: why it has none, although nobody asked for that; or "".
+        kernel_problem: why they do not run the model, although nobody asked for that; or "".
         steps_per_read: tokens per row that sample() may draw before the end of a text is known.
         compile_seconds: time spent on compiling so far.
         tokens_per_step: to read in a step of a continuous batch, if it reads rows.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from thinker.model.layers import Linear
+from thinker.model.layers import Linear, LogitTransform
 from thinker.native.operations import linear, max_rows
 
 
@@ -49,3 +49,16 @@ class NativeLinear(FewRowsLinear):
         bias = None if self.bias is None else self.bias.float()
         y = linear(x.reshape(-1, x.shape[-1]).float(), self.weight, bias)
         return y.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class TransformedHead(nn.Module):
+    """An LM head for inference whose logits are scaled or capped."""
+
+    def __init__(self, matrix: nn.Module, transform: LogitTransform) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.transform = transform
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., n_in) -> (..., n_out), in x's dtype."""
+        return self.transform(self.matrix(x))

@@ -16,13 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from thinker.generation.decoders.inference_linear import (
     FewRowsLinear,
     NativeLinear,
+    TransformedHead,
     has_known_weight,
 )
 from thinker.generation.mixed_bits import Bits
 from thinker.model import Thinker
 from thinker.model.attention import Attention, LinearAttention
 from thinker.model.inspection.open_hooks import has_open_hooks
-from thinker.model.layers import Linear, OnePlusRMSNorm, RMSNorm
+from thinker.model.layers import Linear, OnePlusRMSNorm, RMSNorm, TransformedLinear
 from thinker.model.positions import Rotation, apply_rotary_emb
 from thinker.model.transformer import MLP, Block
 from thinker.runtime.errors import UserError
@@ -149,6 +150,9 @@ class _Fusing:
             name = path.rpartition(".")[2]
             if has_known_weight(old):
                 setattr(parent, name, self.linear(old, path, new))
+            elif type(old) is TransformedLinear and not is_patched(old):
+                head = TransformedHead(self.linear(old, path, new), old.transform)
+                setattr(parent, name, head)
             elif type(old) in RMS_NORMS and type(old) in self.kinds and not is_patched(old):
                 norm = InferenceNorm(old)
                 norm.weight = frozen(norm.weight, self.dtype)
@@ -191,6 +195,8 @@ class _Fusing:
         if plain.weight is self.model.embedding.weight and self.bits is None:
             tied = self.new_linear(plain.out_features, plain.in_features)
             tied.weight = new.embedding.weight
+            if plain.bias is not None:
+                tied.bias = frozen(plain.bias, self.dtype)
             return tied
         return self.matrix((plain,), _matrix_name(path))
 
@@ -351,16 +357,34 @@ def _matrix_name(path: str) -> str:
     return f"blocks.{parts[1]}.{groups.get(parts[-1], default)}"
 
 
-def known_modules(model: Thinker) -> Iterator[bool]:
-    """For each part of a fused model whether NativeDecoder knows it."""
-    yield type(model) is Thinker and not is_patched(model)
-    yield type(model.norm) is InferenceNorm
-    yield type(model.embedding) is nn.Embedding
-    yield hasattr(model.lm_head, "kernel_weight")
+def unknown_parts(model: Thinker) -> Iterator[str]:
+    """The parts of a fused model that NativeDecoder does not know, with their types."""
+    known: list[tuple[str, nn.Module, type]] = [
+        ("model", model, Thinker),
+        ("embedding", model.embedding, nn.Embedding),
+    ]
+    matrices = []
     for block in model.blocks:
-        yield type(block) is Block and not is_patched(block)
-        yield type(block.attention_out) is type(block.mlp_out) is nn.Identity
-        yield type(block.attention) is FusedAttention
-        yield type(block.mlp) is FusedMLP and block.mlp.activation is F.silu
-        yield type(block.attention_norm) is type(block.mlp_norm) is InferenceNorm
-        yield hasattr(block.attention.o_proj, "kernel_weight")
+        known += [
+            ("block", block, Block),
+            ("norm", block.attention_norm, InferenceNorm),
+            ("attention", block.attention, FusedAttention),
+            ("output", block.attention_out, nn.Identity),
+            ("norm", block.mlp_norm, InferenceNorm),
+            ("MLP", block.mlp, FusedMLP),
+            ("output", block.mlp_out, nn.Identity),
+        ]
+        if type(block.attention) is FusedAttention:
+            matrices.append(("output", block.attention.o_proj))
+        if type(block.mlp) is FusedMLP:
+            matrices.append(("output", block.mlp.down_proj))
+            if block.mlp.activation is not F.silu:
+                yield f"activation {block.mlp.activation.__name__}"
+    known.append(("norm", model.norm, InferenceNorm))
+    matrices.append(("LM head", model.lm_head))
+    for part, module, kind in known:
+        if type(module) is not kind or is_patched(module):
+            yield f"{part} {type(module).__name__}"
+    for part, matrix in matrices:
+        if not hasattr(matrix, "kernel_weight"):
+            yield f"{part} {type(matrix).__name__}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinker.generation.decoders.decoder import TOKENS_PER_STEP, pass_lengths
-from thinker.generation.decoders.inference_model import known_modules
+from thinker.generation.decoders.inference_model import unknown_parts
 from thinker.generation.decoders.native_forward import NativeForward
 from thinker.generation.sequence import SampledToken, Sequence, allowed_tokens
 from thinker.model import KVCache, Thinker
@@ -38,6 +38,22 @@ def kernel_problem(dtype: torch.dtype) -> str:
     return ""
 
 
+def _unknown(model: Thinker) -> Iterator[str]:
+    """What the kernels do not know of a fused model; nothing if they know all of it."""
+    config = model.config
+    if config.positions not in ("rope", "alibi", "none"):
+        yield f"{config.positions} positions"
+    if config.token_shift:
+        yield "token shift"
+    if config.window_rope_theta is not None:
+        yield "a RoPE base for windows"
+    if any(pattern.n_features for pattern in config.patterns):
+        yield "linear attention"
+    if any(pattern.by_content for pattern in config.patterns):
+        yield "attention by content"
+    yield from unknown_parts(model)
+
+
 class NativeDecoder:
     """Runs a model on a CPU without torch's overhead for each operation (see Decoder).
 
@@ -53,7 +69,6 @@ class NativeDecoder:
     option = "compile"
     is_exact = True
     has_kernels = True
-    kernel_problem = ""
     steps_per_read = 1
     compile_seconds = 0.0
     tokens_per_step = TOKENS_PER_STEP
@@ -63,11 +78,11 @@ class NativeDecoder:
         """`model`: from fuse_for_inference(native=True)."""
         self.model = model
         config = model.config
-        by_mask = all(not (pattern.by_content or pattern.n_features) for pattern in config.patterns)
-        has_native_input = config.positions in ("rope", "alibi", "none") and not config.token_shift
-        has_native_input = has_native_input and config.window_rope_theta is None
-        is_known = all(known_modules(model))
-        self.is_supported = by_mask and has_native_input and is_known
+        unknown = list(dict.fromkeys(_unknown(model)))
+        self.is_supported = not unknown
+        self.kernel_problem = ""
+        if unknown:
+            self.kernel_problem = f"they do not know {', '.join(unknown)}"
         has_causal_masks = all(pattern == CAUSAL for pattern in config.patterns)
         self.is_causal = has_causal_masks and config.positions != "alibi"
         self.max_rows = native.max_rows()

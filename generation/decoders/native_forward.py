@@ -24,7 +24,7 @@ class NativeForward:
     """
 
     def __init__(self, model: Thinker) -> None:
-        """`model`: from fuse_for_inference(native=True); known_modules() knows all of it."""
+        """`model`: from fuse_for_inference(native=True); unknown_parts() yields nothing."""
         self.model = model
         self._bound_to: Callable[[], KVCache | None] = lambda: None  # a weak reference
         self._bound_moves = 0  # n_moves of that cache when it was bound
