@@ -57,7 +57,7 @@ class EarlyExitDecoder(PlainDecoder):
                 "activations cannot be recorded or patched with early_exit; use early_exit=None"
             )
         context = model.make_context(tokens, tokens, None, cache)
-        x = model.embedding(tokens).to(model.dtype)  # (B, 1, C)
+        x = model.embed(tokens, context).to(model.dtype)  # (B, 1, C)
         # Layers that each row used, (B,); 0: it has not exited.
         used = torch.zeros(len(tokens), dtype=torch.int64, device=x.device)
         layers = zip(model.blocks, context.ropes, context.masks, cache.layers, context.slots)
@@ -117,10 +117,6 @@ def check_early_exit(config: ThinkerConfig, threshold: float) -> None:
     unsupported = ""
     if any(pattern.n_features for pattern in config.patterns):
         unsupported = "linear attention"
-    elif config.token_shift:
-        unsupported = "model.token_shift"
-    elif config.positions in ("learned", "sinusoidal"):
-        unsupported = f"model.positions={config.positions}"
     elif config.block == "parallel_one_norm":  # whose norm is not attention's own
         unsupported = f"model.block={config.block}"
     if unsupported:

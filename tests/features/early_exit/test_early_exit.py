@@ -25,7 +25,9 @@ CASES = pairwise({
     "bits": [None, 8, 4],
     "form": [{}, {"attention": "window(4)"}, {"attention": "topk(4)"}, {"positions": "alibi"},
              {"attention": "token(3)"}, {"attn_logit_softcap": 2.0, "attention_sinks": True},
-             {"attention": "prefix(2)", "no_rope_layers": [1]}],
+             {"attention": "prefix(2)", "no_rope_layers": [1]}, {"positions": "learned"}, {"token_shift": True},
+             {"positions": "sinusoidal"}, {"block": "parallel", "norm": "layernorm", "mlp_bias": True},
+             {"block": "both_norms", "logit_softcap": 3.0, "window_rope_theta": 100.0, "attention": ["window(4)", "full"]}],
     "qk_norm": [True, False],
     "n_kv_heads": [4, 2, 1],
     "memory": [{}, {"slide": True}],
@@ -224,9 +226,7 @@ def test_conversations_continue_with_a_complete_cache():
         ({}, {"use_cache": False}, "early_exit needs the KV cache"),
         ({"n_layers": 1}, {}, "at least 2 layers"),
         ({"attention": "linear(8)"}, {}, "does not support linear attention"),
-        ({"token_shift": True}, {}, r"does not support model\.token_shift"),
-        ({"positions": "learned"}, {}, r"does not support model\.positions=learned"),
-        ({"positions": "sinusoidal"}, {}, r"does not support model\.positions=sinusoidal"),
+        ({"block": "parallel_one_norm"}, {}, r"does not support model\.block=parallel_one_norm"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(form, options, words):
