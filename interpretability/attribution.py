@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from thinker.model import Thinker
+from thinker.model.layers import LayerNorm, OnePlusRMSNorm, RMSNorm, Scale
 from thinker.runtime.errors import UserError
 
 MAX_QUADRATURE_POINTS = 512
@@ -110,7 +111,7 @@ def integrated_gradients(
 def _baseline_embedding(model: Thinker, baseline: int | Tensor | None, x: Tensor) -> Tensor:
     """The embedding (C,) or (T, C) that a baseline stands for, on the device of x."""
     if baseline is None:
-        return model.embedding.weight.mean(dim=0)
+        return model.embedding.weight.mean(dim=0) * model.config.embedding_scale
     if isinstance(baseline, int):
         baseline = model.embedding(torch.tensor(baseline, device=x.device))
     return baseline.to(x)
@@ -141,7 +142,71 @@ class LogitComponents(NamedTuple):
     embedding: float
     heads: Tensor  # (layers, H)
     mlps: Tensor  # (layers,)
+    biases: float  # of norms, of attention's outputs and of the LM head
     logit: float  # of the model
+
+
+class FixedNorm(NamedTuple):
+    """What a norm does to a part c of its input, if what it divides by stays as it was:
+    factor ⊙ (c − mean(c)), without the mean in an RMSNorm. The norm adds a bias once."""
+
+    factor: Tensor  # (C,)
+    bias: Tensor  # (C,)
+    subtracts_mean: bool
+
+    def apply(self, part: Tensor) -> Tensor:
+        """(..., C) -> (..., C), without the bias."""
+        if self.subtracts_mean:
+            part = part - part.mean(-1, keepdim=True)
+        return part * self.factor
+
+
+def fix_norm(module: nn.Module, x: Tensor) -> FixedNorm:
+    """A norm, factor or Identity as it is for the input x (C,). Raises UserError for others."""
+    x = x.double()
+    factor = torch.ones_like(x)
+    bias = torch.zeros_like(x)
+    subtracts_mean = isinstance(module, LayerNorm)
+    if isinstance(module, Scale):
+        factor = factor * module.factor
+    elif isinstance(module, RMSNorm | LayerNorm):
+        if subtracts_mean:
+            x = x - x.mean()
+        if module.weight is not None:
+            factor = module.weight.double()
+        if isinstance(module, OnePlusRMSNorm):
+            factor = 1 + factor
+        factor = factor * (x.square().mean() + module.eps).rsqrt()
+        if getattr(module, "bias", None) is not None:
+            bias = module.bias.double()
+    elif not isinstance(module, nn.Identity):
+        raise UserError(
+            f"direct logit attribution does not know {type(module).__name__}; use integrated "
+            f"gradients"
+        )
+    return FixedNorm(factor, bias, subtracts_mean)
+
+
+def _unembedding(model: Thinker, x: Tensor, token: int) -> tuple[Tensor, float]:
+    """The direction (C,) whose dot product with x (C,), the input of the LM head, is the logit of a
+    token but for the bias, which is returned, too.
+
+    A soft cap shortens both by the share by which it shortens the logit.
+    """
+    head = model.lm_head
+    direction = head.effective_weight()[token].double()
+    bias = 0.0
+    if head.bias is not None:
+        bias = head.bias[token].item()
+    transform = model.logit_transform
+    if transform is not None:
+        logit = direction @ x + bias
+        share = transform.scale
+        if logit != 0:
+            share = (transform(logit) / logit).item()
+        direction = direction * share
+        bias *= share
+    return direction, bias
 
 
 @torch.no_grad()
@@ -154,30 +219,44 @@ def direct_logit_attribution(
 ) -> LogitComponents:
     """((c ⊙ γ) / rms(x_L)) · (W_U[target] − W_U[contrast_token]) for each c of x_L = Σ c.
 
-    c: a component of the residual stream at one position. Exact, since RMSNorm divides all
-    components by the same number (Elhage et al. 2021, without an approximate norm).
+    c: a component of the residual stream at one position. Exact, since a norm divides all
+    components by the same number (Elhage et al. 2021, without an approximate norm). So do norms of
+    the outputs of blocks. Raises UserError for a norm that is not Thinker's.
     """
     last = f"blocks.{len(model.blocks) - 1}"
-    with model.record("embedding", "blocks.*.attention.heads", "blocks.*.mlp", last) as cache:
+    names = ("embedding", "blocks.*.attention.heads", "blocks.*.attention", "blocks.*.mlp", last)
+    with model.record(*names) as cache:
         logit = logit_difference(model(tokens[None]), target, contrast_token, position).item()
-    # The direction (C,) whose dot product with the residual stream is the logit (difference).
-    unembed = model.lm_head.weight.double()
-    direction = unembed[target]
+    last_norm = fix_norm(model.norm, cache[last][0, position])
+    x = last_norm.apply(cache[last][0, position].double()) + last_norm.bias  # (C,)
+    direction, biases = _unembedding(model, x, target)
     if contrast_token is not None:
-        direction = direction - unembed[contrast_token]
-    x = cache[last][0, position].double()  # (C,)
-    rms = (x.square().mean() + model.norm.eps).sqrt()
-    direction = direction * model.norm.weight.double() / rms
+        contrast, bias = _unembedding(model, x, contrast_token)
+        direction = direction - contrast
+        biases -= bias
+    biases += (last_norm.bias @ direction).item()
+
+    def contribution(part: Tensor) -> Tensor:
+        """Of a part (..., C) of the residual stream: (...)."""
+        return last_norm.apply(part) @ direction
+
     heads = []
     mlps = []
     for layer, block in enumerate(model.blocks):
         z = cache[f"blocks.{layer}.attention.heads"][0, :, position].double()  # (H, D)
-        out = block.attention.o_proj.weight.double().unflatten(1, z.shape)  # (C, H, D)
-        heads.append(torch.einsum("hd,chd,c->h", z, out, direction))
-        mlps.append(cache[f"blocks.{layer}.mlp"][0, position].double() @ direction)
-    embedding = cache["embedding"][0, position].double() @ direction
+        o_proj = block.attention.o_proj
+        matrix = o_proj.effective_weight().double().unflatten(1, z.shape)  # (C, H, D)
+        out = fix_norm(block.attention_out, cache[f"blocks.{layer}.attention"][0, position])
+        heads.append(contribution(out.apply(torch.einsum("hd,chd->hc", z, matrix))))
+        bias = out.bias
+        if o_proj.bias is not None:
+            bias = bias + out.apply(o_proj.bias.double())
+        biases += contribution(bias).item()
+        mlp = cache[f"blocks.{layer}.mlp"][0, position]
+        mlps.append(contribution(block.mlp_out(mlp).double()))
+    embedding = contribution(cache["embedding"][0, position].double()).item()
     by_head = pad_sequence(heads, batch_first=True, padding_value=torch.nan)  # (layers, H)
-    return LogitComponents(embedding.item(), by_head.float(), torch.stack(mlps).float(), logit)
+    return LogitComponents(embedding, by_head.float(), torch.stack(mlps).float(), biases, logit)
 
 
 @torch.no_grad()

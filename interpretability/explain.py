@@ -81,6 +81,8 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     temperature = model.config.attention_temperature
     if temperature != 1:
         divisor = f"{temperature:g}{divisor}"
+    if model.config.attention_scale is not None:
+        divisor = f"{1 / attention.scale:g}"
     sink = None
     if attention.sinks is not None:
         sink = attention.sinks[head].item()

@@ -132,11 +132,13 @@ def report_attribution(
         "embedding": components.embedding,
         "heads": reports.to_json(components.heads),
         "mlps": components.mlps.tolist(),
+        "biases": components.biases,
     }
     rows = _component_rows(components)
     labels = reports.head_labels(components.heads)
     panels = [Panel("direct logit attribution of heads", components.heads, *labels, signed=True)]
     total = components.embedding + components.heads.nansum().item() + components.mlps.sum().item()
+    total += components.biases
     footer = f"sum of components: {total:.4f}; "
 
     # A pattern that reads token ids cannot run on embeddings, which have gradients.
@@ -166,8 +168,11 @@ def report_attribution(
 
 
 def _component_rows(components: LogitComponents) -> list[list[str]]:
-    """A row for the embedding, each MLP and each head, the largest contribution first."""
+    """A row for the embedding, each MLP, each head and the biases, the largest contribution
+    first."""
     values = {"embedding": components.embedding}
+    if components.biases:
+        values["biases"] = components.biases
     for layer, value in enumerate(components.mlps.tolist()):
         values[f"MLP {layer}"] = value
     for layer, head in reports.existing_heads(components.heads):

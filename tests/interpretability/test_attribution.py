@@ -10,6 +10,15 @@ from thinker.runtime.errors import UserError
 pytestmark = pytest.mark.usefixtures("one_thread")
 FORMS = [{}, {"qk_norm": False, "tie_embeddings": True}, {"n_kv_heads": 1, "attention": ["window(5)", "full"]},
          {"positions": "learned", "attention_bias": True}, {"attention": "linear(16)"}]  # fmt: skip
+# What other architectures do to the residual stream and the logits.
+OTHER_BLOCKS = [
+    {"block": "both_norms", "norm": "rmsnorm_one_plus", "embedding_scale": 3.0, "logit_softcap": 0.7},
+    {"block": "post_norm", "qk_norm_type": "rmsnorm_width", "logit_scale": 0.3},
+    {"block": "post_norm", "norm": "layernorm", "attention_out_bias": True},
+    {"block": "parallel", "norm": "layernorm", "attention_out_bias": True, "mlp": "ungated", "mlp_bias": True},
+    {"block": "parallel_one_norm", "norm": "layernorm_no_bias", "head_bias": True, "logit_scale": 2.0, "logit_softcap": 1.5},
+    {"norm": "layernorm_no_weight", "residual_scale": 0.22, "tie_embeddings": True},
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -17,21 +26,22 @@ def tokens():
     return torch.randint(0, 61, (14,), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS + OTHER_BLOCKS, ids=str)
 @pytest.mark.parametrize("contrast_token", [None, 7])
 @pytest.mark.parametrize("position", [-1, 4])
 def test_direct_logit_attribution_sums_to_the_difference(
     random_model, tokens, form, contrast_token, position
 ):
     model = random_model(**form)
+    has_biases = any(name.endswith("bias") for name, _ in model.named_parameters())
     parts = attribution.direct_logit_attribution(model, tokens, 3, contrast_token, position)
+    assert bool(parts.biases) == (has_biases and "attention_bias" not in form)
     assert (parts.heads.shape, parts.mlps.shape) == ((2, 4), (2,))
     logits = model(tokens[None])[0, position]
     known = logits[3] - (0 if contrast_token is None else logits[contrast_token])
     assert parts.logit == pytest.approx(known.item(), abs=1e-5)
-    assert parts.embedding + (parts.heads.nansum() + parts.mlps.sum()).item() == pytest.approx(
-        known.item(), abs=1e-4
-    )
+    total = parts.embedding + (parts.heads.nansum() + parts.mlps.sum()).item() + parts.biases
+    assert total == pytest.approx(known.item(), abs=1e-4)
 
 
 def test_what_the_circuit_says_comes_from_its_induction_head():
@@ -173,3 +183,10 @@ def test_one_position_alone_is_predicted(random_model, tokens):
         found = attribution.predict_logit(model, 3, 7, position, tokens=tokens[None])
         logits = model(tokens[None])[0, position]
         assert found.item() == pytest.approx((logits[3] - logits[7]).item(), abs=1e-5)
+
+
+def test_a_norm_of_the_user_has_no_direct_attribution(random_model, tokens):
+    model = random_model()
+    model.norm = torch.nn.RMSNorm(32)
+    with pytest.raises(UserError, match="direct logit attribution does not know RMSNorm"):
+        attribution.direct_logit_attribution(model, tokens, 3)
