@@ -1,6 +1,7 @@
 """Whether a model can be pruned as train.prune says."""
 
 from thinker.features.pruning.keys import PruneConfig
+from thinker.features.pruning.pruning import check_norms
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.layers import Linear
 from thinker.runtime.errors import UserError
@@ -19,6 +20,7 @@ def check_prunable(model: Thinker, options: PruneConfig) -> None:
 
 def check_heads(config: ThinkerConfig) -> None:
     """Raise UserError if KV heads of this model cannot be removed once they are zero."""
+    check_norms(config)
     counts = [config.head_counts(layer)[1] for layer in range(config.n_layers)]
     try:
         ThinkerConfig.from_dict(config.to_dict() | {"n_kv_heads_per_layer": counts})

@@ -17,9 +17,10 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
 
     Equals the model with "blocks.i.attention.heads.h" set to zero. If layers keep different numbers
     of heads, the config has n_kv_heads_per_layer. Raises UserError for unknown groups, layers
-    without heads, ALiBi, patterns by head.
+    without heads, ALiBi, patterns by head, a norm over all heads.
     """
     old = model.config
+    check_norms(old)
     remaining = _remaining_groups(model, groups)
     sizes = [len(kv_heads) for kv_heads in remaining]
     shared = old.n_heads // old.n_kv_heads
@@ -31,17 +32,21 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
         values["n_kv_heads_per_layer"] = None
 
     D = old.head_dim
-    size_of = {  # rows or columns of a KV group; norms are shared by all heads
+    size_of = {  # rows or columns of a KV group
         "q_proj": shared * D,
         "k_proj": D,
         "v_proj": D,
         "sinks": shared,
         "o_proj": shared * D,
     }
+    if old.qk_norm_type == "layernorm_per_head":  # other norms have one weight for all heads
+        size_of |= {"q_norm": shared * D, "k_norm": D}
     weights = model.state_dict()
     for name, weight in weights.items():
         parts = name.split(".")  # such as blocks.0.attention.q_proj.weight
         if parts[0] != "blocks" or parts[2] != "attention" or parts[3] not in size_of:
+            continue
+        if parts[3:] == ["o_proj", "bias"]:  # is added once for all heads
             continue
         layer, matrix = int(parts[1]), parts[3]
         dim = 1 if matrix == "o_proj" else 0
@@ -49,6 +54,15 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
         by_group = weight.unflatten(dim, (-1, size_of[matrix]))
         weights[name] = by_group.index_select(dim, kept).flatten(dim, dim + 1)
     return _copy(model, values, weights)
+
+
+def check_norms(config: ThinkerConfig) -> None:
+    """Raise UserError if a head cannot be removed without changing the others."""
+    if config.qk_norm_type == "rmsnorm_width":
+        raise UserError(
+            "KV heads of this model cannot be removed: its norms of queries and keys read all "
+            "heads at once (model.qk_norm_type=rmsnorm_width); remove neurons or layers"
+        )
 
 
 def _remaining_groups(model: Thinker, groups: Collection[tuple[int, int]]) -> list[list[int]]:
@@ -108,9 +122,17 @@ def prune_neurons(model: Thinker, kept: Sequence[Tensor]) -> Thinker:
     (n,) = {len(indices) for indices in kept}
     weights = model.state_dict()
     for layer, indices in enumerate(kept):
-        for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
-            key = f"blocks.{layer}.mlp.{name}.weight"
-            weights[key] = weights[key].index_select(dim, indices.sort().values.to(model.device))
+        order = indices.sort().values.to(model.device)
+        for name, dim in (
+            ("gate_proj.weight", 0),
+            ("gate_proj.bias", 0),
+            ("up_proj.weight", 0),
+            ("up_proj.bias", 0),
+            ("down_proj.weight", 1),
+        ):
+            key = f"blocks.{layer}.mlp.{name}"
+            if key in weights:  # an ungated MLP has no gate
+                weights[key] = weights[key].index_select(dim, order)
     return _copy(model, model.config.to_dict() | {"d_ff": n}, weights)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinker.features.pruning.zeros import input_matrices
 from thinker.model import Thinker
 
 METHODS = ("gradient", "activation", "magnitude", "random")
@@ -67,8 +68,10 @@ def _by_magnitude(model: Thinker) -> Scores:
             attention.o_proj.weight.T.reshape(K, -1).norm(dim=1),  # from (H · D, C)
         ]
         groups.append(torch.stack(norms_by_group).prod(dim=0).cpu())
-        rows = mlp.gate_proj.weight.norm(dim=1) * mlp.up_proj.weight.norm(dim=1)
-        neurons.append((rows * mlp.down_proj.weight.norm(dim=0)).cpu())
+        of_neuron = mlp.down_proj.weight.norm(dim=0)
+        for matrix in input_matrices(block):
+            of_neuron = of_neuron * matrix.weight.norm(dim=1)
+        neurons.append(of_neuron.cpu())
         layers.append(attention.o_proj.weight.norm() * mlp.down_proj.weight.norm())
     return Scores(groups, neurons, torch.stack(layers).cpu())
 

@@ -4,28 +4,38 @@ them."""
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinker.features.pruning import pruning
 from thinker.model import Thinker
-from thinker.model.transformer import Block
+from thinker.model.layers import Linear
 
 
-def zero_groups(block: Block) -> Tensor:
+def zero_groups(block: nn.Module) -> Tensor:
     """Which KV groups add nothing to the residual stream, (K,) bool."""
     columns = block.attention.o_proj.weight.detach()  # (C, H · D)
     return (columns == 0).all(dim=0).view(block.attention.n_kv_heads, -1).all(dim=1)
 
 
-def zero_neurons(block: Block) -> Tensor:
+def zero_neurons(block: nn.Module) -> Tensor:
     """Which neurons of the MLP add nothing to the residual stream, (d_ff,) bool."""
+    is_zero = (block.mlp.down_proj.weight == 0).all(dim=0)
+    for matrix in input_matrices(block):
+        if matrix.bias is None:  # otherwise the neuron computes something from its bias
+            is_zero = is_zero | (matrix.weight == 0).all(dim=1)
+    return is_zero
+
+
+def input_matrices(block: nn.Module) -> list[Linear]:
+    """The matrices of the MLP that read the residual stream; an ungated MLP has one."""
     mlp = block.mlp
-    no_input = (mlp.gate_proj.weight == 0).all(dim=1) | (mlp.up_proj.weight == 0).all(dim=1)
-    return (mlp.down_proj.weight == 0).all(dim=0) | no_input
+    if hasattr(mlp, "gate_proj"):
+        return [mlp.gate_proj, mlp.up_proj]
+    return [mlp.up_proj]
 
 
 @torch.no_grad()
-def set_groups_to_zero(block: Block, groups: Tensor) -> None:
+def set_groups_to_zero(block: nn.Module, groups: Tensor) -> None:
     """Set all weights of these KV groups, indices (n,), to zero, with their query heads."""
     attention = block.attention
     K = attention.n_kv_heads
@@ -37,10 +47,10 @@ def set_groups_to_zero(block: Block, groups: Tensor) -> None:
 
 
 @torch.no_grad()
-def set_neurons_to_zero(block: Block, neurons: Tensor) -> None:
+def set_neurons_to_zero(block: nn.Module, neurons: Tensor) -> None:
     """Set all weights of these neurons of the MLP, indices (n,), to zero."""
-    block.mlp.gate_proj.weight[neurons] = 0
-    block.mlp.up_proj.weight[neurons] = 0
+    for matrix in input_matrices(block):
+        matrix.weight[neurons] = 0
     block.mlp.down_proj.weight[:, neurons] = 0
 
 

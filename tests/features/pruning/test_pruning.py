@@ -7,7 +7,7 @@ from installed import if_installed
 
 from thinker import checkpoint, interop
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
-from thinker.features.pruning import pruning
+from thinker.features.pruning import pruning, zeros
 from thinker.generation import Generator, SamplingParams
 from thinker.interop.hf_config import hf_model_type
 from thinker.interpretability import heads
@@ -23,6 +23,18 @@ FORMS = {
     "sinks and a cap": {"n_kv_heads": 2, "attention_sinks": True, "attn_logit_softcap": 5.0},
     "a window and a linear layer": {"attention": ["window(6)", "linear(16)"], "n_kv_heads": 2},
     "tied": {"n_kv_heads": 4, "tie_embeddings": True},
+    "biases everywhere": {
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "block": "parallel",
+    },
+    "norms of each head": {
+        "qk_norm_type": "layernorm_per_head",
+        "norm": "layernorm",
+        "block": "both_norms",
+    },
+    "learned positions, no gate": {"positions": "learned", "mlp": "ungated", "block": "post_norm"},
 }
 
 
@@ -157,3 +169,40 @@ def test_sizes_that_do_not_fit(sizes):
         UserError, match="n_kv_heads_per_layer is .*; it must list 2 numbers from 1 to 2"
     ):
         ThinkerConfig(vocab_size=9, n_layers=2, n_kv_heads=2, n_kv_heads_per_layer=sizes)
+
+
+@pytest.mark.parametrize("form", ["mha", "biases everywhere", "learned positions, no gate"])
+def test_fewer_neurons_equal_the_masked_model(random_model, form):
+    model = random_model(**FORMS[form])
+    kept = torch.ones(model.config.d_ff, dtype=torch.bool)
+    kept[torch.arange(5, model.config.d_ff, 3)] = False
+    left = pruning.prune_neurons(model, [kept.nonzero()[:, 0]] * 2)
+    with model.patch({"blocks.*.mlp.hidden": lambda x: x * kept}):
+        known = model(TOKENS)
+    torch.testing.assert_close(left(TOKENS), known, rtol=0, atol=1e-4)
+    assert left.config.d_ff == int(kept.sum())
+
+
+def test_a_norm_over_all_heads_keeps_them(random_model):
+    model = random_model(qk_norm_type="rmsnorm_width")
+    with pytest.raises(UserError, match="read all heads at once"):
+        pruning.prune(model, [(0, 1)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mlp", ["swiglu", "ungated"])
+@pytest.mark.parametrize("mlp_bias", [False, True])
+def test_neurons_that_are_zero_add_nothing(random_model, mlp, mlp_bias):
+    model = random_model(mlp=mlp, mlp_bias=mlp_bias)
+    before = model(TOKENS)
+    neurons = torch.arange(7, model.config.d_ff)
+    for block in model.blocks:
+        block.mlp.up_proj.weight[0] = 0  # a bias alone makes this neuron count
+        zeros.set_neurons_to_zero(block, neurons)
+        assert int(zeros.zero_neurons(block).sum()) == len(neurons) + (not mlp_bias)
+    known = model(TOKENS)
+    left, words = zeros.remove_zeros(model)
+    assert left.config.d_ff == 6 + mlp_bias
+    assert "neurons in each layer" in words[0]
+    torch.testing.assert_close(left(TOKENS), known, rtol=0, atol=1e-4)
+    assert not torch.allclose(before, known)
