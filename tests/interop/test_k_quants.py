@@ -1,15 +1,19 @@
 """K-quants: as accurate as those of llama.cpp, in the same matrices, and computed alike there."""
 
 import ctypes
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import random_model
+from conftest import ROOT, random_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinker.data.text.tales import generate_story
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.interop import load
 from thinker.interop.gguf.gguf_quantization import describe_fallbacks, stored_dtype
 from thinker.interop.gguf.k_quants import quantize_k
 from thinker.interop.gguf.verify_gguf import verify_gguf
@@ -166,3 +170,34 @@ def test_llama_cpp_has_the_logits_of_the_same_weights_and_only_those(tmp_path, s
         model.blocks[1].attention.v_proj.weight.mul_(2)
     with pytest.raises(RunError, match="logits from llama.cpp differ"):
         verify_gguf(model, BYTE, path, dtype, n_texts=10)
+
+
+@pytest.mark.stress
+def test_the_loss_is_near_that_of_llama_cpp_s_own_quantizer(tmp_path):
+    """A model that tells stories, on stories of another seed, without an importance matrix."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    run = tmp_path / "run"
+    changes = ["model.d_model=256", "model.n_heads=8", "train.max_minutes=10"]
+    command = [sys.executable, ROOT / "train.py", ROOT / "configs/quickstart.yaml"]
+    subprocess.run([*command, f"run.dir={run}", *changes], check=True)
+    model, tokenizer = load(run)
+    full, theirs = tmp_path / "full.gguf", tmp_path / "theirs.gguf"
+    write_gguf(model, tokenizer, full, "f32")
+
+    def loss(path):
+        loaded = load(path)[0]
+        total = count = 0.0
+        for index in range(60):
+            ids = [tokenizer.bos_id, *tokenizer.encode(generate_story(987654, index).text)]
+            tokens = torch.tensor([ids[:177]])
+            with torch.no_grad():
+                nats, n_targets = loaded(tokens[:, :-1], targets=tokens[:, 1:])
+            total += float(nats)
+            count += float(n_targets)
+        return total / count
+
+    for dtype in K_DTYPES:
+        write_gguf(model, tokenizer, tmp_path / f"{dtype}.gguf", dtype)
+        quantize_with_llama_cpp(llama_cpp, full, theirs, dtype)
+        assert loss(tmp_path / f"{dtype}.gguf") <= 1.02 * loss(theirs)
+        assert loss(tmp_path / f"{dtype}.gguf") <= 1.02 * loss(full)
