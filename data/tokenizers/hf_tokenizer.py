@@ -89,7 +89,7 @@ class HFTokenizer(Tokenizer):
         added = content.get("added_tokens") or []
         self._read_added_tokens(added)
         self._check(len(added), tokens_elsewhere)
-        self.special_tokens_map = _special_tokens_map(config)
+        self.special_tokens_map = special_token_names(config)
 
         eos_token = self.special_tokens_map.get("eos_token")
         if not eos_ids and eos_token in self.special_tokens:
@@ -346,8 +346,9 @@ class HFTokenizer(Tokenizer):
         return Path(folder) / FILE_NAME
 
 
-def _special_tokens_map(config: dict) -> dict[str, Any]:
-    """The names of special tokens in tokenizer_config.json, which may also describe them."""
+def special_token_names(config: dict) -> dict[str, Any]:
+    """The names of special tokens in tokenizer_config.json or special_tokens_map.json, which may
+    also describe them."""
     names = {}
     for key in SPECIAL:
         name = config.get(key)

@@ -32,6 +32,7 @@ from thinker.data.tokenizers.tokenizer import ONE_CHARACTER, PROBE, SINGLE_BYTES
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_json, read_text
 
+OLDER_NAMES = "special_tokens_map.json"
 POSSESSIVE = r"(\{\d*,?\d*\})\+"  # possessive for tiktoken, a repeated group for `tokenizers`
 # How ByteLevel splits text by default, and after Digits has separated every digit.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -58,7 +59,7 @@ def read(folder: Path) -> Tokenizer:
         content = read_json(folder / FILE_NAME)
         config = _read_optional(folder / hf.CONFIG_NAME)
         if "added_tokens_decoder" not in config:  # the format before that key
-            config = config | _read_optional(folder / "special_tokens_map.json")
+            config = config | hf.special_token_names(_read_optional(folder / OLDER_NAMES))
     template = config.get("chat_template")
     if (folder / hf.TEMPLATE_NAME).is_file():
         template = read_text(folder / hf.TEMPLATE_NAME)
@@ -191,7 +192,8 @@ def _tokens_elsewhere(folder: Path, config: dict) -> list[Any]:
     """Tokens, as names or dictionaries, that transformers adds to those in tokenizer.json."""
     if "added_tokens_decoder" in config:
         declared = list(config["added_tokens_decoder"].values())
-    else:
+    else:  # the format before that key
+        config = config | _read_optional(folder / OLDER_NAMES)
         declared = list(_read_optional(folder / "added_tokens.json"))
     names = [config.get(name) for name in hf.SPECIAL]
     for key in ("extra_special_tokens", "additional_special_tokens"):

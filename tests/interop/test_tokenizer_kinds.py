@@ -323,3 +323,36 @@ def test_documents_of_a_corpus_have_the_ids_of_transformers(tmp_path, name):
     for text, ids, ids_there in zip(texts, found, expected, strict=True):
         assert ids == ids_there, text
     assert corpus.tokenizer.content_hash == load_tokenizer(folder).content_hash
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "mistral", "granite", "phi3", "gpt_neox"])
+def test_files_of_older_versions_beside_tokenizer_json(tmp_path, name):
+    """special_tokens_map.json and added_tokens.json, which describe the same tokens again."""
+    build(name, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    keys = ("bos_token", "eos_token", "unk_token", "pad_token", "additional_special_tokens")
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    described = {}
+    for key in keys:
+        value = config.pop(key, None)
+        if isinstance(value, list):
+            described[key] = value
+        elif value is not None:
+            described[key] = {"content": value} | flags
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(described))
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    ids = {token["content"]: token["id"] for token in content["added_tokens"]}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(ids))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    texts = hard_texts(list(ours.special_tokens), 300)
+    check_equal(ours, theirs, texts)
+    assert ours.special_tokens_map["eos_token"] == theirs.eos_token
+    out = tmp_path / "out"
+    out.mkdir()
+    tokenizer_conversion.write(ours, out, 128)
+    written = transformers.AutoTokenizer.from_pretrained(out)
+    check_equal(ours, written, texts)
+    assert (written.bos_token, written.eos_token) == (theirs.bos_token, theirs.eos_token)
+    assert load_tokenizer(out).special_tokens == ours.special_tokens
