@@ -356,3 +356,32 @@ def test_files_of_older_versions_beside_tokenizer_json(tmp_path, name):
     check_equal(ours, written, texts)
     assert (written.bos_token, written.eos_token) == (theirs.bos_token, theirs.eos_token)
     assert load_tokenizer(out).special_tokens == ours.special_tokens
+
+
+WITH_TEMPLATE = [name for name, kind in KINDS.items() if kind.template is not None]
+
+
+@pytest.mark.parametrize("name", WITH_TEMPLATE)
+def test_answers_are_trained_behind_the_tokens_that_a_chat_has(tmp_path, name):
+    kind = build(name, tmp_path)
+    ours = chat.with_answer_end(load_tokenizer(tmp_path))
+    talk = [QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "Yes.\n\n1. two"}]
+    if kind.has_system:
+        talk.insert(0, {"role": "system", "content": "Be kind."})
+    rows = chat.encode(ours, chat.Conversation(talk))
+    trained = []
+    for row in rows:
+        ids = ours.bos_prefix + row.ids.tolist()
+        is_target = [False] * len(ours.bos_prefix) + row.is_target.tolist()
+        for position in range(1, len(ids)):
+            if is_target[position] and not is_target[position - 1]:
+                end = position
+                while end < len(ids) and is_target[end]:
+                    end += 1
+                trained.append((ids[:position], ids[position:end]))
+    answers = [number for number, message in enumerate(talk) if message["role"] == "assistant"]
+    assert len(trained) == len(answers)
+    for number, (context, answer) in zip(answers, trained):
+        assert context == chat.encode_prompt(ours, talk[:number])
+        assert answer[-1] in ours.eos_ids
+        assert talk[number]["content"].strip() in ours.decode(answer)
