@@ -78,6 +78,18 @@ class Rope(nn.Module):
             return cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, D)
         return cos, sin
 
+    def _pair_scaling(self) -> Tensor:
+        """The factor on cos and sin of each pair, (D/2,) in float64: 1 if it is not rotated."""
+        scaling = torch.ones(self.head_dim // 2, dtype=torch.float64, device="cpu")
+        scaling[: self.rope_dim // 2] = self.attention_scaling
+        return scaling
+
+    def without_scaling(self, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Tables of forward() for queries and keys that have been scaled before."""
+        scaling = self._pair_scaling().repeat(2)  # (D,)
+        cos, sin = (table / scaling.to(table.device, torch.float32) for table in tables)
+        return cos.to(tables[0].dtype), sin.to(tables[1].dtype)
+
     def check_growth(self, end: int) -> None:
         """Raise UserError if dynamic scaling would change the angles of cached keys or masked
         documents at `end`."""
@@ -126,8 +138,9 @@ class Rope(nn.Module):
         # In fp32 the angles of late positions would be too coarse.
         positions = positions.to(float64_device, torch.float64)
         angles = positions[..., None] * self.frequencies(stretch).to(float64_device)  # (..., D/2)
-        cos = (self.attention_scaling * angles.cos()).float()
-        sin = (self.attention_scaling * angles.sin()).float()
+        scaling = self._pair_scaling().to(float64_device)
+        cos = (scaling * angles.cos()).float()
+        sin = (scaling * angles.sin()).float()
         return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
 

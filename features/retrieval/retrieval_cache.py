@@ -195,7 +195,7 @@ class RetrievalCache(KVCache):
     def _rotation(self, positions: Tensor) -> Rotation:
         """RoPE's tables without its factor on queries and keys, which they have already."""
         tables = self.rope(positions, self.n_positions, self.dtype)
-        return tuple(table / self.rope.attention_scaling for table in tables)
+        return self.rope.without_scaling(tables)
 
     @property
     def nbytes(self) -> int:

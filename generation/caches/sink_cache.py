@@ -125,7 +125,7 @@ class SinkCache(KVCache):
         """How queries beyond position sinks + window − 1 attend to the sinks: from there."""
         nearer = (positions - self.max_len + 1).clamp_min(0)  # (T,) or (B, T)
         tables = self.rope(nearer, end, self.dtype)
-        cos, sin = (table / self.rope.attention_scaling for table in tables)  # q and k include it
+        cos, sin = self.rope.without_scaling(tables)
         if positions.shape[-1] > 1:  # queries rotate in the other direction
             sin = -sin
         return cos, sin

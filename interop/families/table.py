@@ -178,17 +178,21 @@ GEMMA_ACTIVATION = (
 )
 
 
-def gemma2_keys(score_cap: float | None, logit_cap: float | None) -> list[ConfigPart]:
-    """Keys of Gemma 2 and 3, with their defaults of the soft caps."""
+def gemma2_keys(score_cap: ConfigPart, logit_cap: float | None) -> list[ConfigPart]:
+    """Keys of Gemma 2 and 3. score_cap: the soft cap of attention scores. logit_cap: the default of
+    the soft cap of logits."""
     return [
+        score_cap,
         Number("query_pre_attn_scalar", "attention_scale", 256, _scale_from_width, _scale_to_width),
         Activation("hidden_activation", "gelu_pytorch_tanh"),
         Unread("hidden_act"),
-        SoftcapKey("attn_logit_softcapping", "attn_logit_softcap", float, score_cap),
         SoftcapKey("final_logit_softcapping", "logit_softcap", float, logit_cap),
     ]
 
 
+GEMMA2_CAP = SoftcapKey("attn_logit_softcapping", "attn_logit_softcap", float, 50.0)
+# transformers has this key for Gemma 3, too, and does not apply it.
+NO_CAP = Only({"attn_logit_softcapping": None})
 GEMMA3_WINDOWS = EveryNth(6, period_key="sliding_window_pattern")
 STABLELM_FLAGS = (
     flag("use_qkv_bias", BIAS_OF_QKV),
@@ -433,14 +437,14 @@ TABLE = [
         "gemma2",
         "Gemma2ForCausalLM",
         [*SIZES, *GEMMA],
-        [fixed(**GEMMA2_FIELDS), *gemma2_keys(50.0, 30.0), EveryNth(2), ROPE],
+        [fixed(**GEMMA2_FIELDS), *gemma2_keys(GEMMA2_CAP, 30.0), EveryNth(2), ROPE],
         GEMMA2,
     ),
     Family(
         "gemma3_text",
         "Gemma3ForCausalLM",
         [*SIZES, *GEMMA, fixed(qk_norm=True, qk_norm_type="rmsnorm_one_plus", **GEMMA2_FIELDS)],
-        [*gemma2_keys(None, None), GEMMA3_WINDOWS, RopeKeysByLayer(theta=1e6, local_theta=1e4)],
+        [*gemma2_keys(NO_CAP, None), GEMMA3_WINDOWS, RopeKeysByLayer(theta=1e6, local_theta=1e4)],
         GEMMA2,
     ),
     Family(
