@@ -181,6 +181,7 @@ TABLE = [
         "command-r",
         "cohere",
         USUAL | HEAD_DIM | LAYER_NORM | {"logit_scale": "logit_scale"},
+        rotates_neighbors=True,
         is_tied=True,
     ),
     Architecture(

@@ -90,6 +90,8 @@ def model_of(name, **changes):
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases
                 parameter += 0.3 * torch.randn_like(parameter)
+            else:  # without zeros, which hide what is before them
+                parameter.copy_(1.5 * torch.randn_like(parameter) * parameter.shape[1] ** -0.5)
     return model
 
 
