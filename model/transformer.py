@@ -217,6 +217,7 @@ class Thinker(nn.Module):
         if config.positions == "learned":
             table = _random(config.max_seq_len + config.position_offset, config.d_model)
             self.positions = LearnedPositions(table, config.position_offset)
+        self.rope_kinds = [config.rope_of_layer(layer) for layer in range(config.n_layers)]
         self.blocks = nn.ModuleList(
             new_block(config, pattern, layer) for layer, pattern in enumerate(config.patterns)
         )
@@ -394,7 +395,7 @@ class Thinker(nn.Module):
             tables["global"] = self.rope(positions, end, self.dtype)
         if self.window_rope is not None:
             tables["window"] = self.window_rope(positions, end, self.dtype)
-        return [tables[self.config.rope_of_layer(layer)] for layer in range(len(self.blocks))]
+        return [tables[kind] for kind in self.rope_kinds]
 
     def forward_blocks(
         self,
