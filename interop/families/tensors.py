@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -133,7 +134,8 @@ def _stored_names(family: Family, names: set[str]) -> dict[str, str]:
         prefix = ".".join(parts[:n_left_out]) + "."
         if embedding not in names and embedding.removeprefix(prefix) in names:
             head = f"{family.names['lm_head']}."
-            return {name if name.startswith(head) else prefix + name: name for name in names}
+            in_full = {prefix + name: name for name in names if not name.startswith(head)}
+            return in_full | {name: name for name in names if name.startswith(head)}
     return {name: name for name in names}
 
 
@@ -145,7 +147,7 @@ def _check_names(
     folder: object,
 ) -> None:
     """Raise an error if a tensor is missing, or has no place."""
-    wanted = {name for group in groups for name in group.theirs}
+    wanted = set(itertools.chain.from_iterable(group.theirs for group in groups))
     for name in sorted(wanted):
         if name not in stored:
             raise CorruptCheckpoint(f"{folder} has no tensor {name}")

@@ -225,7 +225,10 @@ class GlobalOrLocal:
         window = one_window(config)
         if window is None:
             window = self.DEFAULT_WINDOW
-        names = ["global" if pattern.text == "full" else "local" for pattern in config.patterns]
+        names = ["global"] * config.n_layers
+        for layer, pattern in enumerate(config.patterns):
+            if pattern.text != "full":
+                names[layer] = "local"
         values["window_size"] = window
         values["attention_types"] = [[[name], 1] for name in names]
         values["attention_layers"] = names
