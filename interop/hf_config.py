@@ -39,6 +39,7 @@ IGNORED = {
     "initializer_range",
     "init_std",
     "attention_dropout",
+    "attention_probs_dropout_prob",
     "attn_pdrop",
     "activation_dropout",
     "resid_pdrop",
@@ -69,6 +70,7 @@ IGNORED = {
     "tokenizer_class",
     "_name_or_path",
     "max_length",
+    "model_max_length",
     "min_length",
     "do_sample",
     "temperature",
@@ -130,7 +132,7 @@ def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
             raise UserError(
                 f"config.json: architectures is {names}; it must contain a ...ForCausalLM"
             )
-    fields: dict[str, Any] = {"init": "fan_in"}
+    fields: dict[str, Any] = {"init": "fan_in", "qk_norm": False}
     for part in family.parts:
         part.read(values, fields)
     return ThinkerConfig.from_dict(fields)

@@ -50,7 +50,7 @@ class ThinkerConfig:
     qk_norm: bool = True  # norm on queries and keys before RoPE, as in Qwen3; False: as in LLaMA
     tie_embeddings: bool = False  # share the embedding's weight with the LM head
     dropout: float = 0.0  # on the embedding and on the outputs of attention and MLP
-    init: str = "fan_in"  # or "normal" (GPT-2), for comparison; see Thinker.init_weights
+    init: str = "fan_in"  # or "normal" (std 0.02), for comparison; see Thinker.init_weights
     # std of the LM head's initial weights; with 0 the first loss is exactly ln V
     head_init_std: float = 0.0
     # a pattern, a list of patterns, or letters; see model/patterns/pattern_parser.py

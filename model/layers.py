@@ -1,6 +1,7 @@
 """Linear layers, norms, embeddings and activations."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +56,7 @@ class RMSNorm(nn.Module):
 
 
 class OnePlusRMSNorm(RMSNorm):
-    """RMSNorm whose weight is stored less 1, as in Gemma, and multiplied in fp32."""
+    """RMSNorm that multiplies by 1 + weight in fp32, as in Gemma; a weight of 0 does nothing."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps)
@@ -71,10 +72,15 @@ class OnePlusRMSNorm(RMSNorm):
 
 class LayerNorm(nn.LayerNorm):
     """(x − mean(x)) / √(var(x) + eps) · weight + bias (Ba et al. 2016, arXiv:1607.06450), computed
-    in fp32."""
+    in fp32.
 
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__(width, eps)
+    Without a bias it is that of Cohere's models, without a weight that of OLMo.
+    """
+
+    def __init__(
+        self, width: int, eps: float, has_weight: bool = True, has_bias: bool = True
+    ) -> None:
+        super().__init__(width, eps, elementwise_affine=has_weight, bias=has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width), in x's dtype."""
@@ -89,20 +95,6 @@ def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if parameter is None:
         return None
     return parameter.to(dtype)
-
-
-class LayerNormWithoutBias(LayerNorm):
-    """LayerNorm with a weight and no bias, as in Cohere's models."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        nn.LayerNorm.__init__(self, width, eps, bias=False)
-
-
-class LayerNormWithoutWeight(LayerNorm):
-    """LayerNorm without parameters, as in OLMo."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        nn.LayerNorm.__init__(self, width, eps, elementwise_affine=False)
 
 
 class PerHeadNorm(nn.Module):
@@ -186,7 +178,7 @@ class LogitTransform:
         return self.softcap * torch.tanh(logits / self.softcap)
 
     def gradient(self, logits: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of the logits before, from the logits after and their gradient."""
+        """The gradient of the raw logits, from the transformed ones and their gradient."""
         if self.softcap is None:
             return grad * self.scale
         return grad * (1 - (logits / self.softcap).square()) * self.scale
@@ -217,8 +209,8 @@ def relu_squared(x: Tensor) -> Tensor:
 NORMS.register("rmsnorm", RMSNorm)
 NORMS.register("rmsnorm_one_plus", OnePlusRMSNorm)
 NORMS.register("layernorm", LayerNorm)
-NORMS.register("layernorm_no_bias", LayerNormWithoutBias)
-NORMS.register("layernorm_no_weight", LayerNormWithoutWeight)
+NORMS.register("layernorm_no_bias", partial(LayerNorm, has_bias=False))
+NORMS.register("layernorm_no_weight", partial(LayerNorm, has_weight=False))
 
 
 def new_qk_norm(kind: str, n_heads: int, head_dim: int, eps: float) -> nn.Module:

@@ -75,27 +75,20 @@ MLPS.register("ungated", UngatedMLP)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """x + f(norm(x)), where f is attention, and then the MLP.
 
-    With model.block=post_norm, the norms are of the outputs instead (OLMo 2); with both_norms, of
-    inputs and outputs (Gemma 2).
+    With model.block=post_norm (OLMo 2) it is x + norm(f(x)), and with both_norms (Gemma 2) x +
+    norm(f(norm(x))).
     """
 
     def __init__(self, config: ThinkerConfig, pattern: Pattern, layer: int) -> None:
         super().__init__()
-        self.attention_norm = nn.Identity()
-        self.mlp_norm = nn.Identity()
-        if config.block != "post_norm":
-            self.attention_norm = new_norm(config)
-            self.mlp_norm = new_norm(config)
+        self.attention_norm = norm_before(config)
         self.attention = new_attention(config, pattern, layer)
+        self.attention_out = norm_after(config)
+        self.mlp_norm = norm_before(config)
         self.mlp = MLPS.get(config.mlp)(config)
-        # What happens to the outputs of both before they are added.
-        self.attention_out = residual_scale(config)
-        self.mlp_out = residual_scale(config)
-        if config.block in ("post_norm", "both_norms"):
-            self.attention_out = new_norm(config)
-            self.mlp_out = new_norm(config)
+        self.mlp_out = norm_after(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -129,8 +122,8 @@ class ParallelBlock(nn.Module):
             self.mlp_norm = new_norm(config)
         self.attention = new_attention(config, pattern, layer)
         self.mlp = MLPS.get(config.mlp)(config)
-        self.attention_out = residual_scale(config)
-        self.mlp_out = residual_scale(config)
+        self.attention_out = norm_after(config)
+        self.mlp_out = norm_after(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -168,19 +161,29 @@ def new_attention(config: ThinkerConfig, pattern: Pattern, layer: int) -> Attent
     return Attention(config, layer)
 
 
-def residual_scale(config: ThinkerConfig) -> nn.Module:
-    """The factor on what a block adds."""
-    if config.residual_scale == 1:
+def norm_before(config: ThinkerConfig) -> nn.Module:
+    """What attention and MLP read x through."""
+    if config.block == "post_norm":
         return nn.Identity()
-    return Scale(config.residual_scale)
+    return new_norm(config)
+
+
+def norm_after(config: ThinkerConfig) -> nn.Module:
+    """What their outputs go through before they are added to x: a norm, a factor, or nothing."""
+    if config.block in ("post_norm", "both_norms"):
+        return new_norm(config)
+    if config.residual_scale != 1:
+        return Scale(config.residual_scale)
+    return nn.Identity()
 
 
 class Thinker(nn.Module):
-    """A decoder-only transformer: pre-norm blocks of grouped-query attention with RoPE, and SwiGLU.
+    """A decoder-only transformer: by default pre-norm blocks of grouped-query attention with
+    QK-norm and RoPE, and SwiGLU, which is Hugging Face's `qwen3`.
 
-    With QK-norm it matches Hugging Face's `qwen3`, without it `llama`; weights carry over
-    unchanged. `activation_dtype` (None: the dtype of the weights) enables mixed precision: each
-    matrix is cast when it is used; norms and the softmax of the loss stay in fp32.
+    interop/families/table.py lists what else a config can express. `activation_dtype` (None: the
+    dtype of the weights) enables mixed precision: each matrix is cast when it is used; the
+    statistics of norms and the softmax of the loss stay in fp32.
     """
 
     def __init__(self, config: ThinkerConfig) -> None:
@@ -233,7 +236,8 @@ class Thinker(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Initialize all weights; `init` "normal" follows GPT-2 (Radford et al. 2019)."""
+        """Initialize all weights; `init` "normal" has the std of GPT-2 (Radford et al. 2019) in all
+        matrices."""
         embedding_std = 1.0
         if self.config.tie_embeddings:
             embedding_std = 0.02
@@ -364,7 +368,7 @@ class Thinker(nn.Module):
                 f"the sequence has {end} tokens, more than the {self.config.max_seq_len} "
                 f"learned positions; shorten it"
             )
-        if self.rope is not None and not (cache is None and document_ids is None):
+        if self.rope is not None and (cache is not None or document_ids is not None):
             self.rope.check_growth(end)
         if cache is not None:
             context = cache.append(*inputs.shape[:2], tokens)
@@ -388,8 +392,8 @@ class Thinker(nn.Module):
         return context
 
     def rotations(self, positions: Tensor, end: int) -> list[Rotation]:
-        """What RoPE multiplies with in each layer, at positions (T,) or (B, T) below `end`; None in
-        a layer without RoPE."""
+        """Per layer the tables of RoPE at positions (T,) or (B, T), all below `end`; None without
+        RoPE."""
         tables: dict[str, Rotation] = {"none": None}
         if self.rope is not None:
             tables["global"] = self.rope(positions, end, self.dtype)
@@ -406,12 +410,12 @@ class Thinker(nn.Module):
     ) -> Tensor:
         """Map tokens (B, T) or embeddings (B, T, C) to the input of the LM head, (B, T, C)."""
         x = self.dropout(self.embed(inputs, context).to(self.dtype))
-        layers = [None] * len(self.blocks)
+        caches = [None] * len(self.blocks)
         if cache is not None:
-            layers = cache.layers
-        per_layer = (context.ropes, context.masks, layers, context.slots)
-        for block, rope, mask, layer, slots in zip(self.blocks, *per_layer):
-            x = block(x, rope, mask, layer, slots)  # (B, T, C)
+            caches = cache.layers
+        per_layer = (context.ropes, context.masks, caches, context.slots)
+        for block, rope, mask, cache_of_layer, slots in zip(self.blocks, *per_layer):
+            x = block(x, rope, mask, cache_of_layer, slots)  # (B, T, C)
         if last_logits_only:
             x = x[:, -1:]
         return self.norm(x)

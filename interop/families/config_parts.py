@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from thinker.interop.families.family import ConfigPart
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 
@@ -44,7 +45,7 @@ def read_value(values: Mapping[str, Any], name: str, kind: type, default: Any) -
 
 
 @dataclass(frozen=True)
-class Key:
+class Key(ConfigPart):
     """A key with the same value as a field."""
 
     theirs: str
@@ -68,37 +69,28 @@ class Key:
         values[self.theirs] = getattr(config, self.ours)
 
 
-@dataclass(frozen=True)
-class Fixed:
+class Fixed(ConfigPart):
     """Fields that all models of a family have."""
 
-    fields: dict[str, Any]
-    keys = frozenset()
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
 
     def read(self, values: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """As ConfigPart.read()."""
         fields |= self.fields
 
-    def write(self, config: ThinkerConfig, values: dict[str, Any]) -> None:
-        """As ConfigPart.write()."""
 
-
-class Unread:
+class Unread(ConfigPart):
     """Keys that this family of transformers ignores."""
 
     def __init__(self, *keys: str) -> None:
         self.keys = frozenset(keys)
 
-    def read(self, values: Mapping[str, Any], fields: dict[str, Any]) -> None:
-        """As ConfigPart.read()."""
-
-    def write(self, config: ThinkerConfig, values: dict[str, Any]) -> None:
-        """As ConfigPart.write()."""
-
 
 @dataclass(frozen=True)
-class Only:
-    """Keys that change the result, with the only value that is supported."""
+class Only(ConfigPart):
+    """Keys that change the result, with the only value that is supported, which must also be that
+    of transformers if a key is missing."""
 
     values: dict[str, Any]
     is_written: bool = False
@@ -126,13 +118,12 @@ class Only:
 
 
 @dataclass(frozen=True)
-class Flag:
-    """A key that is true or false and sets several fields."""
+class Flag(ConfigPart):
+    """A key that gives all these fields their value if it is true."""
 
     theirs: str
-    when_true: dict[str, Any]
-    when_false: dict[str, Any]
-    default: bool
+    fields: dict[str, Any]
+    default: bool = False
 
     @property
     def keys(self) -> set[str]:
@@ -141,17 +132,17 @@ class Flag:
 
     def read(self, values: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """As ConfigPart.read()."""
-        is_true = read_value(values, self.theirs, bool, self.default)
-        fields |= self.when_true if is_true else self.when_false
+        if read_value(values, self.theirs, bool, self.default):
+            fields |= self.fields
 
     def write(self, config: ThinkerConfig, values: dict[str, Any]) -> None:
         """As ConfigPart.write()."""
-        has = [getattr(config, name) == value for name, value in self.when_true.items()]
+        has = [getattr(config, name) == value for name, value in self.fields.items()]
         values[self.theirs] = all(has)
 
 
 @dataclass(frozen=True)
-class KVHeads:
+class KVHeads(ConfigPart):
     """The number of KV heads. Null: that of query heads."""
 
     is_required: bool = False  # transformers has a default that is not the number of query heads
@@ -172,7 +163,7 @@ class KVHeads:
 
 
 @dataclass(frozen=True)
-class HeadDim:
+class HeadDim(ConfigPart):
     """The width of a head."""
 
     default: int | None = None
@@ -193,7 +184,7 @@ class HeadDim:
 
 
 @dataclass(frozen=True)
-class FeedForwardWidth:
+class FeedForwardWidth(ConfigPart):
     """The width inside the MLP. Null: four times the width of the model."""
 
     theirs: str
@@ -226,7 +217,7 @@ ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class Activation:
+class Activation(ConfigPart):
     """The activation of the MLP. `aliases`: names that mean another activation in this family."""
 
     theirs: str
@@ -260,7 +251,7 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class Number:
+class Number(ConfigPart):
     """A number that both sides express in another way.
 
     to_ours, to_theirs: inverse functions of (number, fields or config).

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from thinker.interop.families.layouts import Layout
 from thinker.model import ThinkerConfig
 
 
-class ConfigPart(Protocol):
-    """Some keys of config.json, and how they map to fields of ThinkerConfig."""
+class ConfigPart:
+    """Some keys of config.json, and how they map to fields of ThinkerConfig.
 
-    @property
-    def keys(self) -> set[str]:
-        """The keys of config.json that it reads."""
+    A family can express a config if reading what its parts write gives the same config. So write()
+    need not check what it cannot express.
+    """
+
+    keys: Set[str] = frozenset()  # that it reads
 
     def read(self, values: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """Set fields from the values of config.json. Raises UserError for unsupported values."""
 
     def write(self, config: ThinkerConfig, values: dict[str, Any]) -> None:
-        """Set values of config.json. What they cannot express shows when they are read back."""
+        """Set values of config.json."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,9 @@ class Family:
 
     model_type: str
     architecture: str  # the class of transformers
-    sizes: list[ConfigPart]  # read before
+    # Parts, in the order in which they are read: the shape and the norms, then what follows from
+    # them. Windows come before RoPE, which may differ in them.
+    shape: list[ConfigPart]
     choices: list[ConfigPart]
     # Our modules and theirs, without the number of the layer; "blocks" is the list of layers.
     # Modules with the same name there are stored as one.
@@ -43,7 +47,7 @@ class Family:
 
     @property
     def keys(self) -> set[str]:
-        """The keys of config.json that change what the model computes."""
+        """The keys of config.json that are known."""
         keys = {"model_type", "architectures"}
         for part in self.parts:
             keys |= part.keys
@@ -51,5 +55,5 @@ class Family:
 
     @property
     def parts(self) -> list[ConfigPart]:
-        """All keys, in the order in which they are read."""
-        return [*self.sizes, *self.choices]
+        """All parts, in the order in which they are read."""
+        return [*self.shape, *self.choices]

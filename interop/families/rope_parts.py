@@ -1,4 +1,4 @@
-"""RoPE in config.json: its base, its scaling, and the share of the channels that it rotates."""
+"""RoPE in config.json: its base, its scaling, and the fraction of the channels that it rotates."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinker.interop.families.config_parts import TYPE_NAMES, check_type, read_value
+from thinker.interop.families.family import ConfigPart
 from thinker.model import ThinkerConfig
 from thinker.model.rope_scaling import RopeScaling
 from thinker.runtime.errors import UserError
@@ -30,25 +31,25 @@ KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
-class RopeKeys:
+class RopeKeys(ConfigPart):
     """RoPE that is the same in all layers.
 
-    theta, share: of transformers, if the keys are missing. share_key: None if all channels are
-    rotated.
+    theta, fraction: of transformers, if the keys are missing. fraction_key: None if all channels
+    are rotated.
     """
 
     theta: float = 1e4
     theta_key: str = "rope_theta"
-    share: float = 1.0
-    share_key: str | None = None
+    fraction: float = 1.0
+    fraction_key: str | None = None
 
     @property
     def keys(self) -> set[str]:
         """As ConfigPart.keys."""
         keys = {"rope_scaling", "rope_parameters", ORIGINAL_LENGTH, self.theta_key}
         keys |= {"rope_theta", "partial_rotary_factor"}
-        if self.share_key is not None:
-            keys.add(self.share_key)
+        if self.fraction_key is not None:
+            keys.add(self.fraction_key)
         return keys
 
     def read(self, values: Mapping[str, Any], fields: dict[str, Any]) -> None:
@@ -77,39 +78,39 @@ class RopeKeys:
         if theta_here is not None:
             theta = theta_here
         fields["rope_theta"] = theta
-        self._read_share(rope, values, fields)
+        self._read_fraction(rope, values, fields)
         scaling = read_scaling(rope, values, fields["max_seq_len"])
         if scaling is not None:
             fields["rope_scaling"] = scaling
 
-    def _read_share(
+    def _read_fraction(
         self, rope: dict[str, Any], values: Mapping[str, Any], fields: dict[str, Any]
     ) -> None:
-        key = self.share_key
-        share = rope.pop("partial_rotary_factor", None)
+        key = self.fraction_key
+        fraction = rope.pop("partial_rotary_factor", None)
         for name in (key, "partial_rotary_factor"):
-            if share is None and name is not None:
-                share = values.get(name)
-        if share is None:
-            share = self.share
-        check_type("partial_rotary_factor", share, float)
-        if key is None and share != 1:
+            if fraction is None and name is not None:
+                fraction = values.get(name)
+        if fraction is None:
+            fraction = self.fraction
+        check_type("partial_rotary_factor", fraction, float)
+        if key is None and fraction != 1:
             raise UserError(
-                f"config.json: partial_rotary_factor is {share}; "
+                f"config.json: partial_rotary_factor is {fraction}; "
                 f"Thinker supports only 1 (RoPE on the whole head) for this model_type"
             )
         head_dim = fields.get("head_dim")
         if head_dim is None:
             head_dim = fields["d_model"] // fields["n_heads"]
-        rope_dim = int(head_dim * share)
+        rope_dim = int(head_dim * fraction)
         if rope_dim != head_dim:
             fields["rope_dim"] = rope_dim
 
     def write(self, config: ThinkerConfig, values: dict[str, Any]) -> None:
         """As ConfigPart.write()."""
         values[self.theta_key] = config.rope_theta
-        if self.share_key is not None:
-            values[self.share_key] = share_of(config)
+        if self.fraction_key is not None:
+            values[self.fraction_key] = rotated_fraction(config)
         write_scaling(config, values)
 
 
@@ -173,20 +174,20 @@ class RopeKeysByLayer(RopeKeys):
         }
 
 
-def share_of(config: ThinkerConfig) -> float:
-    """The share of the channels that RoPE rotates, so that their int() gives rope_dim."""
+def rotated_fraction(config: ThinkerConfig) -> float:
+    """The fraction of the channels that RoPE rotates, so that their int() gives rope_dim."""
     if config.rope_dim is None:
         return 1.0
-    share = config.rope_dim / config.head_dim
-    if int(config.head_dim * share) != config.rope_dim:  # rounded down
-        share = (config.rope_dim + 0.5) / config.head_dim
-    return share
+    fraction = config.rope_dim / config.head_dim
+    if int(config.head_dim * fraction) != config.rope_dim:  # rounded down
+        fraction = (config.rope_dim + 0.5) / config.head_dim
+    return fraction
 
 
 def read_scaling(
     rope: dict[str, Any], values: Mapping[str, Any], max_length: int
 ) -> dict[str, Any] | None:
-    """model.rope_scaling, from rope_scaling without its base and share."""
+    """model.rope_scaling, from rope_scaling without its base and fraction."""
     kind = rope.pop("rope_type", None) or rope.get("type", "default")
     rope.pop("type", None)
     rope = {name: value for name, value in rope.items() if value is not None}

@@ -26,7 +26,7 @@ from thinker.interop.families.family import ConfigPart, Family
 from thinker.interop.families.layouts import RowPerHead, RowsByHead, Transposed, VectorPerHead
 from thinker.interop.families.rope_parts import RopeKeys, RopeKeysByLayer
 from thinker.interop.families.window_parts import (
-    EveryNth,
+    FullEveryNth,
     GlobalOrLocal,
     LayersAfter,
     LayersWithoutRope,
@@ -46,8 +46,8 @@ SIZES: list[ConfigPart] = [
     Key("num_attention_heads", "n_heads"),
     Key("max_position_embeddings", "max_seq_len"),
 ]
-SAME_HEADS = KVHeads()
-OTHER_DEFAULT = KVHeads(is_required=True)
+KV_HEADS = KVHeads()
+KV_HEADS_REQUIRED = KVHeads(is_required=True)
 
 
 def tied(default: bool) -> Key:
@@ -60,23 +60,13 @@ def norm_eps(name: str, default: float) -> Key:
     return Key(name, "norm_eps", float, default)
 
 
-def fixed(**fields: Any) -> Fixed:
-    """Fields that all models of a family have."""
-    return Fixed({"qk_norm": False} | fields)
-
-
 BIAS_OF_QKV = {"attention_bias": True}
 BIAS_OF_ATTENTION = {"attention_bias": True, "attention_out_bias": True}
 BIAS_OF_ALL = BIAS_OF_ATTENTION | {"mlp_bias": True}
 
 
-def flag(name: str, fields: dict[str, Any], default: bool = False) -> Flag:
-    """A key that gives all these fields their value, or none of them."""
-    return Flag(name, fields, {}, default)
-
-
 MLP_BIAS = Key("mlp_bias", "mlp_bias", bool, False)
-ATTENTION_BIAS = flag("attention_bias", BIAS_OF_ATTENTION)
+ATTENTION_BIAS = Flag("attention_bias", BIAS_OF_ATTENTION)
 NO_BIAS = Only({"attention_bias": False}, is_written=True)
 NO_MLP_BIAS = Only({"mlp_bias": False}, is_written=True)
 SILU = Activation("hidden_act", "silu")
@@ -121,20 +111,15 @@ def _inverse(number: float, _: object) -> float:
     return inverse
 
 
-class GemmaEmbedding:
+class GemmaEmbedding(ConfigPart):
     """The factor √d_model on the embedding, which config.json does not name."""
-
-    keys = frozenset()
 
     def read(self, values: Any, fields: dict[str, Any]) -> None:
         """As ConfigPart.read()."""
         fields["embedding_scale"] = fields["d_model"] ** 0.5
 
-    def write(self, config: ThinkerConfig, values: dict[str, Any]) -> None:
-        """As ConfigPart.write()."""
 
-
-class EmbeddingWidth:
+class EmbeddingWidth(ConfigPart):
     """OPT's width of the embedding, which must be that of the model: there is no projection."""
 
     keys = frozenset({"word_embed_proj_dim"})
@@ -193,34 +178,39 @@ def gemma2_keys(score_cap: ConfigPart, logit_cap: float | None) -> list[ConfigPa
 GEMMA2_CAP = SoftcapKey("attn_logit_softcapping", "attn_logit_softcap", float, 50.0)
 # transformers has this key for Gemma 3, too, and does not apply it.
 NO_CAP = Only({"attn_logit_softcapping": None})
-GEMMA3_WINDOWS = EveryNth(6, period_key="sliding_window_pattern")
+GEMMA3_ROPE = RopeKeysByLayer(theta=1e6, local_theta=1e4)
+GEMMA3_WINDOWS = FullEveryNth(6, period_key="sliding_window_pattern")
 STABLELM_FLAGS = (
-    flag("use_qkv_bias", BIAS_OF_QKV),
-    flag("qk_layernorm", {"qk_norm": True, "qk_norm_type": "layernorm_per_head"}),
-    flag("use_parallel_residual", {"block": "parallel_one_norm"}),
+    Flag("use_qkv_bias", BIAS_OF_QKV),
+    Flag("qk_layernorm", {"qk_norm": True, "qk_norm_type": "layernorm_per_head"}),
+    Flag("use_parallel_residual", {"block": "parallel_one_norm"}),
 )
 COHERE_KEYS = (
     ATTENTION_BIAS,
-    flag("use_qk_norm", {"qk_norm": True, "qk_norm_type": "layernorm_per_head"}),
+    Flag("use_qk_norm", {"qk_norm": True, "qk_norm_type": "layernorm_per_head"}),
     Key("logit_scale", "logit_scale", float, 0.0625),
     RopeKeys(theta=5e5),
 )
+# Published folders name code of their own, which transformers does not need either.
+OWN_CODE = Unread("auto_map")
 STARCODER2_KEYS = (
+    Unread("mlp_type", "norm_type", "layer_norm_epsilon", "scale_attn_weights"),
+    Unread("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
     Activation("hidden_act", "gelu_pytorch_tanh"),
-    flag("use_bias", BIAS_OF_ALL, default=True),
+    Flag("use_bias", BIAS_OF_ALL, default=True),
 )
-PHI_FIELDS = fixed(
+PHI_FIELDS = Fixed(
     norm="layernorm", mlp="ungated", block="parallel_one_norm", head_bias=True, **BIAS_OF_ALL
 )
-PHI_QK_NORM = flag("qk_layernorm", {"qk_norm": True, "qk_norm_type": "layernorm"})
+PHI_QK_NORM = Flag("qk_layernorm", {"qk_norm": True, "qk_norm_type": "layernorm"})
 GPT2_KEYS = (Activation("activation_function", "gelu_new"), norm_eps("layer_norm_epsilon", 1e-5))
 GPT2_SCORES = Only({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
 NEO_BIAS = {"mlp_bias": True, "attention_out_bias": True}
 GPT_NEOX_FLAGS = (
-    flag("attention_bias", BIAS_OF_ATTENTION, default=True),
-    flag("use_parallel_residual", {"block": "parallel"}, default=True),
+    Flag("attention_bias", BIAS_OF_ATTENTION, default=True),
+    Flag("use_parallel_residual", {"block": "parallel"}, default=True),
 )
-GPT_NEOX_ROPE = RopeKeys(theta_key="rotary_emb_base", share=0.25, share_key="rotary_pct")
+GPT_NEOX_ROPE = RopeKeys(theta_key="rotary_emb_base", fraction=0.25, fraction_key="rotary_pct")
 OPT_FIELDS = {
     "positions": "learned",
     "position_offset": 2,
@@ -246,7 +236,7 @@ def together(theirs: str, *modules: str) -> dict[str, str]:
     return dict.fromkeys(modules, theirs)
 
 
-LLAMA = {
+LLAMA_NAMES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
     "lm_head": "lm_head",
@@ -263,17 +253,17 @@ LLAMA = {
     "mlp.up_proj": "mlp.up_proj",
     "mlp.down_proj": "mlp.down_proj",
 }
-PHI3 = LLAMA | together("self_attn.qkv_proj", *QKV)
-PHI3 |= together("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj")
+PHI3_NAMES = LLAMA_NAMES | together("self_attn.qkv_proj", *QKV)
+PHI3_NAMES |= together("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj")
 # Norms of inputs and outputs, or (OLMo) of outputs alone.
-GEMMA2 = LLAMA | {
+GEMMA2_NAMES = LLAMA_NAMES | {
     "attention_out": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out": "post_feedforward_layernorm",
 }
-COHERE = LLAMA | {"block_norm": "input_layernorm"}
+COHERE_NAMES = LLAMA_NAMES | {"block_norm": "input_layernorm"}
 COHERE_LAYOUTS = {"self_attn.q_norm": RowPerHead(), "self_attn.k_norm": RowPerHead()}
-STABLELM = COHERE | {
+STABLELM_NAMES = COHERE_NAMES | {
     "attention.q_norm": "self_attn.q_layernorm.norms.{head}",
     "attention.k_norm": "self_attn.k_layernorm.norms.{head}",
 }
@@ -281,7 +271,7 @@ STABLELM_LAYOUTS = {
     "self_attn.q_layernorm.norms.{head}": VectorPerHead(),
     "self_attn.k_layernorm.norms.{head}": VectorPerHead(),
 }
-PHI = COHERE | {
+PHI_NAMES = COHERE_NAMES | {
     "norm": "model.final_layernorm",
     "attention.o_proj": "self_attn.dense",
     "attention.q_norm": "self_attn.q_layernorm",
@@ -289,8 +279,8 @@ PHI = COHERE | {
     "mlp.up_proj": "mlp.fc1",
     "mlp.down_proj": "mlp.fc2",
 }
-STARCODER2 = LLAMA | {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
-GPT2 = {
+STARCODER2_NAMES = LLAMA_NAMES | {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
+GPT2_NAMES = {
     "embedding": "transformer.wte",
     "positions": "transformer.wpe",
     "norm": "transformer.ln_f",
@@ -304,13 +294,13 @@ GPT2 = {
     "mlp.down_proj": "mlp.c_proj",
 }
 GPT2_LAYOUTS = dict.fromkeys(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"), Transposed())
-GPT_NEO = GPT2 | {
+GPT_NEO_NAMES = GPT2_NAMES | {
     "attention.q_proj": "attn.attention.q_proj",
     "attention.k_proj": "attn.attention.k_proj",
     "attention.v_proj": "attn.attention.v_proj",
     "attention.o_proj": "attn.attention.out_proj",
 }
-GPT_NEOX = {
+GPT_NEOX_NAMES = {
     "embedding": "gpt_neox.embed_in",
     "norm": "gpt_neox.final_layer_norm",
     "lm_head": "embed_out",
@@ -322,7 +312,7 @@ GPT_NEOX = {
     "mlp.up_proj": "mlp.dense_h_to_4h",
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
-OPT = {
+OPT_NAMES = {
     "embedding": "model.decoder.embed_tokens",
     "positions": "model.decoder.embed_positions",
     "norm": "model.decoder.final_layer_norm",
@@ -364,15 +354,16 @@ OPT_SIZES: list[ConfigPart] = [
     Key("num_attention_heads", "n_heads"),
     Key("max_position_embeddings", "max_seq_len"),
 ]
-RMS = (SILU, norm_eps("rms_norm_eps", 1e-6))
-RMS_1E5 = (SILU, norm_eps("rms_norm_eps", 1e-5))
+SILU_RMS = (SILU, norm_eps("rms_norm_eps", 1e-6))
+SILU_RMS_1E5 = (SILU, norm_eps("rms_norm_eps", 1e-5))
 LAYER_NORM = norm_eps("layer_norm_eps", 1e-5)
 RARE_HEAD_DIM = HeadDim(is_always_written=False)
 ROPE = RopeKeys()
 PARTIAL = "partial_rotary_factor"
-GEMMA = (OTHER_DEFAULT, HeadDim(256), norm_eps("rms_norm_eps", 1e-6), tied(True))
-GEMMA += (ATTENTION_BIAS, CAUSAL, GemmaEmbedding())
+GEMMA_SHAPE = (KV_HEADS_REQUIRED, HeadDim(256), norm_eps("rms_norm_eps", 1e-6), tied(True))
+GEMMA_SHAPE += (ATTENTION_BIAS, CAUSAL, GemmaEmbedding())
 GEMMA2_FIELDS = {"norm": "rmsnorm_one_plus", "block": "both_norms"}
+GEMMA3_FIELDS = GEMMA2_FIELDS | {"qk_norm": True, "qk_norm_type": "rmsnorm_one_plus"}
 OLMO2_FIELDS = {"block": "post_norm", "qk_norm": True, "qk_norm_type": "rmsnorm_width"}
 GPT_FIELDS = {"norm": "layernorm", "mlp": "ungated"}
 
@@ -380,131 +371,131 @@ TABLE = [
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        [*SIZES, OTHER_DEFAULT, HeadDim(128), *RMS, tied(False)],
-        [fixed(qk_norm=True), NO_BIAS, LayersAfter(), ROPE],
-        LLAMA,
+        [*SIZES, KV_HEADS_REQUIRED, HeadDim(128), *SILU_RMS, tied(False)],
+        [Fixed(qk_norm=True), NO_BIAS, LayersAfter(), ROPE],
+        LLAMA_NAMES,
     ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        [*SIZES, OTHER_DEFAULT, HeadDim(), *RMS, tied(False)],
-        [fixed(**BIAS_OF_QKV), Unread("attention_bias"), LayersAfter(), ROPE],
-        LLAMA,
+        [*SIZES, KV_HEADS_REQUIRED, HeadDim(), *SILU_RMS, tied(False)],
+        [Fixed(**BIAS_OF_QKV), Unread("attention_bias"), LayersAfter(), ROPE],
+        LLAMA_NAMES,
     ),
     Family(
         "llama",
         "LlamaForCausalLM",
-        [*SIZES, SAME_HEADS, HeadDim(), *RMS, tied(False)],
-        [fixed(), ATTENTION_BIAS, MLP_BIAS, NoWindows(), ROPE],
-        LLAMA,
+        [*SIZES, KV_HEADS, HeadDim(), *SILU_RMS, tied(False)],
+        [ATTENTION_BIAS, MLP_BIAS, NoWindows(), ROPE],
+        LLAMA_NAMES,
     ),
     Family(
         "mistral",
         "MistralForCausalLM",
-        [*SIZES, OTHER_DEFAULT, HeadDim(), *RMS, tied(False)],
-        [fixed(), SameInAllLayers(4096), ROPE],
-        LLAMA,
+        [*SIZES, KV_HEADS_REQUIRED, HeadDim(), *SILU_RMS, tied(False)],
+        [SameInAllLayers(4096), ROPE],
+        LLAMA_NAMES,
     ),
     Family(
         "smollm3",
         "SmolLM3ForCausalLM",
-        [*SIZES, OTHER_DEFAULT, HeadDim(), *RMS, tied(True)],
-        [fixed(), NO_BIAS, NO_MLP_BIAS, LayersWithoutRope(), RopeKeys(theta=2e6)],
-        LLAMA,
+        [*SIZES, KV_HEADS_REQUIRED, HeadDim(), *SILU_RMS, tied(True)],
+        [NO_BIAS, NO_MLP_BIAS, LayersWithoutRope(), RopeKeys(theta=2e6)],
+        LLAMA_NAMES,
     ),
     Family(
         "granite",
         "GraniteForCausalLM",
-        [*SIZES, SAME_HEADS, RARE_HEAD_DIM, *RMS, tied(False)],
-        [fixed(), ATTENTION_BIAS, MLP_BIAS, NoWindows(), ROPE, *GRANITE_SCALES],
-        LLAMA,
+        [*SIZES, KV_HEADS, RARE_HEAD_DIM, *SILU_RMS, tied(False)],
+        [ATTENTION_BIAS, MLP_BIAS, NoWindows(), ROPE, *GRANITE_SCALES],
+        LLAMA_NAMES,
     ),
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        [*SIZES, SAME_HEADS, *RMS_1E5, tied(False)],
-        [fixed(), SameInAllLayers(), RopeKeys(share_key=PARTIAL)],
-        PHI3,
+        [*SIZES, KV_HEADS, *SILU_RMS_1E5, tied(False)],
+        [OWN_CODE, SameInAllLayers(), RopeKeys(fraction_key=PARTIAL)],
+        PHI3_NAMES,
     ),
     Family(
         "gemma",
         "GemmaForCausalLM",
-        [*SIZES, *GEMMA],
-        [fixed(norm="rmsnorm_one_plus"), *GEMMA_ACTIVATION, NoWindows(), ROPE],
-        LLAMA,
+        [*SIZES, *GEMMA_SHAPE],
+        [Fixed(norm="rmsnorm_one_plus"), *GEMMA_ACTIVATION, NoWindows(), ROPE],
+        LLAMA_NAMES,
     ),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
-        [*SIZES, *GEMMA],
-        [fixed(**GEMMA2_FIELDS), *gemma2_keys(GEMMA2_CAP, 30.0), EveryNth(2), ROPE],
-        GEMMA2,
+        [*SIZES, *GEMMA_SHAPE],
+        [Fixed(**GEMMA2_FIELDS), *gemma2_keys(GEMMA2_CAP, 30.0), FullEveryNth(2), ROPE],
+        GEMMA2_NAMES,
     ),
     Family(
         "gemma3_text",
         "Gemma3ForCausalLM",
-        [*SIZES, *GEMMA, fixed(qk_norm=True, qk_norm_type="rmsnorm_one_plus", **GEMMA2_FIELDS)],
-        [*gemma2_keys(NO_CAP, None), GEMMA3_WINDOWS, RopeKeysByLayer(theta=1e6, local_theta=1e4)],
-        GEMMA2,
+        [*SIZES, *GEMMA_SHAPE],
+        [Fixed(**GEMMA3_FIELDS), *gemma2_keys(NO_CAP, None), GEMMA3_WINDOWS, GEMMA3_ROPE],
+        GEMMA2_NAMES,
     ),
     Family(
         "olmo",
         "OlmoForCausalLM",
-        [*SIZES, SAME_HEADS, SILU, tied(False), Only({"clip_qkv": None})],
-        [fixed(norm="layernorm_no_weight", norm_eps=1e-5), ATTENTION_BIAS, NoWindows(), ROPE],
-        LLAMA,
+        [*SIZES, KV_HEADS, SILU, tied(False), Only({"clip_qkv": None})],
+        [Fixed(norm="layernorm_no_weight", norm_eps=1e-5), ATTENTION_BIAS, NoWindows(), ROPE],
+        LLAMA_NAMES,
     ),
     Family(
         "olmo2",
         "Olmo2ForCausalLM",
-        [*SIZES, SAME_HEADS, *RMS_1E5, tied(False)],
-        [fixed(**OLMO2_FIELDS), ATTENTION_BIAS, NoWindows(), ROPE],
-        GEMMA2,
+        [*SIZES, KV_HEADS, *SILU_RMS_1E5, tied(False)],
+        [Fixed(**OLMO2_FIELDS), ATTENTION_BIAS, NoWindows(), ROPE],
+        GEMMA2_NAMES,
     ),
     Family(
         "olmo3",
         "Olmo3ForCausalLM",
-        [*SIZES, SAME_HEADS, *RMS_1E5, tied(False)],
-        [fixed(**OLMO2_FIELDS), ATTENTION_BIAS, EveryNth(4), RopeKeysByLayer(theta=5e5)],
-        GEMMA2,
+        [*SIZES, KV_HEADS, *SILU_RMS_1E5, tied(False)],
+        [Fixed(**OLMO2_FIELDS), ATTENTION_BIAS, FullEveryNth(4), RopeKeysByLayer(theta=5e5)],
+        GEMMA2_NAMES,
     ),
     Family(
         "stablelm",
         "StableLmForCausalLM",
-        [*SIZES, OTHER_DEFAULT, SILU, LAYER_NORM, tied(False), fixed(norm="layernorm")],
-        [*STABLELM_FLAGS, NoWindows(), RopeKeys(share=0.25, share_key=PARTIAL)],
-        STABLELM,
+        [*SIZES, KV_HEADS_REQUIRED, SILU, LAYER_NORM, tied(False), Fixed(norm="layernorm")],
+        [*STABLELM_FLAGS, NoWindows(), RopeKeys(fraction=0.25, fraction_key=PARTIAL)],
+        STABLELM_NAMES,
         STABLELM_LAYOUTS,
     ),
     Family(
         "cohere",
         "CohereForCausalLM",
-        [*SIZES, SAME_HEADS, RARE_HEAD_DIM, SILU, LAYER_NORM, tied(True)],
-        [fixed(norm="layernorm_no_bias", block="parallel_one_norm"), *COHERE_KEYS, NoWindows()],
-        COHERE,
+        [*SIZES, KV_HEADS, RARE_HEAD_DIM, SILU, LAYER_NORM, tied(True)],
+        [Fixed(norm="layernorm_no_bias", block="parallel_one_norm"), *COHERE_KEYS, NoWindows()],
+        COHERE_NAMES,
         COHERE_LAYOUTS,
         rotates_neighbors=True,
     ),
     Family(
         "starcoder2",
         "Starcoder2ForCausalLM",
-        [*SIZES, OTHER_DEFAULT, RARE_HEAD_DIM, norm_eps("norm_epsilon", 1e-5), tied(True)],
-        [fixed(**GPT_FIELDS), *STARCODER2_KEYS, SameInAllLayers(), ROPE],
-        STARCODER2,
+        [*SIZES, KV_HEADS_REQUIRED, RARE_HEAD_DIM, norm_eps("norm_epsilon", 1e-5), tied(True)],
+        [Fixed(**GPT_FIELDS), *STARCODER2_KEYS, SameInAllLayers(), ROPE],
+        STARCODER2_NAMES,
     ),
     Family(
         "phi",
         "PhiForCausalLM",
-        [*SIZES, SAME_HEADS, LAYER_NORM, tied(False), Activation("hidden_act", "gelu_new")],
-        [PHI_FIELDS, PHI_QK_NORM, NoWindows(), RopeKeys(share=0.5, share_key=PARTIAL)],
-        PHI,
+        [*SIZES, KV_HEADS, LAYER_NORM, tied(False), Activation("hidden_act", "gelu_new")],
+        [PHI_FIELDS, PHI_QK_NORM, NoWindows(), RopeKeys(fraction=0.5, fraction_key=PARTIAL)],
+        PHI_NAMES,
     ),
     Family(
         "gpt2",
         "GPT2LMHeadModel",
         [*GPT2_SIZES, *GPT2_KEYS, tied(True)],
-        [fixed(positions="learned", **GPT_FIELDS, **BIAS_OF_ALL), GPT2_SCORES],
-        GPT2,
+        [Fixed(positions="learned", **GPT_FIELDS, **BIAS_OF_ALL), GPT2_SCORES],
+        GPT2_NAMES,
         GPT2_LAYOUTS,
         buffers=("attn.bias", "attn.masked_bias"),
     ),
@@ -513,18 +504,18 @@ TABLE = [
         "GPTNeoForCausalLM",
         [*GPT_NEO_SIZES, *GPT2_KEYS, tied(True)],
         [
-            fixed(positions="learned", attention_scale=1.0, **GPT_FIELDS, **NEO_BIAS),
+            Fixed(positions="learned", attention_scale=1.0, **GPT_FIELDS, **NEO_BIAS),
             GlobalOrLocal(),
         ],
-        GPT_NEO,
+        GPT_NEO_NAMES,
         buffers=("attn.attention.bias", "attn.attention.masked_bias"),
     ),
     Family(
         "gpt_neox",
         "GPTNeoXForCausalLM",
         [*SIZES, Activation("hidden_act", "gelu"), LAYER_NORM, tied(False)],
-        [fixed(mlp_bias=True, **GPT_FIELDS), *GPT_NEOX_FLAGS, GPT_NEOX_ROPE],
-        GPT_NEOX,
+        [Fixed(mlp_bias=True, **GPT_FIELDS), *GPT_NEOX_FLAGS, GPT_NEOX_ROPE],
+        GPT_NEOX_NAMES,
         {"attention.query_key_value": RowsByHead()},
         buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
     ),
@@ -532,8 +523,8 @@ TABLE = [
         "opt",
         "OPTForCausalLM",
         [*OPT_SIZES, EmbeddingWidth(), Activation("activation_function", "relu"), tied(True)],
-        [fixed(**OPT_FIELDS), flag("enable_bias", BIAS_OF_ALL, default=True), OPT_NORMS],
-        OPT,
+        [Fixed(**OPT_FIELDS), Flag("enable_bias", BIAS_OF_ALL, default=True), OPT_NORMS],
+        OPT_NAMES,
     ),
 ]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinker.interop.families.config_parts import layers_as_patterns, one_window, read_value
+from thinker.interop.families.family import ConfigPart
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 
@@ -37,7 +38,7 @@ WINDOW_KEYS = frozenset({"sliding_window", "layer_types", "use_sliding_window"})
 WINDOW_KEYS |= {"max_window_layers"}
 
 
-class NoWindows:
+class NoWindows(ConfigPart):
     """Full attention in all layers."""
 
     keys = WINDOW_KEYS
@@ -46,12 +47,9 @@ class NoWindows:
         """As ConfigPart.read()."""
         need_layer_types(values, [False] * fields["n_layers"])
 
-    def write(self, config: ThinkerConfig, values: dict[str, Any]) -> None:
-        """As ConfigPart.write()."""
-
 
 @dataclass(frozen=True)
-class SameInAllLayers:
+class SameInAllLayers(ConfigPart):
     """A window in all layers or in none. `window`: of transformers, if the key is missing."""
 
     window: int | None = None
@@ -88,7 +86,7 @@ def read_window(values: Mapping[str, Any], default: int | None) -> int | None:
     return read_value(values, "sliding_window", int, default)
 
 
-class LayersAfter:
+class LayersAfter(ConfigPart):
     """Windows in the layers from max_window_layers on, if use_sliding_window, as in Qwen."""
 
     DEFAULT_WINDOW = 4096
@@ -123,7 +121,7 @@ class LayersAfter:
 
 
 @dataclass(frozen=True)
-class EveryNth:
+class FullEveryNth(ConfigPart):
     """Windows in all but every n-th layer, as in Gemma 2 and 3 and OLMo 3, or by layer_types.
 
     period_key: a key that says n.
@@ -162,7 +160,7 @@ class EveryNth:
         values["layer_types"] = write_layer_types(config)
 
 
-class LayersWithoutRope:
+class LayersWithoutRope(ConfigPart):
     """Layers without RoPE, which alone may have a window, as in SmolLM3."""
 
     keys = WINDOW_KEYS | {"no_rope_layers", "no_rope_layer_interval"}
@@ -193,7 +191,7 @@ class LayersWithoutRope:
         values["no_rope_layers"] = [int(n not in without) for n in range(config.n_layers)]
 
 
-class GlobalOrLocal:
+class GlobalOrLocal(ConfigPart):
     """Layers that are global or local, as in GPT-Neo."""
 
     DEFAULT_WINDOW = 256

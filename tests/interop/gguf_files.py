@@ -2,7 +2,7 @@
 
 import gguf
 
-REMOVE = object()
+REMOVE = "remove this key"
 
 
 def rewrite(source, target, changes, tensors=None):

@@ -117,7 +117,7 @@ def test_missing_keys_have_the_defaults_of_transformers(family, tmp_path):
     """A config.json says only what differs from a default, and defaults differ between families."""
     full = drawn_model(family, 0).config.to_dict()
     changing = FAMILIES[family].keys - {"model_type", "architectures"}
-    sizes = {key for part in FAMILIES[family].sizes[:6] for key in part.keys}
+    sizes = {key for part in FAMILIES[family].shape[:6] for key in part.keys}
     kept = {name: value for name, value in full.items() if name in sizes | {"model_type"}}
     for name in ("num_key_value_heads", "layer_types", "sliding_window", "use_sliding_window"):
         if full.get(name) is not None and name in changing:
