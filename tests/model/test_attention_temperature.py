@@ -11,6 +11,7 @@ from installed import if_installed
 from pairwise import pairwise
 
 from thinker import checkpoint
+from thinker.checkpoint import model_tensors
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop.gguf.gguf_quantization import rounded_model
@@ -250,3 +251,14 @@ def test_another_temperature_without_training(random_model):
             override_attention_temperature(model, wrong)
     with pytest.raises(UserError, match="linear attention does not support"):
         override_attention_temperature(random_model(attention="linear(8)"), 2.0)
+
+
+@torch.no_grad()
+def test_the_temperature_folds_into_a_norm_that_is_stored_less_1():
+    model = random_model(attention_temperature=1.7, qk_norm_type="rmsnorm_one_plus")
+    tokens = torch.randint(61, (2, 40))
+    expected = model(tokens)
+    tensors = fold_attention_temperature(model_tensors(model), model.config)
+    plain = random_model(qk_norm_type="rmsnorm_one_plus")
+    plain.load_state_dict(tensors)
+    torch.testing.assert_close(plain(tokens), expected, rtol=0, atol=1e-5)
