@@ -414,3 +414,12 @@ def test_features_add_keys_to_a_section_without_torch():
     loaded = ast.literal_eval(done.stdout)
     assert [name for name in loaded if name.count(".") == 3 and not name.endswith(".keys")] == []
     assert not [name for name in loaded if name.startswith("torch")]
+
+
+def test_off_is_a_word_where_it_is_a_choice(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("train: {kernels: off, max_steps: 5}\n")
+    assert load_config(path, []).train.kernels == "off"
+    assert load_config(path, ["train.kernels=off"]).train.kernels == "off"
+    with pytest.raises(UserError, match="it must be auto or off"):
+        load_config(path, ["train.kernels=on"])

@@ -46,6 +46,9 @@ class ConfigSection(BaseModel):
                 continue
             if "bool" not in str(field.annotation):
                 texts = [choice for choice in get_args(field.annotation) if isinstance(choice, str)]
+                if value is False and "off" in texts:
+                    values = values | {name: "off"}  # which YAML reads as false
+                    continue
                 wanted = " or ".join(texts) or "a number or text"
                 shown = f"{str(value).lower()} (YAML reads on and yes as true, off and no as false)"
                 raise ValueError(f"{name} is {shown}; it must be {wanted}")
