@@ -79,11 +79,11 @@ def predict_loss_changes(
 
 
 def count_parameters(config: ThinkerConfig) -> int:
-    """Number of parameters outside the embedding and the LM head."""
+    """Number of parameters in the blocks and the last norm, outside of embeddings and LM head."""
     with torch.device("meta"):
         model = Thinker(config)
-    outer = {id(model.embedding.weight), id(model.lm_head.weight)}
-    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in outer)
+    inner = [*model.blocks.parameters(), *model.norm.parameters()]
+    return sum(parameter.numel() for parameter in inner)
 
 
 def _fall(term: float, factor: float, exponent: float) -> float:

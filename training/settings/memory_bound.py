@@ -7,6 +7,8 @@ from thinker.runtime.memory import check_memory
 from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 from thinker.training.config.config import Config
 
+MLP_MATRICES = {"swiglu": 3, "ungated": 2}
+
 
 def check_run_fits(
     config: Config, device: torch.device, dist: DistContext = SINGLE_PROCESS
@@ -65,7 +67,8 @@ def least_parameters(shape: ThinkerConfig) -> int:
     """Number of weights in the matrices of a model, without norms and biases."""
     heads = sum(sum(shape.head_counts(layer)) for layer in range(shape.n_layers))
     of_attention = 2 * shape.head_dim * heads
-    of_mlps = 3 * shape.d_ff * shape.n_layers
+    n_matrices = MLP_MATRICES.get(shape.mlp, 0)  # of a user's MLP nothing is known
+    of_mlps = n_matrices * shape.d_ff * shape.n_layers
     tables = shape.vocab_size * (1 if shape.tie_embeddings else 2)
     if shape.positions == "learned":
         tables += shape.max_seq_len
