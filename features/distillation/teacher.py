@@ -19,7 +19,25 @@ from thinker.runtime.ranks import DistContext
 from thinker.training.config.config import Config
 
 # Keys of the architecture that a hash of weights counts only if they are set.
-NEWER_KEYS = ("activation", "attention_temperature", "mlp", "norm")
+NEWER_KEYS = (
+    "activation",
+    "attention_out_bias",
+    "attention_scale",
+    "attention_temperature",
+    "block",
+    "embedding_scale",
+    "head_bias",
+    "logit_scale",
+    "logit_softcap",
+    "mlp",
+    "mlp_bias",
+    "norm",
+    "position_offset",
+    "qk_norm_type",
+    "residual_scale",
+    "rope_dim",
+    "window_rope_theta",
+)
 
 
 @dataclass
