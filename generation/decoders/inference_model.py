@@ -383,7 +383,9 @@ def unknown_parts(model: Thinker) -> Iterator[str]:
     known.append(("norm", model.norm, InferenceNorm))
     matrices.append(("LM head", model.lm_head))
     for part, module, kind in known:
-        if type(module) is not kind or is_patched(module):
+        if type(module) is nn.Identity and kind is not nn.Identity:
+            yield f"no {part}"
+        elif type(module) is not kind or is_patched(module):
             yield f"{part} {type(module).__name__}"
     for part, matrix in matrices:
         if not hasattr(matrix, "kernel_weight"):
