@@ -20,6 +20,7 @@ from typing import Any
 
 from thinker.benchmarks.command import names
 from thinker.commands.table import all_commands
+from thinker.interop.families.abilities import families_markdown
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import run_command
 from thinker.runtime.process.invocation import script_path
@@ -93,6 +94,7 @@ def reference_pages() -> dict[str, str]:
         "config.md": config_markdown(),
         "commands.md": commands_markdown(),
         "python-api.md": api_markdown(),
+        "families.md": _join([families_markdown(GENERATED)]),
     }
     for feature in features():
         for name, offer in feature.pages.items():
