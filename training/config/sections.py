@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
+from thinker.runtime.constants import MAX_SIZE
 from thinker.training.callbacks.registry import CALLBACKS
 from thinker.training.config.types import (
     Beta,
@@ -136,7 +137,7 @@ class ModelConfig(ConfigSection):
     window_rope_theta: float | None = None
     """Base of RoPE in layers without full attention, which are not scaled, as in Gemma 3. null:
     rope_theta."""
-    position_offset: Annotated[int, Field(ge=0)] = 0
+    position_offset: Annotated[int, Field(ge=0, le=MAX_SIZE)] = 0
     """Rows of the table of learned positions before the first one; 2 in OPT."""
     attention_scale: float | None = None
     """Factor on the attention scores. null: 1/√head_dim."""
