@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from thinker.checkpoint import CorruptCheckpoint
@@ -89,7 +88,7 @@ def read_their_tensors(
     _check_names(family, renamed, groups, config, folder)
     found = {}
     for group in groups:
-        meta = [torch.empty_like(like[name], device="meta") for name in group.ours]
+        meta = [like[name].to("meta") for name in group.ours]
         stored = []
         for name, wanted in zip(group.theirs, group.layout.join(meta, config)):
             stored.append(_read(files, renamed[name], name, list(wanted.shape)))
