@@ -23,6 +23,7 @@ BENCHMARKS = {  # by room and name, the arguments of two examples
     "losses.extrapolation": ("--png extrapolation.png", "--seeds 1 --steps 10"),
     "losses.five-minutes": ("--out results.jsonl", "train.device=cpu"),
     "gpu.gpu": ("--part first --out first", "--part A --out rehearsal --rehearse"),
+    "systems.families": ("", "--only gpt2 SmolLM2-135M --rounds 5"),
     "systems.html_report": ("", "--tokens 256 --layers 6"),
     "speed.kv_cache": ("--runs runs/quickstart", "--shape tiny --lengths 64 --rows 1 --repeats 3"),
     "speed.linear_cross_entropy": ("", "--vocab 32000 --device cpu --precision fp32"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import in_process
 import numpy as np
@@ -19,6 +20,7 @@ from thinker.benchmarks.speed import attention
 from thinker.benchmarks.speed.step_parts import PARTS
 from thinker.benchmarks.speed.train import SHAPES
 from thinker.benchmarks.systems.before_after import MEASURES, summarize
+from thinker.benchmarks.systems.published_shapes import PUBLISHED
 from thinker.benchmarks.training_runs import train_all
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.patterns.pattern_parser import PATTERNS
@@ -51,6 +53,41 @@ def test_decode_compared_with_transformers_from_any_folder(benchmark, tmp_path):
         math.isfinite(row["decode_tokens_per_second"]) for row in result["rows"]
     )  # of a few noisy ms
     assert {"command", "date", "processor", "torch"} <= result["environment"].keys()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory in /proc")
+def test_families_compared_with_transformers(benchmark, tmp_path):
+    pytest.importorskip("transformers")
+    options = ("--small", "--only", "gpt2", "--rounds", "1", "--new", "3", "--folder", tmp_path)
+    shown = benchmark(BENCHMARK, "families", *map(str, options))
+    result = json.loads(shown.splitlines()[-1])
+    [row] = result["rows"]
+    assert (row["name"], row["model_type"], row["note"]) == ("gpt2", "gpt2", "small")
+    # 300 tokens and 1024 positions; a layer of 12·96² weights, 9·96 biases and two norms; a norm.
+    n_parameters = (300 + 1024) * 96 + 12 * 96**2 + 13 * 96 + 2 * 96
+    assert 4 * n_parameters < row["file_bytes"] < 4 * n_parameters + 5000  # and the header
+    for side in ("thinker", "transformers"):
+        assert row[side]["load_s"] > 0
+        assert row[side]["tokens_per_second"] > 0
+        assert row[side]["memory_bytes"] >= 0
+    assert row["load_ratio"] == row["thinker"]["load_s"] / row["transformers"]["load_s"]
+    assert row["native"] == (not row["notice"])
+    assert not list(tmp_path.iterdir())  # the weights are gone
+
+
+def test_published_shapes_have_their_sizes():
+    """Millions of parameters, without those that are tied."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"gpt2": 124.4, "pythia-70m": 70.4, "TinyStories-33M": 68.5, "gemma-3-270m": 268.1}
+    sizes |= {"SmolLM2-135M": 134.5, "Qwen3-0.6B": 596.0, "Llama-3.2-1B": 1235.8}
+    sizes |= {"OLMo-2-1B": 1484.9, "phi-3-mini": 650.0}
+    assert sizes.keys() == PUBLISHED.keys()
+    for name, published in PUBLISHED.items():
+        config = transformers.AutoConfig.for_model(published.model_type, **published.config)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        n_parameters = sum(parameter.numel() for parameter in model.parameters())
+        assert round(n_parameters / 1e6, 1) == sizes[name], name
 
 
 def test_monitoring(benchmark):
