@@ -265,7 +265,7 @@ def _attribution(
 ) -> dict[str, Any]:
     """Attribute the prediction to tokens and components.
 
-    by_token (T,), heads (layers, H), mlps (layers,), embedding, logit.
+    by_token (T,), heads (layers, H), mlps (layers,), biases, embedding, logit.
     """
     report = prompt_reports.report_attribution(
         model, tokenizer, prompt, target, contrast_token, position
@@ -277,6 +277,7 @@ def _attribution(
         "logit": data["logit"],
         "embedding": data["embedding"],
         "mlps": _round(data["mlps"]),
+        "biases": data["biases"],
     }
     heads = []
     for row in data["heads"]:

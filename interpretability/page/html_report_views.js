@@ -262,7 +262,7 @@ function placed(tokens) {
 // ---- attribution and lens ------------------------------------------------------------------------------------------
 
 function paintParts(select) {
-  const { description, logit, by_token, reason, baseline_logit, embedding, mlps, heads, completeness_error } = facts.attribution;
+  const { description, logit, by_token, reason, baseline_logit, embedding, mlps, biases, heads, completeness_error } = facts.attribution;
   const sum = (entries) => entries.reduce((total, [, value]) => total + value, 0);
   const show = (box, entries) => {
     const top = Math.max(...entries.map(([, value]) => Math.abs(value)), 1e-9);
@@ -275,6 +275,7 @@ function paintParts(select) {
   };
   const tokens = (by_token ?? []).map((value, token) => [numbered(token), value]);
   const parts = [["embedding", embedding], ...mlps.map((value, layer) => [`MLP ${layer}`, value])];
+  if (biases) parts.push(["biases", biases]);
   heads.forEach((row, layer) => row.forEach((value, head) => parts.push([`head ${layer}.${head}`, value, () => select(layer, head)])));
   show("by-token", tokens);
   show("by-part", parts);

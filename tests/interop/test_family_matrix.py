@@ -168,6 +168,10 @@ def inspect(family):
         parts = attribution.direct_logit_attribution(model, some_tokens(family)[0], 3, contrast)
         total = parts.embedding + parts.heads.nansum() + parts.mlps.sum() + parts.biases
         assert total.item() == pytest.approx(parts.logit, abs=1e-4)
+    report = thinker.inspect(model, tokenizer, "attribute", prompt).data
+    total = report["embedding"] + report["biases"] + sum(report["mlps"])
+    total += sum(map(sum, report["heads"]))
+    assert total == pytest.approx(report["logit"], abs=1e-3)
     lens = attribution.logit_lens(model, some_tokens(family)[0])
     torch.testing.assert_close(lens[-1], model(some_tokens(family))[0])
     for name in ("explain", "map", "heads", "attribute", "lens"):
