@@ -4,6 +4,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ class HFTokenizer(Tokenizer):
                 raise ValueError(f"other files declare its token {name!r} with different flags")
 
     def _load(self) -> None:
-        """Load the tokenizer with and without recognition of special tokens.
+        """Load the tokenizer that recognizes special tokens, and the bytes of all others.
 
         Raises ValueError if its vocabulary is wrong.
         """
@@ -174,13 +175,12 @@ class HFTokenizer(Tokenizer):
         for name, number in self.special_tokens.items():
             if name not in self.non_special_added_tokens:
                 self._secret_names[name] = f"{secret} {number}"
-        self._plain = _library(_with_names(self.content, self._secret_names))
 
-        vocab = self._with_special.get_vocab()
-        self.vocab_size = 1 + max(vocab.values())
         for name, number in self.special_tokens.items():
-            if vocab.get(name) != number:
+            if self._with_special.token_to_id(name) != number:
                 raise ValueError(f"its token {name!r} has a different id in its vocabulary")
+        vocab = _vocab(self.content["model"])
+        self.vocab_size = 1 + max([*vocab.values(), *self.special_tokens.values()])
         if self.vocab_size > MAX_VOCAB:
             raise ValueError(
                 f"its vocabulary of {self.vocab_size} is too large (maximum: {MAX_VOCAB})"
@@ -205,10 +205,16 @@ class HFTokenizer(Tokenizer):
             if number not in added_ids:
                 self._tokens[number] = to_bytes(piece)
         # The library ignores this key, but transformers may not.
-        adds_space = self.decode_bytes(self.encode("a")).startswith(b" ")
+        # With special tokens, as the library without them takes a second or more to make.
+        adds_space = self.decode_bytes(self.encode("a", allow_special=True)).startswith(b" ")
         stated = self.config.get("add_prefix_space")
         if stated not in (None, adds_space):
             raise ValueError(f"add_prefix_space is {stated}, but tokenizer.json does the opposite")
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The library that does not recognize special tokens, made when it is first needed."""
+        return _library(_with_names(self.content, self._secret_names))
 
     def encode_array(
         self,
@@ -220,13 +226,11 @@ class HFTokenizer(Tokenizer):
     ) -> np.ndarray:
         """See Tokenizer.encode_array()."""
         text = replace_surrogates(text)
-        library = self._plain  # both recognize added tokens that are not special
-        finds_names = literal is None or (not literal and not self._normalizes_names)
-        if allow_special and finds_names:
-            library = self._with_special
-        elif allow_special:
-            return self._encode_literal(text, literal, continues)
-        return self._encode_with(library, text, continues)
+        if not allow_special:
+            return self._encode_with(self._plain, text, continues)
+        if literal is None or (not literal and not self._normalizes_names):
+            return self._encode_with(self._with_special, text, continues)
+        return self._encode_literal(text, literal, continues)
 
     def _encode_with(self, library: Any, text: str, continues: bool) -> np.ndarray:
         if continues:
@@ -360,6 +364,14 @@ def special_token_names(config: dict) -> dict[str, Any]:
     return names
 
 
+def _vocab(model: dict) -> dict[str, int]:
+    """The ids of the pieces in the model of a tokenizer.json."""
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        return vocab
+    return {piece: number for number, (piece, _) in enumerate(vocab)}  # Unigram lists them by id
+
+
 def _flags(token: dict) -> dict[str, bool]:
     """The flags of an added token."""
     return {flag: bool(token.get(flag)) for flag in FLAGS}
@@ -472,9 +484,10 @@ def _piece_to_bytes(content: dict) -> Callable[[str], bytes]:
 
 def unprinted(piece: str) -> bytes | None:
     """The bytes of a piece of a byte-level vocabulary, or None if it has other characters."""
-    if not set(piece) <= TO_BYTE.keys():
+    try:
+        return bytes(map(TO_BYTE.__getitem__, piece))
+    except KeyError:
         return None
-    return bytes(TO_BYTE[char] for char in piece)
 
 
 def _bytes_of_byte_level(piece: str) -> bytes:
@@ -485,9 +498,10 @@ def _bytes_of_byte_level(piece: str) -> bytes:
 
 
 def _bytes_of_sentencepiece(piece: str) -> bytes:
-    byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
-    if byte:
-        return bytes([int(byte[1], 16)])
+    if piece.startswith("<0x"):
+        byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+        if byte:
+            return bytes([int(byte[1], 16)])
     return piece.replace("▁", " ").encode()
 
 
@@ -496,7 +510,7 @@ def _library(content: dict) -> Any:
     import tokenizers
 
     try:
-        library = tokenizers.Tokenizer.from_str(json.dumps(content))
+        library = tokenizers.Tokenizer.from_str(json.dumps(content, ensure_ascii=False))
     except BaseException as error:
         if not _is_of_library(error):
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,34 @@ def _reader_class() -> type:
             return super()._get(offset, dtype, count, override_order)
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            if raw_type == gguf.GGUFValueType.ARRAY:
-                length = int(self._get(orig_offs + 4, np.uint64)[0])
-                if length > MAX_VOCAB:
-                    raise ValueError(f"a list has {length} values (maximum: {MAX_VOCAB})")
+            if raw_type != gguf.GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            length = int(self._get(orig_offs + 4, np.uint64)[0])
+            if length > MAX_VOCAB:
+                raise ValueError(f"a list has {length} values (maximum: {MAX_VOCAB})")
+            kind = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
+            start = orig_offs + 12
+            # The base class makes several arrays per item, which takes seconds for a vocabulary.
+            if self.byte_order == "I" and kind in self.gguf_scalar_to_np:
+                values = self._get(start, self.gguf_scalar_to_np[kind], length)
+                return 12 + values.nbytes, [values], [0], [raw_type, kind]
+            if self.byte_order == "I" and kind == gguf.GGUFValueType.STRING:
+                strings, n_bytes = self._get_strings(start, length)
+                return 12 + n_bytes, strings, list(range(length)), [raw_type, kind]
             return super()._get_field_parts(orig_offs, raw_type)
+
+        def _get_strings(self, start: int, length: int) -> tuple[list[memoryview], int]:
+            """The bytes of strings, each behind its length in 8 bytes, and their size in all."""
+            view = memoryview(self.data)
+            strings = []
+            place = start
+            for _ in range(length):
+                first = place + 8
+                place = first + int.from_bytes(view[first - 8 : first], sys.byteorder)
+                if place > len(view):
+                    raise ValueError("it ends too early")
+                strings.append(view[first:place])
+            return strings, place - start
 
     return BoundedReader
 
@@ -102,10 +126,11 @@ class GgufFile:
         import gguf
 
         stored = self._tensors[name]
-        values = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        # Not through the reader's map of the file, whose pages would stay in memory.
+        form = stored.data
+        data = np.fromfile(self.path, form.dtype, form.size, offset=int(stored.data_offset))
+        values = gguf.quants.dequantize(data.reshape(form.shape), stored.tensor_type)
         shape = stored.shape.tolist()[::-1]
-        if np.shares_memory(values, stored.data):  # of the file
-            values = values.copy()
         return torch.from_numpy(np.ascontiguousarray(values).reshape(shape))
 
 

@@ -261,6 +261,17 @@ def test_what_is_read_gives_the_same_ids_as_there(tmp_path, name):
     )
 
 
+def test_the_second_library_is_made_when_a_text_needs_it(tmp_path):
+    """With 268,000 tokens, each takes seconds."""
+    ours, theirs = saved(mistral_like(), tmp_path, **MISTRAL)
+    assert ours.encode("a</s>b", allow_special=True) == theirs.encode(
+        "a</s>b", add_special_tokens=False
+    )
+    assert "_plain" not in vars(ours)
+    assert ours.special_tokens["</s>"] not in ours.encode("a</s>b")
+    assert "_plain" in vars(ours)
+
+
 def test_names_of_special_tokens_are_plain_text_unless_asked(tmp_path):
     for number, (make, config, _) in enumerate([THEIRS["gpt2-like"], THEIRS["mistral-like"]]):
         folder = tmp_path / str(number)
