@@ -133,7 +133,10 @@ def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
                 f"config.json: architectures is {names}; it must contain a ...ForCausalLM"
             )
     fields: dict[str, Any] = {"init": "fan_in", "qk_norm": False}
-    for part in family.parts:
+    for part in family.shape:
+        part.read(values, fields)
+    ThinkerConfig.from_dict(fields)  # rejects wrong numbers before lists are built from them
+    for part in family.choices:
         part.read(values, fields)
     return ThinkerConfig.from_dict(fields)
 

@@ -273,8 +273,10 @@ class Number(ConfigPart):
         value = read_value(values, self.theirs, float, self.default)
         if value is None:
             return
-        if not value > 0:
-            raise UserError(f"config.json: {self.theirs} is {value}; it must be above 0")
+        if not 1e-9 <= value <= 1e9:
+            raise UserError(
+                f"config.json: {self.theirs} is {value}; it must be a number from 1e-9 to 1e9"
+            )
         fields[self.ours] = self.to_ours(value, fields)
 
     def write(self, config: ThinkerConfig, values: dict[str, Any]) -> None:

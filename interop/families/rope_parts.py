@@ -136,7 +136,7 @@ class RopeKeysByLayer(RopeKeys):
         is_by_layer = any(name in ropes for name in KINDS_OF_LAYERS)
         by_layer = {"full_attention": ropes, "sliding_attention": {}}
         if is_by_layer:
-            by_layer = {name: ropes.get(name) or {} for name in KINDS_OF_LAYERS}
+            by_layer = {name: read_value(ropes, name, dict, {}) for name in KINDS_OF_LAYERS}
         full = dict(by_layer["full_attention"]) | scaling
         local = dict(by_layer["sliding_attention"])
         self.read_rope(full, values, fields)

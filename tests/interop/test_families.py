@@ -3,12 +3,13 @@
 import copy
 import json
 import logging
+import random
 import warnings
 
 import pytest
 import torch
 import transformers
-from drawn_families import MAX_LEN, VOCAB, drawn_model
+from drawn_families import MAX_LEN, SEED, VOCAB, draw, drawn_model
 from safetensors.torch import load_file
 
 from thinker.interop import load
@@ -200,7 +201,7 @@ def test_a_bin_file_runs_no_code(tmp_path, capsys):
         ("gpt2", {"activation_function": "mish"}, "activation_function is 'mish'; choose from"),
         ("gpt_neo", {"attention_types": [[["global"], 1]]}, "attention_types is"),
         ("gpt_neo", {"attention_types": 5}, "attention_types is 5; it must be a list"),
-        ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be above 0"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be a number from"),
         ("granite", {"residual_multiplier": -1.0}, "residual_scale is -1.0"),
         ("cohere", {"logit_scale": "big"}, "logit_scale is 'big'; it must be a number"),
         ("stablelm", {"use_qkv_bias": 1}, "use_qkv_bias is 1; it must be true or false"),
@@ -225,6 +226,31 @@ def test_other_architectures_are_refused_in_one_sentence(model_type):
         from_hf_config({"model_type": model_type})
     assert len(str(e.value).splitlines()) == 1
     assert all(family in str(e.value) for family in FAMILIES)
+
+
+WRONG = [
+    None, True, False, -1, 0, 1, 3, 10**9, 10**30, 1e-300, 1e300, float("nan"), float("inf"), "x", "",
+    [], [1], ["full_attention"] * 3, {}, {"a": 1}, [[["global"], 10**9]], [[["global", "local"], 2]],
+    {"rope_type": "yarn"}, {"rope_type": "linear", "factor": "a"}, {"full_attention": 5},
+    {"full_attention": {"rope_type": []}}, [None] * 3, 0.5,
+]  # fmt: skip
+
+
+@each_family
+def test_wrong_values_are_one_sentence(family):
+    rng = random.Random(f"{SEED} {family}")
+    keys = sorted(FAMILIES[family].keys - {"model_type"})
+    messages = []
+    for _ in range(150):
+        values = draw(family, rng.randrange(3)) | {"model_type": family}
+        for key in rng.choices(keys, k=rng.choice([1, 1, 2, 3])):
+            values[key] = rng.choice(WRONG)
+        try:
+            from_hf_config(values)
+        except UserError as error:
+            messages.append(str(error))
+    assert len(messages) > 50
+    assert all(len(message.splitlines()) == 1 for message in messages)
 
 
 def test_another_family_is_refused_with_what_it_lacks():
