@@ -91,7 +91,7 @@ ABILITIES = [
         refused=_all(("cohere", "phi", "stablelm"), "does not support model.block"),
     ),
     Ability("server", "several requests at once give the texts of `generate`"),
-    Ability("inspect", "attribution that adds up, lens, patching, head scores, map and flow, page"),
+    Ability("inspect", "attribution that adds up, lens, patching, head scores, map, one row"),
     Ability(
         "prune heads",
         "a smaller model that equals the one without these heads",
@@ -108,7 +108,9 @@ ABILITIES = [
     ),
     Ability("teach", "teacher of a distillation"),
     Ability("train", "a step in full and with LoRA, with and without kernels"),
-    Ability("evaluate", "`thinker eval` and tasks of the lm-eval harness"),
+    Ability(
+        "evaluate", "likelihoods of `--score` and the lm-eval harness are those of transformers"
+    ),
 ]
 
 

@@ -11,7 +11,6 @@ from tokenizer_kinds import build
 
 from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.interop import load
-from thinker.interop.families.table import FAMILIES
 
 CONTEXT = 96
 SIZES = {
@@ -102,7 +101,3 @@ def _loaded(family):
 def family_model(family):
     """The model, which tests do not change, and its tokenizer."""
     return _loaded(family)
-
-
-def test_every_family_has_a_form():
-    assert set(FORMS) == set(FAMILIES)

@@ -18,6 +18,7 @@ import thinker  # noqa: E402
 from thinker.generation import Generator, SamplingParams  # noqa: E402
 from thinker.generation.mixed_bits import matrix_names  # noqa: E402
 from thinker.interop.families.abilities import ABILITIES, PLAIN, YES  # noqa: E402
+from thinker.interop.families.table import FAMILIES  # noqa: E402
 from thinker.interpretability import attribution  # noqa: E402
 from thinker.model.lora import add_lora  # noqa: E402
 from thinker.model.transformer import Thinker  # noqa: E402
@@ -380,6 +381,7 @@ def test_a_family_does_what_the_page_says(ability, family):
 
 def test_the_page_lists_every_check():
     assert [ability.name for ability in ABILITIES] == list(CHECKS)
+    assert set(NAMES) == set(FAMILIES)
     page = (ROOT / "docs" / "reference" / "families.md").read_text(encoding="utf-8")
     for family in NAMES:
         assert f"| `{family}` |" in page
