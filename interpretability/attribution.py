@@ -246,14 +246,14 @@ def direct_logit_attribution(
         z = cache[f"blocks.{layer}.attention.heads"][0, :, position].double()  # (H, D)
         o_proj = block.attention.o_proj
         matrix = o_proj.effective_weight().double().unflatten(1, z.shape)  # (C, H, D)
-        out = fix_norm(block.attention_out, cache[f"blocks.{layer}.attention"][0, position])
+        out = fix_norm(block.after_attention, cache[f"blocks.{layer}.attention"][0, position])
         heads.append(contribution(out.apply(torch.einsum("hd,chd->hc", z, matrix))))
         bias = out.bias
         if o_proj.bias is not None:
             bias = bias + out.apply(o_proj.bias.double())
         biases += contribution(bias).item()
         mlp = cache[f"blocks.{layer}.mlp"][0, position]
-        mlps.append(contribution(block.mlp_out(mlp).double()))
+        mlps.append(contribution(block.after_mlp(mlp).double()))
     embedding = contribution(cache["embedding"][0, position].double()).item()
     by_head = pad_sequence(heads, batch_first=True, padding_value=torch.nan)  # (layers, H)
     return LogitComponents(embedding, by_head.float(), torch.stack(mlps).float(), biases, logit)

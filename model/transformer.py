@@ -85,10 +85,10 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = norm_before(config)
         self.attention = new_attention(config, pattern, layer)
-        self.attention_out = norm_after(config)
+        self.after_attention = norm_after(config)
         self.mlp_norm = norm_before(config)
         self.mlp = MLPS.get(config.mlp)(config)
-        self.mlp_out = norm_after(config)
+        self.after_mlp = norm_after(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -101,9 +101,9 @@ class Block(nn.Module):
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         y = self.attention(self.attention_norm(x), rope, mask, cache, slots)
-        x = x + self.dropout(self.attention_out(y))
+        x = x + self.dropout(self.after_attention(y))
         y = self.mlp(self.mlp_norm(x))
-        return x + self.dropout(self.mlp_out(y))
+        return x + self.dropout(self.after_mlp(y))
 
 
 class ParallelBlock(nn.Module):
@@ -112,18 +112,18 @@ class ParallelBlock(nn.Module):
 
     def __init__(self, config: ThinkerConfig, pattern: Pattern, layer: int) -> None:
         super().__init__()
-        self.norm = nn.Identity()
+        self.block_norm = nn.Identity()
         self.attention_norm = nn.Identity()
         self.mlp_norm = nn.Identity()
         if config.block == "parallel_one_norm":
-            self.norm = new_norm(config)
+            self.block_norm = new_norm(config)
         else:
             self.attention_norm = new_norm(config)
             self.mlp_norm = new_norm(config)
         self.attention = new_attention(config, pattern, layer)
         self.mlp = MLPS.get(config.mlp)(config)
-        self.attention_out = norm_after(config)
-        self.mlp_out = norm_after(config)
+        self.after_attention = norm_after(config)
+        self.after_mlp = norm_after(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -135,11 +135,11 @@ class ParallelBlock(nn.Module):
         slots: CacheSlots | None = None,
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        normed = self.norm(x)
+        normed = self.block_norm(x)
         attended = self.attention(self.attention_norm(normed), rope, mask, cache, slots)
         hidden = self.mlp(self.mlp_norm(normed))
-        x = x + self.dropout(self.attention_out(attended))
-        return x + self.dropout(self.mlp_out(hidden))
+        x = x + self.dropout(self.after_attention(attended))
+        return x + self.dropout(self.after_mlp(hidden))
 
 
 def new_block(config: ThinkerConfig, pattern: Pattern, layer: int) -> nn.Module:

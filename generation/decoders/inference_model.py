@@ -369,10 +369,10 @@ def unknown_parts(model: Thinker) -> Iterator[str]:
             ("block", block, Block),
             ("norm", block.attention_norm, InferenceNorm),
             ("attention", block.attention, FusedAttention),
-            ("output", block.attention_out, nn.Identity),
+            ("output", block.after_attention, nn.Identity),
             ("norm", block.mlp_norm, InferenceNorm),
             ("MLP", block.mlp, FusedMLP),
-            ("output", block.mlp_out, nn.Identity),
+            ("output", block.after_mlp, nn.Identity),
         ]
         if type(block.attention) is FusedAttention:
             matrices.append(("output", block.attention.o_proj))

@@ -58,7 +58,7 @@ def unsupported(model: Thinker) -> str:
     if type(model.embedding) is not nn.Embedding:
         return "its embedding"
     for block in model.blocks:
-        for part in (block.attention_out, block.mlp_out):
+        for part in (block.after_attention, block.after_mlp):
             if type(block) is not Block or type(part) is not nn.Identity:
                 return "its blocks"
         attention, mlp = block.attention, block.mlp

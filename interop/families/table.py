@@ -257,9 +257,9 @@ PHI3_NAMES = LLAMA_NAMES | together("self_attn.qkv_proj", *QKV)
 PHI3_NAMES |= together("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj")
 # Norms of inputs and outputs, or (OLMo) of outputs alone.
 GEMMA2_NAMES = LLAMA_NAMES | {
-    "attention_out": "post_attention_layernorm",
+    "after_attention": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_out": "post_feedforward_layernorm",
+    "after_mlp": "post_feedforward_layernorm",
 }
 COHERE_NAMES = LLAMA_NAMES | {"block_norm": "input_layernorm"}
 COHERE_LAYOUTS = {"self_attn.q_norm": RowPerHead(), "self_attn.k_norm": RowPerHead()}

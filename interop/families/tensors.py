@@ -41,8 +41,6 @@ def group_tensors(family: Family, config: ThinkerConfig, names: Iterable[str]) -
         if match is not None:
             prefix = f"{family.names['blocks']}.{match[1]}."
             module = match[2]
-            if module == "norm":
-                module = "block_norm"
         if module not in family.names:
             raise UserError(f"{family.model_type} has no place for {name}")
         theirs = family.names[module]

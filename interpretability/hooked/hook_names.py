@@ -101,7 +101,7 @@ class _AfterAttention(HookPoint):
         block = self.module
         with ExitStack() as stack:
             stack.enter_context(HookPoint(block, "input").open(keep))
-            added = HookPoint(block.attention_out, "output")
+            added = HookPoint(block.after_attention, "output")
             stack.enter_context(added.open(change_what_is_added))
             yield
 
@@ -114,7 +114,7 @@ class _HeadResults(HookPoint):
     def open(self, function: Function) -> Iterator[None]:
         """Context in which the function sees it, and may return another."""
         attention = self.module.attention
-        factor = factor_of(self.module.attention_out)
+        factor = factor_of(self.module.after_attention)
 
         def change_output(o_proj: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor | None:
             z = inputs[0].unflatten(-1, (attention.n_heads, -1))  # (B, T, H, D)
@@ -188,14 +188,14 @@ def their_channels(model: Thinker) -> Tensor | None:
 
 def norms_of(block: nn.Module) -> dict[str, nn.Module]:
     """The norms of a block by their names in TransformerLens, in the order of the pass."""
-    is_post_norm = is_plain_norm(block.attention_out) and not is_plain_norm(block.attention_norm)
+    is_post_norm = is_plain_norm(block.after_attention) and not is_plain_norm(block.attention_norm)
     if is_post_norm:
-        return {"ln1": block.attention_out, "ln2": block.mlp_out}
+        return {"ln1": block.after_attention, "ln2": block.after_mlp}
     first = block.attention_norm
-    if isinstance(block, ParallelBlock) and is_plain_norm(block.norm):
-        first = block.norm
-    norms = {"ln1": first, "ln1_post": block.attention_out, "ln2": block.mlp_norm}
-    norms["ln2_post"] = block.mlp_out
+    if isinstance(block, ParallelBlock) and is_plain_norm(block.block_norm):
+        first = block.block_norm
+    norms = {"ln1": first, "ln1_post": block.after_attention, "ln2": block.mlp_norm}
+    norms["ln2_post"] = block.after_mlp
     return {name: norm for name, norm in norms.items() if is_plain_norm(norm)}
 
 
@@ -209,16 +209,16 @@ def factor_of(module: nn.Module) -> float:
 def _block_points(block: nn.Module, has_rope: bool, order: Tensor | None) -> dict[str, LensPoint]:
     is_parallel = isinstance(block, ParallelBlock)
     norms = norms_of(block)
-    is_post_norm = norms.get("ln1") is block.attention_out
+    is_post_norm = norms.get("ln1") is block.after_attention
     points = {"hook_resid_pre": LensPoint(HookPoint(block, "input"))}
     if not is_post_norm:
         points |= _norm_points("ln1", norms)
     points |= _attention_points(block, has_rope, order)
     points |= _norm_points("ln1" if is_post_norm else "ln1_post", norms)
-    points["hook_attn_out"] = LensPoint(HookPoint(block.attention_out, "output"))
+    points["hook_attn_out"] = LensPoint(HookPoint(block.after_attention, "output"))
     if not is_parallel:
         points["hook_resid_mid"] = LensPoint(_AfterAttention(block, "output"))
-    if not is_parallel or not is_plain_norm(block.norm):
+    if not is_parallel or not is_plain_norm(block.block_norm):
         # A copy, because a hook may write into it, and the residual stream passes by the MLP.
         points["hook_mlp_in"] = LensPoint(HookPoint(block.mlp_norm, "input"), Tensor.clone)
     if not is_post_norm:
@@ -232,7 +232,7 @@ def _block_points(block: nn.Module, has_rope: bool, order: Tensor | None) -> dic
     if hasattr(mlp, "down_proj"):  # an MLP of the user may have other parts
         points["mlp.hook_post"] = LensPoint(HookPoint(mlp.down_proj, "input"))
     points |= _norm_points("ln2" if is_post_norm else "ln2_post", norms)
-    points["hook_mlp_out"] = LensPoint(HookPoint(block.mlp_out, "output"))
+    points["hook_mlp_out"] = LensPoint(HookPoint(block.after_mlp, "output"))
     points["hook_resid_post"] = LensPoint(HookPoint(block, "output"))
     return points
 

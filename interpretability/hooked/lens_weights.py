@@ -33,7 +33,7 @@ class AttentionWeights:
     def __init__(self, block: nn.Module, order: Tensor | None) -> None:
         self._attention = block.attention
         self._order = order
-        self._factor = factor_of(block.attention_out)
+        self._factor = factor_of(block.after_attention)
 
     def _by_head(self, name: str) -> Tensor:
         """(H or K, C, D)."""
@@ -117,7 +117,7 @@ class MLPWeights:
 
     def __init__(self, block: nn.Module) -> None:
         self._mlp = block.mlp
-        self._factor = factor_of(block.mlp_out)
+        self._factor = factor_of(block.after_mlp)
 
     def _linear(self, name: str) -> nn.Linear:
         linear = getattr(self._mlp, name, None)

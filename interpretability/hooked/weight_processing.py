@@ -36,7 +36,7 @@ def fold_norms(model: Thinker) -> None:
         readers = [getattr(block.mlp, name, None) for name in ("gate_proj", "up_proj")]
         readers = [reader for reader in readers if reader is not None]
         if isinstance(block, ParallelBlock):
-            _fold_norm(block.norm, projections + readers)
+            _fold_norm(block.block_norm, projections + readers)
         _fold_norm(block.attention_norm, projections)
         _fold_norm(block.mlp_norm, readers)
     _fold_norm(model.norm, [model.lm_head])
