@@ -24,8 +24,11 @@ def load(
 
     `path`: a run directory, a checkpoint in it, a Hugging Face folder, the folder of a LoRA adapter
     (peft), or a GGUF file. `device`: may be "auto". `checkpoint`: for a run directory, "latest",
-    "best", a step such as 500, or a name. Raises UserError if `path` has no complete model,
-    RunError if a weight is not finite.
+    "best", a step such as 500, or a name.
+
+    Weights of a Hugging Face folder in fp32 may stay mapped, so do not overwrite its files while
+    the model is in use. Raises UserError if `path` has no complete model, RunError if a weight is
+    not finite.
     """
     check_types(get_type_hints(load), locals())
     device = choose_device(device)

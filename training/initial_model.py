@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import check_spec, is_path
@@ -54,6 +56,7 @@ def load_initial_model(
         tokenizer = _with_answer_end(config, tokenizer, is_main)
     else:
         model, tokenizer = load(source)
+        _take_weights(model)
         if config.train.lora_rank is not None and is_main:
             _say_if_no_adapters(Path(source))
         _check_tokenizer(config, tokenizer)
@@ -78,6 +81,17 @@ def load_initial_model(
         model = Thinker(model_config)
         model.load_state_dict(weights)
     return validate_config(tree), model, tokenizer
+
+
+@torch.no_grad()
+def _take_weights(model: Thinker) -> None:
+    """Copy weights that may be mapped from a file, whose pages training would copy one by one.
+
+    Products may depend on where a matrix begins in memory. So a run that resumes, from copies, has
+    the same bits.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _say_if_no_adapters(source: Path) -> None:

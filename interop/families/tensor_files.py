@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -35,7 +36,7 @@ class TensorFiles(Protocol):
         """The dtype of a tensor, such as BF16, and its shape."""
 
     def read(self, name: str) -> Tensor:
-        """A tensor in fp32 that does not depend on the file."""
+        """A tensor in fp32. It may be mapped: changes do not reach the file."""
 
 
 class SafetensorsFiles:
@@ -62,14 +63,23 @@ class SafetensorsFiles:
 
     def read(self, name: str) -> Tensor:
         """As TensorFiles.read()."""
-        # A copy, as a memory map would depend on the file.
-        return self._file(name).get_tensor(name).to(torch.float32, copy=True)
+        tensor = self._file(name).get_tensor(name)
+        if tensor.dtype != torch.float32 or sys.platform == "win32":
+            return tensor.to(torch.float32, copy=True)
+        # Mapped, so that a large model is there at once: pages are read when they are used, and
+        # copied when they are changed. Windows would not let anyone delete the file.
+        return with_own_storage(tensor)
 
     def _file(self, name: str) -> Any:
         path = self.files[name]
         if path not in self._open:
             self._open[path] = self._stack.enter_context(open_safetensors(path))
         return self._open[path]
+
+
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """The same memory, in a storage that is not larger: a deep copy copies the whole storage."""
+    return torch.from_numpy(tensor.numpy())
 
 
 class TorchFiles:

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinker.checkpoint import CorruptCheckpoint
 from thinker.interop.families.family import Family
 from thinker.interop.families.layouts import Layout, Rows, channel_order, reorder_channels
-from thinker.interop.families.tensor_files import DTYPES, TensorFiles
+from thinker.interop.families.tensor_files import DTYPES, TensorFiles, with_own_storage
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 
@@ -92,9 +92,10 @@ def read_their_tensors(
             stored.append(_read(files, renamed[name], name, list(wanted.shape)))
         sizes = [like[name].shape for name in group.ours]
         for name, tensor in zip(group.ours, group.layout.split(stored, sizes, config)):
-            if len(group.ours) > 1:  # not a view of the fused tensor
-                tensor = tensor.clone()
-            found[name] = to_our_order(family, config, name, tensor).contiguous()
+            tensor = to_our_order(family, config, name, tensor).contiguous()
+            if len(group.ours) > 1:  # perhaps a view of the fused tensor
+                tensor = with_own_storage(tensor)
+            found[name] = tensor
     return found
 
 

@@ -276,8 +276,9 @@ def test_shards_and_precisions(tmp_path, dtype):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
         expected = ours(tokens)
-        for path in tmp_path.glob("*.safetensors"):
-            path.write_bytes(b"\xff" * path.stat().st_size)
+        if dtype != torch.float32:  # fp32 is mapped: see test_mapped_weights.py
+            for path in tmp_path.glob("*.safetensors"):
+                path.write_bytes(b"\xff" * path.stat().st_size)
         assert torch.equal(ours(tokens), expected)  # the model does not change with its files
 
 
