@@ -50,6 +50,10 @@ def test_a_run_leaves_what_is_promised(tiny_run):
         "attn_logit_softcap",
         "no_rope_layers",
         "n_kv_heads_per_layer",
+        "rope_dim",
+        "window_rope_theta",
+        "attention_scale",
+        "logit_softcap",
     }  # what there is to follow is followed
     assert resolved["train"]["micro_batch_size"] == 4
     assert resolved["train"]["precision"] == "fp32"
