@@ -60,6 +60,10 @@ PATTERNS = {
 # With these, a whole word that is a token is not built by merges, and a text begins with BOS.
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 
+# llama.cpp takes the spaces behind special tokens, except these, if a model has Phi-3's name.
+PHI3_NAMES = ("phi-3", "phi3")
+PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+
 
 def read_tokenizer(fields: Mapping[str, Any], vocab_size: int) -> Tokenizer:
     """The tokenizer that a header describes.
@@ -85,7 +89,11 @@ def read_tokenizer(fields: Mapping[str, Any], vocab_size: int) -> Tokenizer:
     bos_id = header.get("bos_token_id", eos_ids[0])
     if type(bos_id) is not int or not 0 <= bos_id < len(tokens):
         raise UserError(f"its bos_token_id is {bos_id!r}, which is no token")
-    content["added_tokens"] = _added_tokens(tokens, types, {bos_id, eos_ids[0]})
+    added = _added_tokens(tokens, types, {bos_id, eos_ids[0]})
+    if takes_spaces(fields.get("general.name")):
+        for token in added:
+            token["rstrip"] = token["content"] not in PHI3_KEEPS_SPACES
+    content["added_tokens"] = added
     if header.get("add_bos_token", begins_with_bos):
         content["post_processor"] = _begin_with(tokens[bos_id], bos_id)
     config = {"bos_token": tokens[bos_id], "eos_token": tokens[eos_ids[0]]}
@@ -96,6 +104,11 @@ def read_tokenizer(fields: Mapping[str, Any], vocab_size: int) -> Tokenizer:
         raise UserError(f"its tokenizer has no {error}") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"its tokenizer cannot be used: {error}") from error
+
+
+def takes_spaces(name: Any) -> bool:
+    """Whether llama.cpp takes the spaces behind special tokens of a model with this name."""
+    return any(part in str(name).lower() for part in PHI3_NAMES)
 
 
 def _read_tokens(header: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
@@ -228,8 +241,14 @@ def _sentencepiece(
     n_bytes = sum(f"<0x{byte:02X}>" in vocab for byte in range(256))
     if n_bytes < 256:
         raise UserError(f"its tokenizer has only {n_bytes} of 256 tokens for bytes")
-    pieces = {text: number for text, number in vocab.items() if types[number] in (NORMAL, UNUSED)}
-    merges = _merges_by_score(pieces, scores)
+    pieces = {}
+    whole = set()  # found before any merge
+    for text, number in vocab.items():
+        if types[number] in (NORMAL, UNUSED):
+            pieces[text] = number
+        else:
+            whole.add(text)
+    merges = _merges_by_score(pieces, whole, scores)
     unknown = None
     if UNKNOWN in types:
         unknown = tokens[types.index(UNKNOWN)]
@@ -253,7 +272,9 @@ def _sentencepiece(
     return content, True
 
 
-def _merges_by_score(pieces: Mapping[str, int], scores: list[float]) -> list[list[str]]:
+def _merges_by_score(
+    pieces: Mapping[str, int], whole: set[str], scores: list[float]
+) -> list[list[str]]:
     """Merges in the order of the scores of their results, highest first.
 
     Raises UserError if this order, or the characters that a piece begins with, leave open what
@@ -266,8 +287,8 @@ def _merges_by_score(pieces: Mapping[str, int], scores: list[float]) -> list[lis
             pair = [piece[:place], piece[place:]]
             if set(pair) <= pieces.keys():
                 pairs.append(pair)
-        if pairs and not set(piece) <= pieces.keys():
-            raise UserError(f"its token {piece!r} has a character that is no token")
+            elif all(part in pieces or (len(part) == 1 and part not in whole) for part in pair):
+                raise UserError(f"its token {piece!r} has a character that is no token")
         if pairs:
             ranked.append((scores[number], pairs))
     ranked.sort(key=lambda entry: -entry[0])

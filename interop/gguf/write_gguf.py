@@ -25,6 +25,7 @@ from thinker.interop.gguf.gguf_tokenizer import (
     UNUSED,
     USER_DEFINED,
 )
+from thinker.interop.gguf.sentencepiece_header import named_for_spaces, sentencepiece_header
 from thinker.model import Thinker
 from thinker.model.attention_temperature import fold_attention_temperature
 from thinker.model.positions import Rope
@@ -58,8 +59,9 @@ def write_gguf(
     import gguf
 
     row = find_by_config(model.config)
+    name = named_for_spaces(tokenizer, name)
     header = {"name": name, "file_type": _file_type(dtype)}
-    header |= _tokenizer_header(tokenizer, model.config.vocab_size)
+    header |= _tokenizer_header(tokenizer, model.config.vocab_size, name)
     writer = gguf.GGUFWriter(path, row.name)
     for key, value in header.items():
         add = getattr(writer, f"add_{key}")
@@ -137,27 +139,34 @@ def _add_value(writer: Any, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _tokenizer_header(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+def _tokenizer_header(tokenizer: Tokenizer, vocab_size: int, name: str) -> dict[str, Any]:
     """Fields of the header that describe the tokenizer. Raises UserError if it is not supported."""
+    if isinstance(tokenizer, HFTokenizer) and tokenizer.content["model"].get("byte_fallback"):
+        header = sentencepiece_header(tokenizer, vocab_size, name)
+    else:
+        header = _byte_level_header(tokenizer, vocab_size)
+    header["bos_token_id"] = tokenizer.bos_id
+    header["add_bos_token"] = bool(tokenizer.bos_prefix)
+    header |= dict(zip(END_KEYS, _end_ids(tokenizer)))
+    if tokenizer.chat_template is not None:
+        header["chat_template"] = tokenizer.chat_template
+    return header
+
+
+def _byte_level_header(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     tokens = _tokens(tokenizer, vocab_size)
     merges = merges_of(tokenizer)
     if not merges:
         # llama.cpp needs at least one merge. These characters represent no bytes, so it never
         # applies.
         merges = [("▁", "▁")]
-    header = {
+    return {
         "tokenizer_model": "gpt2",
         "tokenizer_pre": SPLITS.get(tokenizer.pattern, "gpt-2"),
         "token_list": [text for text, _ in tokens],
         "token_types": [kind for _, kind in tokens],
         "token_merges": [" ".join(pair) for pair in merges],
-        "bos_token_id": tokenizer.bos_id,
-        "add_bos_token": bool(tokenizer.bos_prefix),
     }
-    header |= dict(zip(END_KEYS, _end_ids(tokenizer)))
-    if tokenizer.chat_template is not None:
-        header["chat_template"] = tokenizer.chat_template
-    return header
 
 
 def _end_ids(tokenizer: Tokenizer) -> list[int]:
@@ -179,7 +188,8 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
     """
     if isinstance(tokenizer, HFTokenizer) or tokenizer.normalizer is not None:
         raise UserError(
-            "GGUF export needs a byte-level tokenizer without a normalizer; use bpe or byte"
+            "GGUF export needs a byte-level tokenizer without a normalizer, or a BPE of "
+            "SentencePiece with tokens for bytes; use bpe or byte"
         )
     # Without merges, tokens are bytes, however text is split.
     only_bytes = tokenizer.pattern == ONE_CHARACTER and not merges_of(tokenizer)

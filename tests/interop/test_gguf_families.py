@@ -1,11 +1,17 @@
 """Every family that llama.cpp knows: written, computed alike there, and read again."""
 
+import json
+
 import pytest
 import torch
 
 from thinker.checkpoint import model_tensors
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
+from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
+from thinker.interop.families import FAMILIES
+from thinker.interop.families.tensors import to_their_tensors
+from thinker.interop.gguf.export_gguf import export_gguf
 from thinker.interop.gguf.gguf_families import TABLE
 from thinker.interop.gguf.gguf_quantization import rounded_model
 from thinker.interop.gguf.verify_gguf import verify_gguf
@@ -126,3 +132,61 @@ def test_llama_cpp_computes_the_same(tmp_path, name, dtype):
     write_gguf(model, BYTE, tmp_path / "model.gguf", dtype)
     summary = verify_gguf(model, BYTE, tmp_path / "model.gguf", dtype, n_texts=10)
     assert "of those of the same weights" in summary
+
+
+ROWS_OF_256 = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+FOLDERS = {"gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3", "llama": "llama"}
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "q4_k_m"])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_with_a_sentencepiece_tokenizer_is_exported(tmp_path, name, dtype):
+    """As published, and compared with llama.cpp: logits, ends of texts and tokens. Read back, the
+    weights are those of the file, and its text is that of llama.cpp."""
+    kinds = pytest.importorskip("tokenizer_kinds")
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    kind = kinds.build(FOLDERS[name], folder)
+    config = json.loads((folder / "config.json").read_text())
+    vocab = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    n_ids = (max(vocab.values()) // 64 + 2) * 64
+    model = model_of(name, **ROWS_OF_256, vocab_size=n_ids)
+    values = CONFIGS[name][1] | ROWS_OF_256 | {"vocab_size": n_ids, "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(values | config))
+    family = FAMILIES[kind.model_type]
+    theirs = to_their_tensors(family, model.config, model_tensors(model))
+    theirs = {key: tensor.contiguous() for key, tensor in theirs.items()}
+    safetensors_torch.save_file(theirs, folder / "model.safetensors")
+
+    out = tmp_path / "out.gguf"
+    export = export_gguf(folder, out, dtype=dtype)
+    tokenizer = load(folder)[1]
+    again, its_tokenizer = load(out)
+    assert config_differences(model.config, again.config) == []
+    wanted = model_tensors(rounded_model(model, dtype))
+    for key, tensor in model_tensors(again).items():
+        if model.config.norm == "rmsnorm_one_plus" and tensor.dim() == 1:
+            assert torch.equal(tensor + 1, wanted[key] + 1), key
+        else:
+            assert torch.equal(tensor, wanted[key]), key
+    assert its_tokenizer.encode("Hi  you\n\n\n!") == tokenizer.encode("Hi  you\n\n\n!")
+
+    llama_cpp = pytest.importorskip("llama_cpp")
+    assert "1,000 texts tokenized identically" in export.compared[0]
+    if dtype != "f32":
+        return
+    llama = llama_cpp.Llama(
+        str(out), n_ctx=64, type_k=0, type_v=0, n_threads=1, verbose=False, logits_all=True
+    )
+    prompt = [*tokenizer.bos_prefix, *tokenizer.encode("def main():")]
+    assert llama.tokenize(b"def main():", add_bos=bool(tokenizer.bos_prefix)) == prompt
+    params = SamplingParams(max_new_tokens=24, temperature=0)
+    ours = Generator(again, its_tokenizer).generate(["def main():"], params)[0]
+    answer = []
+    for number in llama.generate(prompt, temp=0):
+        if number in tokenizer.eos_ids or len(answer) == 24:
+            break
+        answer.append(number)
+    llama.close()
+    assert tokenizer.decode(answer) == ours.text

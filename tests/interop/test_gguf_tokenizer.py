@@ -1,13 +1,18 @@
 """Tokenizers in GGUF files: the ids are those of llama.cpp."""
 
+import copy
+import json
 from itertools import islice
 
 import pytest
 from conftest import ROOT, random_model
 
+from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.interop import load
 from thinker.interop.gguf.gguf_tokenizer import PATTERNS, WHOLE_WORDS, read_tokenizer
+from thinker.interop.gguf.sentencepiece_header import has_equal_ids
+from thinker.interop.gguf.verify_gguf import verify_gguf
 from thinker.interop.gguf.write_gguf import write_gguf
 from thinker.interop.verify_export import adversarial_texts
 from thinker.runtime.errors import UserError
@@ -196,3 +201,138 @@ def test_sentencepiece_vocabularies_that_leave_merges_open_are_refused(bpe_file,
     changes |= {"bos_token_id": 1, "eos_token_id": 1}
     with pytest.raises(UserError, match=message):
         read_tokenizer(header(bpe_file, **changes), BPE.vocab_size)
+
+
+SENTENCEPIECE = ["llama", "mistral", "phi3", "gemma", "gemma2", "gemma3_text"]
+FROM_MODEL_FILES = ["gemma tokenizer.model", "gemma2 tokenizer.model"]
+
+
+def sentencepiece_tokenizer(name, folder):
+    """The tokenizer of a family, from tokenizer.json or from tokenizer.model."""
+    kinds = pytest.importorskip("tokenizer_kinds")
+    kind, _, file = name.partition(" ")
+    make = kinds.build_sentencepiece if file else kinds.build
+    make(kind, folder)
+    return load_tokenizer(folder)
+
+
+def small_model(tokenizer):
+    """A model with more ids than the tokenizer."""
+    sizes = {"d_model": 32, "n_layers": 1, "qk_norm": False}
+    return random_model(vocab_size=tokenizer.vocab_size + 3, **sizes)
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECE + FROM_MODEL_FILES)
+def test_sentencepiece_tokenizers_are_written(tmp_path, name):
+    """llama.cpp has the same ids, and shows each as the same bytes; read back, nothing differs."""
+    tokenizer = sentencepiece_tokenizer(name, tmp_path)
+    model = small_model(tokenizer)
+    path = tmp_path / "x.gguf"
+    write_gguf(model, tokenizer, path, "f32")
+    again = load(path)[1]
+    for text in islice(adversarial_texts(list(tokenizer.special_tokens), seed=2), 500):
+        if has_equal_ids(tokenizer, text):
+            ids = tokenizer.encode(text, allow_special=True)
+            assert again.encode(text, allow_special=True) == ids, text
+            assert again.decode(ids) == tokenizer.decode(ids), text
+    assert again.bos_prefix == tokenizer.bos_prefix
+    assert again.eos_ids == tokenizer.eos_ids
+    assert again.chat_template == tokenizer.chat_template
+
+    llama_cpp = pytest.importorskip("llama_cpp")
+    assert "2,000 texts" in verify_gguf(model, tokenizer, path, "f32", n_texts=N_TEXTS)
+    llama = llama_cpp.Llama(str(path), n_ctx=32, vocab_only=True, verbose=False)
+    vocab = llama_cpp.llama_model_get_vocab(llama.model)
+    for number in range(tokenizer.vocab_size):
+        shown = tokenizer.token_bytes(number)
+        is_end = llama_cpp.llama_vocab_is_eog(vocab, number)
+        if not is_end and 0 < len(shown) < 32:  # longer ones are b"" there
+            assert llama.detokenize([number]) == shown
+    llama.close()
+
+
+def test_the_name_of_a_model_decides_where_spaces_are_taken(tmp_path):
+    """llama.cpp knows Phi-3 by its name."""
+    for kind, name, written in [
+        ("phi3", "mine", "phi-3 mine"),
+        ("phi3", "Phi3-x", "Phi3-x"),
+        ("llama", "my-phi3", "my-phi 3"),
+    ]:
+        folder = tmp_path / name
+        folder.mkdir()
+        tokenizer = sentencepiece_tokenizer(kind, folder)
+        path = folder / "x.gguf"
+        write_gguf(small_model(tokenizer), tokenizer, path, "f32", name)
+        assert header(path)["general.name"] == written
+        text = "<s> a</s>  b\n"
+        again = load(path)[1]
+        assert again.encode(text, allow_special=True) == tokenizer.encode(text, allow_special=True)
+
+
+def lowercase(content):
+    steps = [{"type": "Lowercase"}, *content["normalizer"]["normalizers"]]
+    content["normalizer"]["normalizers"] = steps
+
+
+def metaspace(content):
+    content["normalizer"] = None
+    step = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    content["pre_tokenizer"] = step
+
+
+def one_merge_less(content):
+    """Of a token that is made by several."""
+    merges = content["model"]["merges"]
+    results = ["".join(pair) for pair in merges]
+    for number, result in enumerate(results):
+        if results.count(result) > 1 and len(set(result)) > 1:
+            del merges[number]
+            return
+
+
+def other_order(content):
+    """One of the merges to a token stands last."""
+    merges = content["model"]["merges"]
+    results = ["".join(pair) for pair in merges]
+    for number, result in enumerate(results):
+        if results.count(result) > 1 and len(set(result)) > 1:
+            merges.append(merges.pop(number))
+            return
+
+
+def unigram(content):
+    pieces = [[piece, -1.0] for piece in content["model"]["vocab"]]
+    content["model"] = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": True}
+
+
+def zero(content):
+    content["model"]["vocab"]["a\0"] = len(content["model"]["vocab"])
+
+
+def one_space_before_all(content):
+    """Added tokens are found in normalized text, with a space before the whole."""
+    for token in content["added_tokens"]:
+        token["normalized"] = True
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lowercase, "llama.cpp does not have its step Lowercase"),
+        (metaspace, "llama.cpp does not have its step Metaspace"),
+        (one_merge_less, "llama.cpp would merge .* for which tokenizer.json has no merge"),
+        (other_order, "llama.cpp has no such order of the merges to"),
+        (unigram, "it is no BPE"),
+        (zero, "llama.cpp cannot read its token"),
+        (one_space_before_all, "llama.cpp would tokenize .* otherwise"),
+    ],
+)
+def test_what_llama_cpp_would_tokenize_otherwise_is_not_written(tmp_path, change, message):
+    tokenizer = sentencepiece_tokenizer("llama", tmp_path)
+    content = copy.deepcopy(tokenizer.content)
+    change(content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    changed = load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=message):
+        write_gguf(small_model(changed), changed, tmp_path / "x.gguf", "f32")
+    assert not (tmp_path / "x.gguf").exists()

@@ -296,15 +296,16 @@ def _sentencepiece(first: list[AddedToken], last: list[AddedToken]) -> dict[str,
     library.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # only for training
     pieces = [*(token.content for token in first), *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = BpeTrainer(
-        vocab_size=len(pieces) + 1000,
+        vocab_size=len(pieces) + 3000,  # 1,700 characters, and merges
         special_tokens=pieces,
         initial_alphabet=["▁", "\n"],
         show_progress=False,
     )
-    library.train_from_iterator([SAMPLE], trainer)
+    library.train_from_iterator([SAMPLE.replace("\0", "")], trainer)  # which no piece has
     content = json.loads(library.to_str())
     content["added_tokens"] = []
     content["pre_tokenizer"] = None
+    content["model"]["merges"] = _all_merges(content["model"])
     library = tokenizers.Tokenizer.from_str(json.dumps(content))
     for token in [*first, *last]:
         if token.special:
@@ -312,6 +313,21 @@ def _sentencepiece(first: list[AddedToken], last: list[AddedToken]) -> dict[str,
         else:
             library.add_tokens([token])
     return json.loads(library.to_str())
+
+
+def _all_merges(model: dict[str, Any]) -> list[list[str]]:
+    """All pairs of pieces that make a piece, as a converter writes them: first those of runs, which
+    users define, the longest first, and then in the order in which the pieces were learned."""
+    vocab = model["vocab"]
+    runs = [char * length for char in "\n▁" for length in range(31, 1, -1)]
+    learned = ["".join(pair) for pair in model["merges"]]
+    merges = []
+    for piece in [*runs, *learned]:
+        for place in range(1, len(piece)):
+            pair = [piece[:place], piece[place:]]
+            if piece in vocab and set(pair) <= vocab.keys():
+                merges.append(pair)
+    return merges
 
 
 REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
