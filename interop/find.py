@@ -22,7 +22,7 @@ def is_adapter_folder(path: Path) -> bool:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """A GGUF file, or the one that a folder has and nothing else; None if it is something else."""
+    """The GGUF file at a path, or in a folder with nothing else; None if there is none."""
     if os.path.isdir(path):
         files = list(path.iterdir())
         if len(files) == 1:

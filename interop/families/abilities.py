@@ -30,7 +30,8 @@ WITH_OTHER_ATTENTION = (
 class Ability:
     """Something that users do with a model.
 
-    what: for people. refused: words of the error, by family. plain: families without kernels in C.
+    what: a description for users. refused: by family, a part of the error message. plain: families
+    without kernels in C.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Ability:
     plain: tuple[str, ...] = ()
 
     def outcome(self, family: str) -> str:
-        """YES, PLAIN, or "no: " and words of the error."""
+        """YES, PLAIN, or "no: " and a part of the error message."""
         if family in self.refused:
             return f"no: {self.refused[family]}"
         if family in self.plain:

@@ -22,13 +22,21 @@ TYPE_NAMES = {
 NO_DEFAULT = object()
 
 
-def check_type(name: str, value: Any, kind: type, smallest: int = 1) -> None:
-    """Raise UserError if a value is not of this type, or an integer below `smallest`."""
+def read_head_dim(fields: Mapping[str, Any]) -> int:
+    """The width of a head by fields that are set already."""
+    head_dim = fields.get("head_dim")
+    if head_dim is None:
+        head_dim = fields["d_model"] // fields["n_heads"]
+    return head_dim
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    """Raise UserError if a value is not of this type, or is an integer below 1."""
     accepted: tuple[type, ...] = (kind,)
     if kind is float:
         accepted = (int, float)
-    # Compared by type(), because True is no integer here.
-    if type(value) not in accepted or (kind is int and value < smallest):
+    # Compared by type(), because True is not an integer here.
+    if type(value) not in accepted or (kind is int and value < 1):
         raise UserError(f"config.json: {name} is {value!r}; it must be {TYPE_NAMES[kind]}")
 
 
@@ -89,8 +97,8 @@ class Unread(ConfigPart):
 
 @dataclass(frozen=True)
 class Only(ConfigPart):
-    """Keys that change the result, with the only value that is supported, which must also be that
-    of transformers if a key is missing."""
+    """Keys that change the result, each with the only value that is supported. It must also be
+    transformers' default."""
 
     values: dict[str, Any]
     is_written: bool = False
@@ -203,7 +211,7 @@ class FeedForwardWidth(ConfigPart):
         values[self.theirs] = config.d_ff
 
 
-# Names of activations there and ours. Of several names for one, the first is written.
+# Names of activations in transformers, and ours. Of several names for one, the first is written.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -218,7 +226,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Activation(ConfigPart):
-    """The activation of the MLP. `aliases`: names that mean another activation in this family."""
+    """The activation of the MLP. `aliases`: names that this family uses for another activation."""
 
     theirs: str
     default: str
@@ -252,7 +260,7 @@ class Activation(ConfigPart):
 
 @dataclass(frozen=True)
 class Number(ConfigPart):
-    """A number that both sides express in another way.
+    """A number that the two sides express in different ways.
 
     to_ours, to_theirs: inverse functions of (number, fields or config).
     """
@@ -293,8 +301,8 @@ def rounded(number: float) -> float:
 
 
 def window_of(text: str) -> int | None:
-    """The width of a pattern window(n); None for another one. Ours includes the query, as theirs
-    does."""
+    """The width of a pattern window(n); None for other patterns. It includes the query, as in
+    transformers."""
     match = re.fullmatch(r"window\((\d+)\)", text)
     if match is None:
         return None

@@ -17,7 +17,7 @@ class ConfigPart:
     need not check what it cannot express.
     """
 
-    keys: Set[str] = frozenset()  # that it reads
+    keys: Set[str] = frozenset()  # of config.json that it reads
 
     def read(self, values: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """Set fields from the values of config.json. Raises UserError for unsupported values."""
@@ -37,12 +37,12 @@ class Family:
     shape: list[ConfigPart]
     choices: list[ConfigPart]
     # Our modules and theirs, without the number of the layer; "blocks" is the list of layers.
-    # Modules with the same name there are stored as one.
+    # Modules of ours with the same name in transformers are stored as one.
     names: dict[str, str]
-    layouts: dict[str, Layout] = field(default_factory=dict)  # by their names; Rows otherwise
+    layouts: dict[str, Layout] = field(default_factory=dict)  # by their name; default: Rows
     # Whether RoPE rotates neighbors (0, 1), (2, 3), ... instead of halves.
     rotates_neighbors: bool = False
-    # The ends of names of tensors in old files that hold no weights.
+    # How the names of tensors in old files end that are no weights.
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from thinker.interop.families.config_parts import TYPE_NAMES, check_type, read_value
+from thinker.interop.families.config_parts import TYPE_NAMES, check_type, read_head_dim, read_value
 from thinker.interop.families.family import ConfigPart
 from thinker.model import ThinkerConfig
 from thinker.model.rope_scaling import RopeScaling
@@ -34,8 +34,7 @@ KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 class RopeKeys(ConfigPart):
     """RoPE that is the same in all layers.
 
-    theta, fraction: of transformers, if the keys are missing. fraction_key: None if all channels
-    are rotated.
+    theta, fraction: the defaults of transformers. fraction_key: None if all channels are rotated.
     """
 
     theta: float = 1e4
@@ -99,9 +98,7 @@ class RopeKeys(ConfigPart):
                 f"config.json: partial_rotary_factor is {fraction}; "
                 f"Thinker supports only 1 (RoPE on the whole head) for this model_type"
             )
-        head_dim = fields.get("head_dim")
-        if head_dim is None:
-            head_dim = fields["d_model"] // fields["n_heads"]
+        head_dim = read_head_dim(fields)
         rope_dim = int(head_dim * fraction)
         if rope_dim != head_dim:
             fields["rope_dim"] = rope_dim
@@ -116,10 +113,10 @@ class RopeKeys(ConfigPart):
 
 @dataclass(frozen=True)
 class RopeKeysByLayer(RopeKeys):
-    """RoPE that may differ between layers with full attention and those with a window, which is
-    never scaled.
+    """RoPE that may differ between layers with full attention and layers with a window. That of the
+    latter is never scaled.
 
-    local_theta: of layers with a window, if the keys are missing; None: as in other layers.
+    local_theta: the default for layers with a window; None: as in other layers.
     """
 
     local_theta: float | None = None
@@ -175,7 +172,7 @@ class RopeKeysByLayer(RopeKeys):
 
 
 def rotated_fraction(config: ThinkerConfig) -> float:
-    """The fraction of the channels that RoPE rotates, so that their int() gives rope_dim."""
+    """The fraction of the channels that RoPE rotates; int(head_dim * fraction) gives rope_dim."""
     if config.rope_dim is None:
         return 1.0
     fraction = config.rope_dim / config.head_dim

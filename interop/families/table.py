@@ -1,7 +1,7 @@
 """The families that are read and written: their keys in config.json, and the names of their
 weights.
 
-Each default is that of transformers for a key that is missing. A model is exported as the first
+Each default is what transformers uses if a key is missing. A model is exported as the first
 family here that can express it.
 """
 
@@ -20,6 +20,7 @@ from thinker.interop.families.config_parts import (
     Number,
     Only,
     Unread,
+    read_head_dim,
     rounded,
 )
 from thinker.interop.families.family import ConfigPart, Family
@@ -74,10 +75,7 @@ CAUSAL = Only({"use_bidirectional_attention": False})
 
 
 def _usual_scale(fields: dict[str, Any]) -> float:
-    head_dim = fields.get("head_dim")
-    if head_dim is None:
-        head_dim = fields["d_model"] // fields["n_heads"]
-    return head_dim**-0.5
+    return read_head_dim(fields) ** -0.5
 
 
 def _scale_from_width(width: float, fields: dict[str, Any]) -> float | None:
@@ -191,7 +189,7 @@ COHERE_KEYS = (
     Key("logit_scale", "logit_scale", float, 0.0625),
     RopeKeys(theta=5e5),
 )
-# Published folders name code of their own, which transformers does not need either.
+# Published folders name their own code, which newer versions of transformers do not need.
 OWN_CODE = Unread("auto_map")
 STARCODER2_KEYS = (
     Unread("mlp_type", "norm_type", "layer_norm_epsilon", "scale_attn_weights"),
@@ -232,7 +230,7 @@ QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 
 
 def together(theirs: str, *modules: str) -> dict[str, str]:
-    """Modules of ours that are one module there."""
+    """Modules of ours that are one module in transformers."""
     return dict.fromkeys(modules, theirs)
 
 

@@ -17,7 +17,7 @@ from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 
 IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
-# Tensors whose channels RoPE pairs.
+# Tensors with channels that RoPE rotates in pairs.
 ROTATED = re.compile(r"blocks\.\d+\.attention\.[qk]_(proj|norm)\..+")
 
 
@@ -58,7 +58,7 @@ def group_tensors(family: Family, config: ThinkerConfig, names: Iterable[str]) -
 def to_their_tensors(
     family: Family, config: ThinkerConfig, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Our tensors by their names, as they store them."""
+    """Our tensors under the names of the family, in its layout."""
     found = {}
     for group in group_tensors(family, config, tensors):
         parts = []
@@ -124,8 +124,8 @@ def _read(files: TensorFiles, stored_name: str, name: str, shape: list[int]) -> 
 
 
 def _stored_names(family: Family, names: set[str]) -> dict[str, str]:
-    """The name in the files of each tensor. Old files leave out what comes before all modules but
-    the LM head, such as "transformer."."""
+    """The name in the files of each tensor. Old files leave out the prefix that all modules but the
+    LM head have, such as "transformer."."""
     embedding = f"{family.names['embedding']}.weight"
     parts = embedding.split(".")
     for n_left_out in range(1, len(parts) - 1):

@@ -1,4 +1,4 @@
-"""Windows of attention in config.json, which each family says in its own way."""
+"""Windows of attention in config.json, which each family describes in its own way."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class NoWindows(ConfigPart):
 
 @dataclass(frozen=True)
 class SameInAllLayers(ConfigPart):
-    """A window in all layers or in none. `window`: of transformers, if the key is missing."""
+    """A window in all layers or in none. `window`: the default of transformers."""
 
     window: int | None = None
     keys = WINDOW_KEYS
@@ -68,8 +68,8 @@ class SameInAllLayers(ConfigPart):
 
 
 def need_layer_types(values: Mapping[str, Any], is_windowed: list[bool]) -> None:
-    """Raise UserError if layer_types says something else, about which versions of transformers
-    disagree in these families."""
+    """Raise UserError if layer_types contradicts is_windowed. In these families, versions of
+    transformers disagree about what it means."""
     layer_types = read_value(values, "layer_types", list, None)
     wanted = [NAMES[has_window] for has_window in is_windowed]
     if layer_types is not None and layer_types != wanted:
@@ -216,7 +216,8 @@ class GlobalOrLocal(ConfigPart):
         if given is not None and given != layers:
             raise UserError("config.json: attention_layers contradicts attention_types")
         window = read_value(values, "window_size", int, self.DEFAULT_WINDOW)
-        fields["attention"] = layers_as_patterns([name == "local" for name in layers], window)
+        is_windowed = [name == "local" for name in layers]
+        fields["attention"] = layers_as_patterns(is_windowed, window)
 
     def write(self, config: ThinkerConfig, values: dict[str, Any]) -> None:
         """As ConfigPart.write()."""
