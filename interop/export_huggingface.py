@@ -52,10 +52,10 @@ def export_huggingface(
         out: a new or empty folder. It appears complete and verified, or not at all.
         adapter: write only the LoRA adapter of a run that started from a Hugging Face folder.
         shard_gigabytes: maximum size of a weight file, in GiB.
-        model_type: of transformers. None: that of the Hugging Face folder from which the model
-            comes, or else the first that can express it.
+        model_type: an architecture of transformers, such as "llama". None: that of the Hugging
+            Face folder from which the model comes, or else the first that can express it.
 
-    Raises UserError if there is such a folder, transformers is missing, or model_type cannot
+    Raises UserError if `out` is not new or empty, transformers is missing, or model_type cannot
     express the model; RunError if transformers computes something else.
     """
     path = Path(path)
@@ -109,7 +109,7 @@ def _choose_model_type(config: ThinkerConfig, path: Path, wanted: str | None) ->
     origin = _find_origin(path)
     if origin is not None:
         model_type = read_json(origin / "config.json").get("model_type")
-        # Training may have changed what its family stores, such as model.rope_scaling.
+        # Training may have set what its family cannot express, such as model.rope_scaling.
         if model_type in list(FAMILIES) and not differing_fields(config, model_type):
             return model_type
     return hf_model_type(config)

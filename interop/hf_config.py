@@ -100,7 +100,7 @@ IGNORED = {
 }
 
 # Fields that a folder of transformers does not store, because they change only training, or are
-# written in another way.
+# stored as a part of others.
 NOT_STORED = ("init", "head_init_std", "dropout", "attention_temperature", "window")
 
 
@@ -117,7 +117,8 @@ def find_family(model_type: Any, source: str = "config.json: ") -> Family:
 def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
     """Convert a config.json to a ThinkerConfig. Raises UserError for what it does not support."""
     family = find_family(values.get("model_type"))
-    COMMON.read({name: values.get(name) for name in COMMON.keys - family.keys}, {})
+    others = {name: values.get(name) for name in COMMON.keys - family.keys}
+    COMMON.read(others, {})
     known = family.keys | COMMON.keys | IGNORED
     for name, value in values.items():
         if name not in known and value is not None:
@@ -154,7 +155,7 @@ def hf_model_type(config: ThinkerConfig) -> str:
         if nearest is None or len(differences) < len(nearest[1]):
             nearest = model_type, differences
     model_type, differences = nearest
-    found = ", ".join(f"model.{name}={getattr(config, name)}" for name in differences)
+    found = describe_fields(config, differences)
     raise UserError(
         f"cannot export this model: no transformers architecture supports it; the nearest, "
         f"{model_type}, does not have {found}"
@@ -166,8 +167,13 @@ def check_model_type(config: ThinkerConfig, model_type: str) -> None:
     find_family(model_type, source="")
     differences = differing_fields(config, model_type)
     if differences:
-        found = ", ".join(f"model.{name}={getattr(config, name)}" for name in differences)
+        found = describe_fields(config, differences)
         raise UserError(f"{model_type} cannot express this model; it does not have {found}")
+
+
+def describe_fields(config: ThinkerConfig, names: list[str]) -> str:
+    """Fields of a model as config keys with their values, for messages."""
+    return ", ".join(f"model.{name}={getattr(config, name)}" for name in names)
 
 
 def differing_fields(config: ThinkerConfig, model_type: str) -> list[str]:
@@ -184,7 +190,7 @@ def differing_fields(config: ThinkerConfig, model_type: str) -> list[str]:
 
 
 def config_differences(config: ThinkerConfig, other: ThinkerConfig) -> list[str]:
-    """The fields that a folder of transformers stores, and that differ."""
+    """The fields that differ, of those that a folder of transformers stores."""
     wanted = _comparable(config)
     found = _comparable(other)
     return [name for name, value in wanted.items() if found[name] != value]

@@ -57,10 +57,15 @@ KNOWN = {
 SAFE_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
+def _family_of(base: Path) -> Family:
+    """The family of a Hugging Face folder."""
+    return FAMILIES[read_json(base / "config.json")["model_type"]]
+
+
 def check_adapters(base: Path) -> None:
     """Raise UserError if peft cannot adapt the matrices of a Hugging Face folder as Thinker does,
-    because it stores several of ours as one, or transposed."""
-    family = FAMILIES[read_json(base / "config.json")["model_type"]]
+    because the folder stores several of ours as one, or transposed."""
+    family = _family_of(base)
     for module in family.names:
         if not module.startswith(("attention.", "mlp.")) or not module.endswith("_proj"):
             continue
@@ -88,7 +93,7 @@ def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Pa
                 f"model.{name} is {ours[name]} but {theirs[name]} in {base}, "
                 "which an adapter cannot change; export without --adapter"
             )
-    family = FAMILIES[read_json(base / "config.json")["model_type"]]
+    family = _family_of(base)
     adapter = _read_adapter(checkpoint)
     rank = adapter[RANK_OF].shape[0]
     scale = adapter[RANK_OF.replace("lora_A", "lora_scale")].item()
@@ -193,7 +198,7 @@ def _find_base(folder: Path, name: str) -> Path:
 def _merge(model: Thinker, base: Path, folder: Path, rank: int, scale: float, targets: Any) -> None:
     """Add the products of the adapter's matrices to the weights of the model."""
     path = folder / WEIGHTS
-    family = FAMILIES[read_json(base / "config.json")["model_type"]]
+    family = _family_of(base)
     our_names = dict(_matrices_by_their_names(family, model))
     weights = dict(model.named_parameters())
     with open_safetensors(path) as file:
@@ -229,7 +234,7 @@ def _merge(model: Thinker, base: Path, folder: Path, rank: int, scale: float, ta
 
 
 def _matrices_by_their_names(family: Family, model: Thinker) -> Iterator[tuple[str, str]]:
-    """Their names of matrices, and ours: not of those that transformers stores fused."""
+    """Pairs of transformers' name and ours for each matrix that is stored by itself."""
     for name, _ in model.named_parameters():
         with contextlib.suppress(UserError):
             yield their_name(family, name), name

@@ -29,7 +29,7 @@ def comparable_positions(model: Thinker) -> float:
     """The number of positions that a cache may hold while both sides compute the same."""
     if model.rope is None:  # learned positions end
         return model.config.max_seq_len
-    # Beyond, dynamic RoPE changes its angles, in transformers at other steps than here.
+    # Beyond this, dynamic RoPE changes its angles, in transformers at other steps than here.
     return model.rope.max_static_len
 
 

@@ -2,7 +2,7 @@
 those of transformers, in both directions.
 
 A header becomes the config.json of a family of interop/families/, which then decides what is
-supported. Whatever a header cannot say shows when it is read back.
+supported. Reading a header back shows what it cannot describe.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from thinker.interop.families.layouts import Layout, RowPerHead, Rows
 from thinker.interop.families.tensors import group_tensors, to_their_tensors
 from thinker.interop.hf_config import (
     config_differences,
+    describe_fields,
     differing_fields,
     from_hf_config,
     to_hf_config,
@@ -27,7 +28,7 @@ from thinker.interop.hf_config import (
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 
-# Keys of a header, after the name of the architecture, and keys of config.json.
+# Keys of a header, without the name of the architecture, and those of config.json.
 SIZES = {
     "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",
@@ -48,11 +49,11 @@ WINDOW = {"attention.sliding_window": "sliding_window"}
 PARALLEL = {"use_parallel_residual": "use_parallel_residual"}
 
 # Keys that are read in another way, and keys that do not change what the model computes.
-ROPE_SHARE = "rope.dimension_count"
+ROPE_DIM = "rope.dimension_count"
 WINDOWED_LAYERS = "attention.sliding_window_pattern"
 SCALING_TYPE = "rope.scaling.type"
 SCALING_FACTOR = "rope.scaling.factor"
-OTHER_KEYS = {ROPE_SHARE, WINDOWED_LAYERS, SCALING_TYPE, SCALING_FACTOR}
+OTHER_KEYS = {ROPE_DIM, WINDOWED_LAYERS, SCALING_TYPE, SCALING_FACTOR}
 OTHER_KEYS |= {"attention.key_length", "attention.value_length", "vocab_size"}
 OTHER_KEYS |= {"attention.head_count_kv"}
 IGNORED = {
@@ -66,7 +67,7 @@ NUMBERS = ("epsilon", "freq_base", "freq_base_swa", "scale", "softcapping")
 # Keys with the only value that is supported.
 ONLY = {"attention.causal": True, "expert_count": 0, "expert_used_count": 0}
 
-Config = dict[str, Any]  # of config.json
+Values = dict[str, Any]  # of a header, or of config.json
 
 
 @dataclass(frozen=True)
@@ -75,20 +76,20 @@ class Architecture:
 
     name: str  # general.architecture
     model_type: str
-    keys: dict[str, str]  # of the header, and of config.json
+    keys: dict[str, str]  # of the header -> of config.json
     # Keys of config.json that are true if block 0 has this tensor.
     flags: dict[str, str] = field(default_factory=dict)
     # Keys of the header with the only value that is supported.
-    only: Config = field(default_factory=dict)
+    only: Values = field(default_factory=dict)
     # Keys of config.json that llama.cpp takes for granted.
-    assumed: Config = field(default_factory=dict)
+    assumed: Values = field(default_factory=dict)
     head_width_key: str | None = None  # of config.json, for what llama.cpp derives from head_dim
-    share_key: str | None = None  # of config.json: the share of channels that RoPE rotates
+    fraction_key: str | None = None  # of config.json: the fraction of channels that RoPE rotates
     has_windowed_layers: bool = False
-    rotates_neighbors: bool = False  # RoPE, instead of halves of a head
+    rotates_neighbors: bool = False  # as Family.rotates_neighbors
     layouts: dict[str, Layout] = field(default_factory=dict)
     is_tied: bool | None = None  # None: as the file says
-    adds_one_to_norms: bool = False  # where transformers adds it to what is stored
+    adds_one_to_norms: bool = False  # a file has 1 + weight, where transformers stores the weight
 
 
 class PlusOne(Rows):
@@ -132,10 +133,10 @@ TABLE = [
             "attention.scale": "attention_multiplier",
         },
         BIASES,
-        only={"rope.scaling.finetuned": True},  # llama.cpp's switch of RoPE for this one
+        only={"rope.scaling.finetuned": True},  # without it, llama.cpp has no RoPE in this one
         rotates_neighbors=True,
     ),
-    Architecture("phi3", "phi3", USUAL | RMS_NORM, share_key="partial_rotary_factor"),
+    Architecture("phi3", "phi3", USUAL | RMS_NORM, fraction_key="partial_rotary_factor"),
     Architecture(
         "gemma", "gemma", USUAL | HEAD_DIM | RMS_NORM, is_tied=True, adds_one_to_norms=True
     ),
@@ -172,7 +173,7 @@ TABLE = [
         "stablelm",
         USUAL | LAYER_NORM | PARALLEL,
         {"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
-        share_key="partial_rotary_factor",
+        fraction_key="partial_rotary_factor",
         layouts=NORM_OF_HEADS,
         is_tied=False,
     ),
@@ -190,7 +191,7 @@ TABLE = [
         USUAL | HEAD_DIM | {"attention.layer_norm_epsilon": "norm_epsilon"},
     ),
     Architecture(
-        "phi2", "phi", USUAL | LAYER_NORM, share_key="partial_rotary_factor", is_tied=False
+        "phi2", "phi", USUAL | LAYER_NORM, fraction_key="partial_rotary_factor", is_tied=False
     ),
     Architecture(
         "gpt2",
@@ -209,7 +210,7 @@ TABLE = [
         "gptneox",
         "gpt_neox",
         SIZES | LAYER_NORM | PARALLEL | {"rope.freq_base": "rotary_emb_base"},
-        share_key="rotary_pct",
+        fraction_key="rotary_pct",
         is_tied=False,
     ),
 ]
@@ -217,7 +218,7 @@ NAMES = list(dict.fromkeys(architecture.name for architecture in TABLE))
 
 
 def find_by_config(config: ThinkerConfig) -> Architecture:
-    """The first row whose header says all about a model. Raises UserError if there is none."""
+    """The first row whose header can describe a model. Raises UserError if there is none."""
     nearest: list[str] | None = None
     for row in TABLE:
         differences = _differing_fields(row, config)
@@ -225,14 +226,14 @@ def find_by_config(config: ThinkerConfig) -> Architecture:
             return row
         if nearest is None or len(differences) < len(nearest):
             nearest = differences
-    names = ", ".join(f"model.{name}={getattr(config, name)}" for name in nearest or [])
+    names = describe_fields(config, nearest or [])
     raise UserError(f"cannot export a model with {names} to GGUF; llama.cpp does not support it")
 
 
 def _differing_fields(row: Architecture, config: ThinkerConfig) -> list[str]:
-    """The fields of a model that a header cannot say: those that change when it is read back."""
+    """The fields that a header cannot describe: those that differ when it is read back."""
     if config.rope_scaling is not None and config.rope_scaling.get("type") == "llama3":
-        config = replace(config, rope_scaling=None)  # a tensor says so
+        config = replace(config, rope_scaling=None)  # which a tensor describes
     differences = differing_fields(config, row.model_type)
     if differences:
         return differences
@@ -290,7 +291,7 @@ def family_of(row: Architecture) -> Family:
 
 def stored_with(config: ThinkerConfig, names: Iterable[str]) -> dict[str, str]:
     """Which of our tensors decides the data type of each: the last of those that a file stores as
-    one, such as that for values."""
+    one, such as the matrix for values."""
     try:
         row = find_by_config(config)
     except UserError:  # llama.cpp does not have it, but its weights can be rounded all the same
@@ -312,7 +313,7 @@ def _arch(row: Architecture) -> Any:
     raise UserError(f"this version of the gguf package does not know {row.name}; update it")
 
 
-def to_config(row: Architecture, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:
+def to_config(row: Architecture, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> Values:
     """The config.json that a header stands for.
 
     tensors: the shape of each tensor, by its name. Raises UserError for a key that may change what
@@ -349,12 +350,13 @@ def to_config(row: Architecture, fields: Mapping[str, Any], tensors: Mapping[str
     return config
 
 
-def _read_heads(row: Architecture, header: Config, config: Config) -> None:
-    """Set the size of a head and the share of it that RoPE rotates."""
+def _read_heads(row: Architecture, header: Values, config: Values) -> None:
+    """Set the width of a head and the fraction of it that RoPE rotates."""
     sizes = [header.get("embedding_length"), header.get("attention.head_count")]
     if not all(type(size) is int and size > 0 for size in sizes):
-        return  # from_hf_config() says so
-    width = sizes[0] // sizes[1]
+        return  # from_hf_config() refuses them
+    d_model, n_heads = sizes
+    width = d_model // n_heads
     head_dim = header.get("attention.key_length", width)
     if type(head_dim) is not int or head_dim < 1:
         raise UserError(f"its key {row.name}.attention.key_length is {head_dim!r}")
@@ -366,17 +368,19 @@ def _read_heads(row: Architecture, header: Config, config: Config) -> None:
         raise UserError(f"its heads have {head_dim} channels; {row.model_type} needs {width}")
     if row.head_width_key is not None:
         config[row.head_width_key] = head_dim
-    n_rotated = header.get(ROPE_SHARE, head_dim)
+    n_rotated = header.get(ROPE_DIM, head_dim)
     if type(n_rotated) is not int or not 0 < n_rotated <= head_dim:
-        raise UserError(f"its key {row.name}.{ROPE_SHARE} is {n_rotated!r}")
-    if row.share_key is not None:
+        raise UserError(f"its key {row.name}.{ROPE_DIM} is {n_rotated!r}")
+    if row.fraction_key is not None:
         # Rounded up by less than a channel, as config.json's reader rounds down.
-        config[row.share_key] = min(1.0, (n_rotated + 0.5) / head_dim)
+        config[row.fraction_key] = min(1.0, (n_rotated + 0.5) / head_dim)
     elif n_rotated != head_dim and "rope.freq_base" in row.keys:
-        raise UserError(f"it rotates {n_rotated} of {head_dim} channels; {row.model_type} all")
+        raise UserError(
+            f"it rotates {n_rotated} of {head_dim} channels; {row.model_type} rotates all"
+        )
 
 
-def _read_windows(row: Architecture, header: Config, config: Config) -> None:
+def _read_windows(row: Architecture, header: Values, config: Values) -> None:
     """Set layer_types from a list that says which layers have a window."""
     windowed = header.get(WINDOWED_LAYERS)
     if windowed is None:
@@ -387,7 +391,7 @@ def _read_windows(row: Architecture, header: Config, config: Config) -> None:
     config["layer_types"] = [kinds[bool(value)] for value in windowed]
 
 
-def _read_scaling(row: Architecture, header: Config, config: Config) -> None:
+def _read_scaling(row: Architecture, header: Values, config: Values) -> None:
     """Set rope_scaling."""
     kind = header.get(SCALING_TYPE, "none")
     if kind == "linear":
@@ -396,7 +400,7 @@ def _read_scaling(row: Architecture, header: Config, config: Config) -> None:
         raise UserError(f"its RoPE scaling is {kind!r}; none, linear and that of Llama 3 are read")
 
 
-def to_header(row: Architecture, config: ThinkerConfig) -> Config:
+def to_header(row: Architecture, config: ThinkerConfig) -> Values:
     """The keys of a header that describe a model, without the name of the architecture."""
     values = to_hf_config(config, None, row.model_type)
     header = dict(row.only)
@@ -410,9 +414,9 @@ def to_header(row: Architecture, config: ThinkerConfig) -> Config:
     header["attention.key_length"] = config.head_dim
     header["attention.value_length"] = config.head_dim
     if "rope.freq_base" in row.keys:
-        header[ROPE_SHARE] = config.head_dim
+        header[ROPE_DIM] = config.head_dim
         if config.rope_dim is not None:
-            header[ROPE_SHARE] = config.rope_dim
+            header[ROPE_DIM] = config.rope_dim
     if row.has_windowed_layers:
         header[WINDOWED_LAYERS] = [pattern.text != "full" for pattern in config.patterns]
     if config.rope_scaling is not None and config.rope_scaling["type"] == "linear":

@@ -23,8 +23,8 @@ DAMAGED = (ValueError, KeyError, IndexError, TypeError, OverflowError, OSError)
 
 @cache
 def _reader_class() -> type:
-    """gguf's reader, which also checks lengths: without, a length that a file makes up would keep
-    it busy, and memory filling, for hours."""
+    """gguf's reader with a check of lengths. Without it, an invented length in a file would keep
+    the reader busy, and fill the memory, for hours."""
     try:
         import gguf
     except ImportError as error:
@@ -127,15 +127,15 @@ class GgufFile:
 
         stored = self._tensors[name]
         # Not through the reader's map of the file, whose pages would stay in memory.
-        form = stored.data
-        data = np.fromfile(self.path, form.dtype, form.size, offset=int(stored.data_offset))
-        values = gguf.quants.dequantize(data.reshape(form.shape), stored.tensor_type)
+        mapped = stored.data
+        data = np.fromfile(self.path, mapped.dtype, mapped.size, offset=int(stored.data_offset))
+        values = gguf.quants.dequantize(data.reshape(mapped.shape), stored.tensor_type)
         shape = stored.shape.tolist()[::-1]
         return torch.from_numpy(np.ascontiguousarray(values).reshape(shape))
 
 
 def _value(field: Any) -> Any:
-    """The value of a field. f32 numbers are those that their shortest decimal form means."""
+    """The value of a field. An f32 number becomes the float with its shortest decimal form."""
     import gguf
 
     value = field.contents()

@@ -64,8 +64,8 @@ def stored_dtype(name: str, tensor: Tensor, dtype: str, config: ThinkerConfig) -
 def _is_sensitive(name: str, config: ThinkerConfig) -> bool:
     """Whether a mixture stores a matrix with more bits.
 
-    Those are the LM head, and in half of the layers the matrices that make values and that end the
-    MLP: in the first and the last eighth, and in every third layer between.
+    Those are the LM head and, in half of the layers, the matrix for values and the last one of the
+    MLP: in the first and the last eighth of the layers, and in every third one between.
     """
     if name == "lm_head.weight" or (name == "embedding.weight" and config.tie_embeddings):
         return True
@@ -83,8 +83,9 @@ def describe_fallbacks(model: Thinker, dtype: str) -> str | None:
     counts: dict[str, int] = {}
     for name, tensor in model_tensors(model).items():
         stored = stored_dtype(name, tensor, dtype, model.config)
-        whole = torch.empty(1, K_BLOCK, device="meta")  # whose rows divide into all blocks
-        if tensor.dim() == 2 and stored != stored_dtype(name, whole, dtype, model.config):
+        divisible = torch.empty(1, K_BLOCK, device="meta")  # rows divide into blocks of any size
+        usual = stored_dtype(name, divisible, dtype, model.config)
+        if tensor.dim() == 2 and stored != usual:
             counts[stored] = counts.get(stored, 0) + 1
     if not counts:
         return None

@@ -31,8 +31,8 @@ LLAMA3 = (
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
 DIGIT = r"\p{N}"
-# The patterns by which llama.cpp splits a text, one after the other, for a name in
-# tokenizer.ggml.pre. Not those that it only approximates.
+# For a name in tokenizer.ggml.pre: the patterns by which llama.cpp splits a text, one after the
+# other. Names whose patterns it only approximates are left out.
 PATTERNS = {
     "llama-bpe": [LLAMA3],
     "llama3": [LLAMA3],
@@ -138,7 +138,7 @@ def _end_ids(header: Mapping[str, Any], n_tokens: int) -> list[int]:
 
 
 def _added_tokens(tokens: list[str], types: list[int], ends: set[int]) -> list[dict[str, Any]]:
-    """Tokens that are found as a whole: special ones, and those of users in any text."""
+    """Tokens that are found as a whole: special ones, and those that users defined."""
     added = []
     for number, (text, kind) in enumerate(zip(tokens, types)):
         is_special = kind in (CONTROL, UNKNOWN) or number in ends
@@ -180,7 +180,7 @@ def _byte_level(
     for merge in merges:
         first, _, second = merge[1:].partition(" ")
         pair = [merge[:1] + first, second]
-        # llama.cpp ignores a merge of which no token results.
+        # llama.cpp ignores a merge that does not result in a token.
         if "".join(pair) in vocab and set(pair) <= vocab.keys():
             pairs.append(pair)
     byte_level = {
@@ -277,8 +277,8 @@ def _merges_by_score(
 ) -> list[list[str]]:
     """Merges in the order of the scores of their results, highest first.
 
-    Raises UserError if this order, or the characters that a piece begins with, leave open what
-    SentencePiece does.
+    Raises UserError if the scores do not determine this order, or a piece has a character that is
+    no token.
     """
     ranked = []
     for piece, number in pieces.items():

@@ -114,7 +114,7 @@ def _search(groups: Tensor, largest_level: int) -> tuple[Tensor, Tensor]:
         determinant = total * sum_ll - sum_l.square()
         fitted = (total * sum_lx - sum_x * sum_l) / determinant
         minimum = (sum_l * sum_lx - sum_ll * sum_x) / determinant
-        # Without a minimum where it would be below 0.
+        # Where the minimum would be below 0, it is 0.
         fitted = torch.where(minimum < 0, sum_lx / sum_ll, fitted)
         is_fitted = fitted.isfinite() & (fitted > 0)  # not if all levels are equal
         scale = torch.where(is_fitted, fitted, scale)
@@ -125,7 +125,8 @@ def _search(groups: Tensor, largest_level: int) -> tuple[Tensor, Tensor]:
         levels = _levels(groups + minimum, scale, 0, largest_level)
         return levels, scale * levels - minimum
 
-    return _best(groups, weights, [(widest * f, -low) for f in FIRST_SCALES], fit, restore)
+    first = [(widest * f, -low) for f in FIRST_SCALES]
+    return _best(groups, weights, first, fit, restore)
 
 
 def _search_symmetric(groups: Tensor) -> Tensor:

@@ -51,13 +51,12 @@ def _config(row: gguf_families.Architecture, file: GgufFile) -> dict[str, Any]:
         plain = from_hf_config(values)
         scaling = _find_llama3_scaling(plain, file.read(ROPE_DIVISORS).flatten())
         if scaling is not None:
-            theirs = vars(scaling)
             values["rope_scaling"] = {
                 "rope_type": "llama3",
-                "factor": theirs["factor"],
+                "factor": scaling.factor,
                 "low_freq_factor": LOW_FREQ_FACTOR,
                 "high_freq_factor": HIGH_FREQ_FACTOR,
-                "original_max_position_embeddings": theirs["original_max_seq_len"],
+                "original_max_position_embeddings": scaling.original_max_seq_len,
             }
     return values
 
@@ -65,7 +64,7 @@ def _config(row: gguf_families.Architecture, file: GgufFile) -> dict[str, Any]:
 def _find_llama3_scaling(config: ThinkerConfig, divisors: torch.Tensor) -> RopeScaling | None:
     """The scaling with these divisors; None if all are 1. Raises UserError if there is none.
 
-    Only the length of pretraining is unknown, which is a power of 2.
+    A file does not have the length of pretraining, so all powers of 2 are tried.
     """
     factor = divisors.max().item()
     if factor == 1 and divisors.min() == 1:
@@ -74,6 +73,9 @@ def _find_llama3_scaling(config: ThinkerConfig, divisors: torch.Tensor) -> RopeS
     if config.rope_dim is not None:
         n_rotated = config.rope_dim
     plain = Rope(n_rotated, config.rope_theta).frequencies()
+    unknown = UserError(f"its tensor {ROPE_DIVISORS} scales RoPE in another way than Llama 3")
+    if divisors.shape != plain.shape or not 1 <= factor < float("inf"):
+        raise unknown
     for exponent in range(1, 25):
         values = {
             "type": "llama3",
@@ -82,10 +84,8 @@ def _find_llama3_scaling(config: ThinkerConfig, divisors: torch.Tensor) -> RopeS
             "high_freq_factor": HIGH_FREQ_FACTOR,
             "original_max_seq_len": 2**exponent,
         }
-        if not 1 <= factor < float("inf") or divisors.shape != plain.shape:
-            break
         scaling = RopeScaling.from_dict(values)
         scaled = Rope(n_rotated, config.rope_theta, scaling).frequencies()
         if torch.allclose(plain / scaled, divisors.double(), rtol=1e-5, atol=0):
             return scaling
-    raise UserError(f"its tensor {ROPE_DIVISORS} scales RoPE in another way than Llama 3")
+    raise unknown

@@ -232,7 +232,9 @@ def _tensors(model: Thinker, row: Architecture) -> dict[str, tuple[str, Tensor]]
         tensors[name] = (deciding[name], tensor)
     if config.rope_scaling and config.rope_scaling["type"] == "llama3":
         scaling = RopeScaling.from_dict(config.rope_scaling)
-        n_rotated = config.rope_dim or config.head_dim
+        n_rotated = config.head_dim
+        if config.rope_dim is not None:
+            n_rotated = config.rope_dim
         plain = Rope(n_rotated, config.rope_theta).frequencies()
         scaled = Rope(n_rotated, config.rope_theta, scaling).frequencies()
         tensors["rope_freqs.weight"] = ("rope_freqs", plain / scaled)  # divisor of each angle
