@@ -60,7 +60,8 @@ PATTERNS = {
 # With these, a whole word that is a token is not built by merges, and a text begins with BOS.
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 
-# llama.cpp takes the spaces behind special tokens, except these, if a model has Phi-3's name.
+# If the name of a model says Phi-3, its special tokens, except these, take the spaces behind them
+# in llama.cpp.
 PHI3_NAMES = ("phi-3", "phi3")
 PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -107,7 +108,7 @@ def read_tokenizer(fields: Mapping[str, Any], vocab_size: int) -> Tokenizer:
 
 
 def takes_spaces(name: Any) -> bool:
-    """Whether llama.cpp takes the spaces behind special tokens of a model with this name."""
+    """Whether special tokens take the spaces behind them in llama.cpp, by the name of a model."""
     return any(part in str(name).lower() for part in PHI3_NAMES)
 
 

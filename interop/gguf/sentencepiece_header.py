@@ -38,7 +38,7 @@ Pair = tuple[str, ...]
 def sentencepiece_header(tokenizer: HFTokenizer, vocab_size: int, name: str) -> dict[str, Any]:
     """Fields of the header that describe the tokenizer of a model called `name`.
 
-    Raises UserError if llama.cpp would tokenize otherwise.
+    Raises UserError if llama.cpp would tokenize differently.
     """
     _check_steps(tokenizer.content)
     tokens = _tokens(tokenizer, vocab_size)
@@ -118,7 +118,7 @@ def _check_steps(content: dict[str, Any]) -> None:
         kind = step.get("type")
         is_known = kind == "Prepend" and step["prepend"] == SPACE
         is_known |= kind == "Replace" and step["content"] == SPACE
-        # Without effect, as there are no spaces any more.
+        # Without effect, because no spaces are left.
         is_known |= kind == "Split" and step["pattern"].get("String") == " "
         if not is_known:
             raise UserError(f"{REASON}; llama.cpp does not have its step {kind}")
@@ -144,8 +144,8 @@ def _check_pairs(pieces: set[str], whole: set[str], pairs: set[Pair]) -> None:
 
 
 def _check_order(pieces: set[str], merges: Iterable[Pair]) -> None:
-    """Raise UserError if scores cannot say the order of merges: those with one result must follow
-    each other. Runs of one character become the longest token in any case."""
+    """Raise UserError if scores cannot express the order of merges: those with one result must
+    follow each other. Runs of one character become the longest token in any case."""
     done = set()
     last = ""
     for pair in merges:

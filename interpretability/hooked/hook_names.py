@@ -118,10 +118,10 @@ class _HeadResults(HookPoint):
 
         def change_output(o_proj: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor | None:
             z = inputs[0].unflatten(-1, (attention.n_heads, -1))  # (B, T, H, D)
-            w = (
-                o_proj.effective_weight().to(z.dtype).unflatten(1, (attention.n_heads, -1))
-            )  # (C, H, D)
-            patched = function(torch.einsum("bthd,chd->bthc", z, w * factor))
+            w = o_proj.effective_weight().to(z.dtype)
+            w = factor * w.unflatten(1, (attention.n_heads, -1))  # (C, H, D)
+            results = torch.einsum("bthd,chd->bthc", z, w)
+            patched = function(results)
             if patched is None:
                 return None
             y = patched.sum(dim=2) / factor
@@ -160,8 +160,7 @@ class _Positions(HookPoint):
 
 
 def lens_points(model: Thinker) -> dict[str, LensPoint]:
-    """All activations that a model has by their name in TransformerLens, in the order of the
-    pass."""
+    """All activations of a model by their names in TransformerLens, in the order of the pass."""
     points = {"hook_embed": LensPoint(HookPoint(model.embedding, "output"))}
     if model.positions is not None:
         points["hook_pos_embed"] = LensPoint(_Positions(model, "output"))
@@ -172,14 +171,14 @@ def lens_points(model: Thinker) -> dict[str, LensPoint]:
             points[f"blocks.{layer}.{name}"] = point
     points |= _norm_points("ln_final", {"ln_final": model.norm})
     points["unembed.hook_in"] = LensPoint(HookPoint(model.lm_head, "input"))
-    if model.logit_transform is None:  # else there, the logits are scaled or capped later
+    if model.logit_transform is None:  # otherwise the LM head also scales or caps the logits
         points["unembed.hook_out"] = LensPoint(HookPoint(model.lm_head, "output"))
     return points
 
 
 def their_channels(model: Thinker) -> Tensor | None:
-    """Which of our channels of a query or key each of theirs is, (D,); None if the order is the
-    same. It differs if RoPE rotates only some channels, which are the first ones there."""
+    """For each channel of a query or key in TransformerLens, which one of ours it is, (D,); None if
+    the order is the same. It differs if RoPE rotates only some channels: there, the first ones."""
     order = channel_order(model.config, rotates_neighbors=False)
     if order is None:
         return None
@@ -187,7 +186,7 @@ def their_channels(model: Thinker) -> Tensor | None:
 
 
 def norms_of(block: nn.Module) -> dict[str, nn.Module]:
-    """The norms of a block by their names in TransformerLens, in the order of the pass."""
+    """The norms of a block by their names in TransformerLens, in the order in which they run."""
     is_post_norm = is_plain_norm(block.after_attention) and not is_plain_norm(block.attention_norm)
     if is_post_norm:
         return {"ln1": block.after_attention, "ln2": block.after_mlp}
@@ -210,16 +209,19 @@ def _block_points(block: nn.Module, has_rope: bool, order: Tensor | None) -> dic
     is_parallel = isinstance(block, ParallelBlock)
     norms = norms_of(block)
     is_post_norm = norms.get("ln1") is block.after_attention
+    after_attention, after_mlp = "ln1_post", "ln2_post"
+    if is_post_norm:
+        after_attention, after_mlp = "ln1", "ln2"
     points = {"hook_resid_pre": LensPoint(HookPoint(block, "input"))}
     if not is_post_norm:
         points |= _norm_points("ln1", norms)
     points |= _attention_points(block, has_rope, order)
-    points |= _norm_points("ln1" if is_post_norm else "ln1_post", norms)
+    points |= _norm_points(after_attention, norms)
     points["hook_attn_out"] = LensPoint(HookPoint(block.after_attention, "output"))
     if not is_parallel:
         points["hook_resid_mid"] = LensPoint(_AfterAttention(block, "output"))
     if not is_parallel or not is_plain_norm(block.block_norm):
-        # A copy, because a hook may write into it, and the residual stream passes by the MLP.
+        # A copy, because a hook may write into it, and the residual stream bypasses the MLP.
         points["hook_mlp_in"] = LensPoint(HookPoint(block.mlp_norm, "input"), Tensor.clone)
     if not is_post_norm:
         points |= _norm_points("ln2", norms)
@@ -231,7 +233,7 @@ def _block_points(block: nn.Module, has_rope: bool, order: Tensor | None) -> dic
         points["mlp.hook_pre"] = LensPoint(HookPoint(mlp.up_proj, "output"))
     if hasattr(mlp, "down_proj"):  # an MLP of the user may have other parts
         points["mlp.hook_post"] = LensPoint(HookPoint(mlp.down_proj, "input"))
-    points |= _norm_points("ln2" if is_post_norm else "ln2_post", norms)
+    points |= _norm_points(after_mlp, norms)
     points["hook_mlp_out"] = LensPoint(HookPoint(block.after_mlp, "output"))
     points["hook_resid_post"] = LensPoint(HookPoint(block, "output"))
     return points
@@ -269,9 +271,9 @@ def is_plain_norm(norm: nn.Module) -> bool:
 
 
 def _norm_points(path: str, norms: dict[str, nn.Module]) -> dict[str, LensPoint]:
-    """Scale and normalized input of a norm, if there is one of this name, before its weight.
+    """The scale of a norm, if there is one of this name, and its output before the weight.
 
-    Those of single heads are (B · T · heads, ...) there.
+    In TransformerLens, those of norms of single heads are (B · T · heads, ...).
     """
     points = {}
     norm = norms.get(path)

@@ -34,7 +34,7 @@ class CachedModel(Protocol):
         """The norm before the logits."""
 
     def tokens_to_residual_directions(self, tokens: str | int | Tensor) -> Tensor:
-        """What a residual is multiplied with to get the logits of tokens."""
+        """The vectors whose products with a residual are the logits of tokens."""
 
 
 def select(x: Tensor, positions: Positions, dim: int = -2) -> Tensor:
@@ -136,7 +136,8 @@ class HookedCache:
         """The residual stream before each layer up to `layer`, as for a logit lens.
 
         incl_mid: also between attention and MLP. mlp_input: also there in `layer` itself. apply_ln:
-        apply the last norm, if `layer` is the end, to each with its own scale.
+        apply the norm of `layer` with the scale that it had in the pass; if `layer` is the end, the
+        last norm, with the scale of each.
         """
         end = self._end(layer)
         parts, labels = [], []
@@ -246,8 +247,8 @@ class HookedCache:
         pos_slice: Positions = None,
     ) -> Tensor:
         """Divide components of the residual stream by the scale that the norm of `layer` had in
-        this pass; for LayerNorm, take their mean first. The weight of the norm is not applied: fold
-        it into the matrices (fold_ln).
+        this pass; for LayerNorm, subtract the mean of each first. The weight of the norm is not
+        applied: fold it into the matrices (fold_ln).
 
         pos_slice: the positions that the stack has been reduced to.
         """
@@ -270,8 +271,8 @@ class HookedCache:
         """What each component of a stack adds to the logits of tokens, or to the difference from
         the logits of incorrect_tokens, (components, B, T).
 
-        Tokens: one for all, or (B,) or (B, T). The components of a model with fold_ln sum to the
-        logits.
+        Tokens: one for all, or (B,) or (B, T). With fold_ln, all components of the residual stream
+        sum to the logits without b_U, before a soft cap.
         """
         directions = self.model.tokens_to_residual_directions(tokens)
         if incorrect_tokens is not None:

@@ -116,9 +116,10 @@ class HookedThinker(LensWeights, LensTokens):
         """Work on a copy of the model with other weights and the same log-probabilities.
 
         fold_ln: multiply the weights of norms into the matrices that follow.
-        center_writing_weights: if all norms are LayerNorm, subtract from whatever is added to the
-        residual stream its mean. center_unembed: subtract from the logits their mean.
-        fold_value_biases: move them into the bias of the output, where attention weights sum to 1.
+        center_writing_weights: if all norms are LayerNorm, subtract its mean from whatever is added
+        to the residual stream. center_unembed: subtract the mean of the logits from them.
+        fold_value_biases: move the biases of values into that of the output, in layers where
+        attention weights sum to 1.
         """
         if not (fold_ln or center_writing_weights or center_unembed or fold_value_biases):
             return
@@ -177,11 +178,12 @@ class HookedThinker(LensWeights, LensTokens):
         is_permanent: bool = False,
         prepend: bool = False,
     ) -> None:
-        """Call hook(activation, hook=point) in each pass, where `name`, or a function of names,
-        selects. It may return another activation of the same shape, or write into it.
+        """Call hook(activation, hook=point) in each pass. It may return another activation of the
+        same shape, or write into it.
 
-        dir: "bwd" calls it with the gradient in the backward pass instead. prepend: before the
-        other hooks of this activation.
+        name: that of the activation, or a function that selects names. dir: "bwd"
+        calls the hook with the gradient in the backward pass instead. prepend: call it before the
+        other hooks of the activation.
         """
         if dir not in ("fwd", "bwd"):
             raise UserError(f"dir is {dir!r}; use fwd or bwd")
@@ -208,7 +210,7 @@ class HookedThinker(LensWeights, LensTokens):
     def hooks(
         self, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), reset_hooks_end: bool = True
     ) -> Iterator[HookedThinker]:
-        """Context with more hooks, pairs of a name, or a function of names, and a function.
+        """Context with more hooks: pairs of a name, or a function of names, and a hook function.
 
         reset_hooks_end: remove them at the end.
         """
@@ -254,9 +256,10 @@ class HookedThinker(LensWeights, LensTokens):
                 if not isinstance(result, Tensor) or result.shape != value.shape:
                     raise UserError(
                         f"a hook of {name} must return a tensor of shape {tuple(value.shape)}, or "
-                        f"None"
+                        "None"
                     )
-                value, is_changed = result.to(value.dtype), True
+                value = result.to(value.dtype)
+                is_changed = True
             if is_changed:
                 return point.to_ours(value, x)
             return None
@@ -267,7 +270,7 @@ class HookedThinker(LensWeights, LensTokens):
         if not value.requires_grad:
             raise UserError(
                 f"{named.name} has no gradient for its backward hook; turn gradients on, for "
-                f"example with torch.enable_grad()"
+                "example with torch.enable_grad()"
             )
 
         def call(gradient: Tensor) -> Tensor | None:
@@ -297,8 +300,10 @@ class HookedThinker(LensWeights, LensTokens):
         if return_type not in ("logits", "loss", "both", None):
             raise UserError(f"return_type is {return_type!r}; use logits, loss, both or None")
         if self.model.training and self.model.config.dropout > 0:
-            raise UserError("the model is in training mode, where dropout hides activations; call "
-                            "model.eval() first")  # fmt: skip
+            raise UserError(
+                "the model is in training mode, where dropout hides activations; call "
+                "model.eval() first"
+            )
         if loss_per_token and return_type in ("logits", None):
             raise UserError("loss_per_token needs return_type loss or both")
         tokens = input
@@ -357,7 +362,7 @@ class HookedThinker(LensWeights, LensTokens):
         return_cache_object: bool = True,
         **options: Any,
     ) -> tuple[Any, HookedCache | dict[str, Tensor]]:
-        """forward(), and the activations that hooks leave, detached.
+        """forward(), and the activations as the hooks leave them, detached.
 
         names_filter: a name, several, or a function of names; by default all except hook_result and
         hook_mlp_in, which cfg.use_attn_result and cfg.use_hook_mlp_in add. device: where to keep
@@ -366,15 +371,23 @@ class HookedThinker(LensWeights, LensTokens):
         """
         cache: dict[str, Tensor] = {}
 
+        def on_device(value: Tensor) -> Tensor:
+            if device is None:
+                return value
+            return value.to(device)
+
         def keep(value: Tensor, hook: NamedPoint) -> None:
-            cache[hook.name] = value.detach().to(device or value.device)
+            cache[hook.name] = on_device(value.detach())
 
         def keep_gradient(value: Tensor, hook: NamedPoint) -> None:
-            cache[f"{hook.name}_grad"] = value.detach().to(device or value.device)
+            cache[f"{hook.name}_grad"] = on_device(value.detach())
 
         names = self._names(names_filter)
-        gradients = [(name, keep_gradient) for name in names if incl_bwd]
-        with self.hooks([(name, keep) for name in names], gradients):
+        fwd_hooks = [(name, keep) for name in names]
+        bwd_hooks = []
+        if incl_bwd:
+            bwd_hooks = [(name, keep_gradient) for name in names]
+        with self.hooks(fwd_hooks, bwd_hooks):
             result = self.forward(*inputs, **options)
             if incl_bwd:
                 result.backward()
@@ -403,8 +416,8 @@ class HookedThinker(LensWeights, LensTokens):
         """Continue texts of the same number of tokens, or tokens (B, T), and call the hooks in each
         pass, which sees all positions: there is no KV cache.
 
-        Samples with torch's random numbers. return_type: "str", "tokens", or "input" for that of
-        the input. verbose: show a progress bar. For speed, use thinker.Generator.
+        Samples with torch's random numbers. return_type: "str", "tokens", or "input" for the type
+        of the input. verbose: show a progress bar. For speed, use thinker.Generator.
         """
         if return_type not in ("input", "str", "tokens"):
             raise UserError(f"return_type is {return_type!r}; use input, str or tokens")
@@ -429,7 +442,8 @@ class HookedThinker(LensWeights, LensTokens):
         is_done = torch.zeros(len(tokens), dtype=torch.bool, device=self.cfg.device)
         tokens = tokens.to(self.cfg.device)
         for _ in _progress(max_new_tokens, verbose):
-            probabilities = distribution(self.forward(tokens)[:, -1].float(), params)  # (B, V)
+            logits = self.forward(tokens)[:, -1].float()
+            probabilities = distribution(logits, params)  # (B, V)
             new = torch.multinomial(probabilities, 1)  # (B, 1)
             if stop_at_eos:
                 new[is_done] = eos_token_id

@@ -17,7 +17,8 @@ Ids = Sequence[int] | Tensor
 
 class LensTokens:
     """The functions of HookedThinker for tokens. BOS is prepended by default if
-    cfg.default_prepend_bos; names of special tokens in a text are these tokens, as there."""
+    cfg.default_prepend_bos. As in TransformerLens, names of special tokens in a text become these
+    tokens."""
 
     cfg: HookedConfig
     W_U: Tensor
@@ -68,7 +69,8 @@ class LensTokens:
     def _text(self, ids: list[int]) -> str:
         """The text of tokens, with special tokens as their names."""
         names = {number: name for name, number in self.tokenizer.special_tokens.items()}
-        text, part = "", []
+        text = ""
+        part = []
         for number in ids:
             if number in names:
                 text += self.tokenizer.decode(part) + names[number]
@@ -140,10 +142,12 @@ class LensTokens:
         positions = [position for position, number in enumerate(ids) if number == single_token]
         if not positions:
             raise UserError(f"the tokens do not contain {self._one_text(single_token)!r}")
-        return positions[0 if mode == "first" else -1]
+        if mode == "first":
+            return positions[0]
+        return positions[-1]
 
     def tokens_to_residual_directions(self, tokens: str | int | Tensor) -> Tensor:
-        """What a residual is multiplied with to get the logits of tokens, (..., C) for tokens
+        """The vectors whose products with a residual are the logits of tokens, (..., C) for tokens
         (...); (C,) for a single one."""
         if isinstance(tokens, str):
             tokens = self.to_single_token(tokens)

@@ -28,7 +28,7 @@ def _bias(linear: nn.Linear) -> Tensor:
 
 class AttentionWeights:
     """The weights of a block's attention by head. Each KV head is repeated for the heads that it
-    serves; `_W_K`, `_W_V`, `_b_K` and `_b_V` have each once. order: their_channels()."""
+    serves; `_W_K`, `_W_V`, `_b_K` and `_b_V` have each KV head once. order: their_channels()."""
 
     def __init__(self, block: nn.Module, order: Tensor | None) -> None:
         self._attention = block.attention

@@ -28,8 +28,10 @@ def copy_to_process(model: Thinker) -> Thinker:
 
 @torch.no_grad()
 def fold_norms(model: Thinker) -> None:
-    """Multiply the weight and bias of each norm into the matrices that read its output. They also
-    lose what LayerNorm would take from their inputs anyway, the mean."""
+    """Multiply the weight and bias of each norm into the matrices that read its output.
+
+    For LayerNorm, also center the rows of these matrices: its output has mean 0 anyway.
+    """
     for block in model.blocks:
         attention = block.attention
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -67,8 +69,8 @@ def _fold_norm(norm: nn.Module, readers: list[nn.Module]) -> None:
 
 @torch.no_grad()
 def center_writing_weights(model: Thinker) -> None:
-    """Take the mean over the width from whatever is added to the residual stream, which each
-    LayerNorm takes from its input anyway."""
+    """Subtract its mean over the width from whatever is added to the residual stream. Each
+    LayerNorm subtracts it from its input anyway."""
     norms = [model.norm]
     for block in model.blocks:
         norms += norms_of(block).values()
@@ -89,8 +91,8 @@ def center_writing_weights(model: Thinker) -> None:
 
 @torch.no_grad()
 def center_unembed(model: Thinker) -> None:
-    """Take the mean over the vocabulary from the logits, which softmax does not see, unless they
-    have a soft cap."""
+    """Subtract the mean over the vocabulary from the logits, which does not change the softmax,
+    unless they have a soft cap."""
     transform = model.logit_transform
     if transform is not None and transform.softcap is not None:
         return
