@@ -38,10 +38,10 @@ def fold_attention_temperature(
     if not config.qk_norm:
         names = ("q_proj.weight", "q_proj.bias")
     folded = dict(tensors)
-    stored_less = 0
+    offset = 0  # a factor minus what is stored
     if config.qk_norm and config.qk_norm_type == "rmsnorm_one_plus":
-        stored_less = 1
+        offset = 1
     for name, tensor in tensors.items():
         if name.endswith(names):
-            folded[name] = (tensor + stored_less) / config.attention_temperature - stored_less
+            folded[name] = (tensor + offset) / config.attention_temperature - offset
     return folded

@@ -80,7 +80,7 @@ class ThinkerConfig:
     head_bias: bool = False  # bias on the logits, as in Phi
     # channels of each head that RoPE rotates: pairs (i, i + D/2) with i < rope_dim/2; None: all
     rope_dim: int | None = None
-    # RoPE base of layers with a pattern other than full, which then aren't scaled, as in Gemma 3
+    # RoPE base of layers with a pattern other than full, whose RoPE is then not scaled (Gemma 3)
     window_rope_theta: float | None = None
     position_offset: int = 0  # row of the first learned position, 2 in OPT
     attention_scale: float | None = None  # factor on the attention scores; None: 1/√head_dim
@@ -208,8 +208,8 @@ class ThinkerConfig:
                 f"to {self.vocab_size - 1})"
             )
         has_linear = any(pattern.n_features for pattern in patterns)
-        has_changed_scores = softcap or temperature != 1 or self.attention_sinks
-        has_changed_scores = has_changed_scores or self.attention_scale is not None
+        has_scale = self.attention_scale is not None or temperature != 1
+        has_changed_scores = has_scale or softcap or self.attention_sinks
         if has_linear and (has_changed_scores or self.positions == "alibi"):
             raise UserError(
                 "linear attention does not support attention_temperature, attention_scale, "

@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
 
 
 class OnePlusRMSNorm(RMSNorm):
-    """RMSNorm that multiplies by 1 + weight in fp32, as in Gemma; a weight of 0 does nothing."""
+    """RMSNorm that multiplies by 1 + weight in fp32, as in Gemma; with a weight of 0, that is 1."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps)
@@ -74,7 +74,7 @@ class LayerNorm(nn.LayerNorm):
     """(x − mean(x)) / √(var(x) + eps) · weight + bias (Ba et al. 2016, arXiv:1607.06450), computed
     in fp32.
 
-    Without a bias it is that of Cohere's models, without a weight that of OLMo.
+    Cohere's models have it without a bias, OLMo without weight and bias.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class LogitTransform:
 
 
 class TransformedLinear(Linear):
-    """An LM head whose logits are scaled or capped."""
+    """An LM head that scales or caps its logits."""
 
     def __init__(self, n_in: int, n_out: int, bias: bool, transform: LogitTransform) -> None:
         super().__init__(n_in, n_out, bias)

@@ -24,8 +24,8 @@ class Rope(nn.Module):
     built on demand.
 
     rope_dim: channels that are rotated, as in GPT-NeoX and Phi; None: all. The pairs (i, i + D/2)
-    with i < rope_dim/2 are rotated and the others stay, so that kernels need not know. An import
-    reorders the channels of queries and keys for that (interop/families/layouts.py).
+    with i < rope_dim/2 are rotated and the others stay, so that kernels need not know about it. An
+    import reorders the channels of queries and keys accordingly (interop/families/layouts.py).
     """
 
     def __init__(

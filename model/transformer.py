@@ -162,14 +162,15 @@ def new_attention(config: ThinkerConfig, pattern: Pattern, layer: int) -> Attent
 
 
 def norm_before(config: ThinkerConfig) -> nn.Module:
-    """What attention and MLP read x through."""
+    """What the input of attention or MLP goes through: a norm or nothing."""
     if config.block == "post_norm":
         return nn.Identity()
     return new_norm(config)
 
 
 def norm_after(config: ThinkerConfig) -> nn.Module:
-    """What their outputs go through before they are added to x: a norm, a factor, or nothing."""
+    """What the output of attention or MLP goes through before it is added to x: a norm, a factor or
+    nothing."""
     if config.block in ("post_norm", "both_norms"):
         return new_norm(config)
     if config.residual_scale != 1:

@@ -87,8 +87,8 @@ def load_initial_model(
 def _take_weights(model: Thinker) -> None:
     """Copy weights that may be mapped from a file, whose pages training would copy one by one.
 
-    Products may depend on where a matrix begins in memory. So a run that resumes, from copies, has
-    the same bits.
+    The last bits of products may depend on where a matrix begins in memory. With copies, a run that
+    resumes computes the same bits.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()

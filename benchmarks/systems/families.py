@@ -21,7 +21,7 @@ SIDES = ("thinker", "transformers")
 LOAD_LIMIT = 1.2  # times transformers' seconds
 MEMORY_LIMIT = 1.1  # times the file
 SPEED_LIMIT = 2.0  # times transformers' tokens/s, where kernels compute the block
-PATIENCE = 1800.0  # seconds that a process may take
+TIMEOUT = 1800.0  # seconds that a process may take
 N_PROMPT = 16
 
 
@@ -46,7 +46,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError("--new or --rounds is too small; use at least --new 2 --rounds 1")
     rows = []
     print(f"{'':16} {'GB':>6}  load, s (ratio)     memory / file    tokens/s (ratio)     decoder")
-    for name in arguments.only or PUBLISHED:
+    names = list(PUBLISHED)
+    if arguments.only is not None:
+        names = arguments.only
+    for name in names:
         published = PUBLISHED[name]
         if arguments.small:
             published = published._replace(config=small_config(published), note="small")
@@ -61,7 +64,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _line(row: dict[str, Any]) -> str:
     ours, theirs = (row[side] for side in SIDES)
-    decoder = "native kernels" if row["native"] else row["notice"] or "plain"
+    decoder = "plain"
+    if row["native"]:
+        decoder = "native kernels"
+    elif row["notice"]:
+        decoder = row["notice"]
     return (
         f"{row['name']:16} {row['file_bytes'] / 1e9:6.2f}  "
         f"{ours['load_s']:5.2f} {theirs['load_s']:5.2f} ({row['load_ratio']:.2f})  "
@@ -72,7 +79,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _measure(published: Published, folder: Path, rounds: int, n_new: int) -> dict[str, Any]:
-    """Medians of a model, which is written to two folders: as it is, and with one layer."""
+    """Medians of a model, which is written twice: as it is, and with one layer for a warm-up."""
     model = folder / "model"
     small = folder / "small"
     _call(_write, published.model_type, published.config, model)
@@ -110,10 +117,10 @@ def _missed(row: dict[str, Any]) -> list[str]:
 
 
 def _call(function: Callable[..., None], *args: Any) -> Any:
-    """The message of a function in a process of its own."""
+    """What a function sends from a process of its own."""
     worker = Worker(function, *args, is_fresh=True)
     try:
-        return worker.receive(time.monotonic() + PATIENCE)
+        return worker.receive(time.monotonic() + TIMEOUT)
     finally:
         worker.kill()
 
@@ -132,9 +139,9 @@ def _write(connection: Connection, model_type: str, config: dict[str, Any], fold
 
 
 def _one_process(side: str, model: Path, small: Path, n_new: int) -> dict[str, Any]:
-    """Load and decode once in a fresh process, whose memory is watched meanwhile."""
+    """Load and decode once in a fresh process, and watch its memory while it loads."""
     worker = Worker(_work, side, model, small, n_new, is_fresh=True)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     try:
         worker.receive(deadline)  # the imports are done
         before = anonymous_bytes(worker.process.pid)
@@ -167,7 +174,7 @@ def _work(connection: Connection, side: str, model: Path, small: Path, n_new: in
     """One side in its process: import, load and decode a small model; load; decode."""
     sides = {"thinker": (_load, _generate), "transformers": (_load_there, _generate_there)}
     load, generate = sides[side]
-    generate(load(small), 2)  # imports what is imported late
+    generate(load(small), 2)  # for modules that are imported on first use
     connection.send((None, "ready"))
     connection.recv()
     start = time.perf_counter()
@@ -192,7 +199,7 @@ def _load_there(folder: Path) -> Any:
 
 
 def _generate(model: Any, n_new: int) -> dict[str, Any]:
-    """Tokens per second after the first token, and who computes them."""
+    """Tokens per second after the first token, and which decoder computes them."""
     from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
     from thinker.generation import Generator, SamplingParams
     from thinker.generation.decoders.native_decoder import NativeDecoder
@@ -237,7 +244,7 @@ def _generate_there(model: Any, n_new: int) -> dict[str, Any]:
 
 
 def _tokens_per_second(generate: Callable[[int], None], n_new: int) -> float:
-    """Of the tokens after the first, after a warm-up."""
+    """The rate of the tokens after the first, measured after a warm-up."""
     generate(2)
     start = time.perf_counter()
     generate(1)

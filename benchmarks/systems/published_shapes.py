@@ -134,7 +134,7 @@ PUBLISHED = {
     ),
 }
 
-# What makes a model of each kind small.
+# Changes that make a model small, by model_type.
 ONE_LAYER = {
     "gpt2": {"n_layer": 1, "n_embd": 96},
     "gpt_neo": {"num_layers": 1, "attention_types": [[["global"], 1]], "hidden_size": 96},

@@ -205,7 +205,7 @@ class HFTokenizer(Tokenizer):
             if number not in added_ids:
                 self._tokens[number] = to_bytes(piece)
         # The library ignores this key, but transformers may not.
-        # With special tokens, as the library without them takes a second or more to make.
+        # allow_special, because making the library without special tokens takes a second or more.
         adds_space = self.decode_bytes(self.encode("a", allow_special=True)).startswith(b" ")
         stated = self.config.get("add_prefix_space")
         if stated not in (None, adds_space):
@@ -336,11 +336,13 @@ class HFTokenizer(Tokenizer):
     def stored_config(self) -> dict:
         """tokenizer_config.json, with what no other of its keys states.
 
-        Its class is the one that follows tokenizer.json. Some others of transformers replace the
-        normalizer and the split by steps of their own.
+        Its class is the one that follows tokenizer.json. Some other classes of transformers replace
+        the normalizer and the split by their own.
         """
         config = {key: value for key, value in self.config.items() if key != "auto_map"}
-        config.setdefault("padding_side", "left")  # generate() would continue padding on the right
+        config.setdefault(
+            "padding_side", "left"
+        )  # generate() would continue after padding on the right
         own = {"tokenizer_class": FAST_CLASS, EOS_KEY: self.eos_ids, BOS_KEY: self.bos_id}
         return config | own
 

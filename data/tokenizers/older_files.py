@@ -1,4 +1,4 @@
-"""Tokenizers in files older than tokenizer.json, which transformers converts: vocab.json with
+"""Tokenizers in older files than tokenizer.json, which transformers converts: vocab.json with
 merges.txt (GPT-2, OPT), and tokenizer.model of SentencePiece (Llama 2, Gemma)."""
 
 import importlib
@@ -52,7 +52,7 @@ def convert(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{what} fails: {reason}") from error
     config = dict(converted.special_tokens_map)
-    # Whoever pads a batch that is to be continued does it on the same side.
+    # An export pads on the same side.
     config["padding_side"] = converted.padding_side
     template = converted.chat_template
     if isinstance(template, dict):  # by name

@@ -68,8 +68,8 @@ def add_pad_token(content: dict, config: dict, pad: PadToken | None) -> tuple[di
     added = sorted([*content["added_tokens"], token], key=lambda token: token["id"])
     content = content | {"added_tokens": added}
     vocab = content["model"]["vocab"]
-    # The library numbers an added token after all others, unless it is in the vocabulary. There,
-    # one more than the others would change the numbers of those that are not.
+    # The library numbers an added token after all others, unless it is in the vocabulary. But an id
+    # above those of the vocabulary would move the ids of added tokens that are not in it.
     if isinstance(vocab, dict) and pad.id < max(vocab.values()):
         content["model"] = content["model"] | {"vocab": vocab | {pad.name: pad.id}}
     return content, config | {KEY: pad.name}

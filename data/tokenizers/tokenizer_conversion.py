@@ -78,8 +78,7 @@ def read(folder: Path) -> Tokenizer:
             template = _default_template(template)
         eos_ids = [eos] if isinstance(eos, int) else list(eos or [])
         if isinstance(n_ids, int):
-            written = template or ""  # a token that the template writes is needed
-            content, config = _without_tokens_from(content, config, n_ids, written)
+            content, config = _without_tokens_from(content, config, n_ids, template)
         if "bos_token" not in config and "eos_token" not in config:
             config = config | _names_of_ids(content, bos_id, eos_ids)
         elsewhere = _tokens_elsewhere(folder, config)
@@ -141,16 +140,19 @@ def _read_optional(path: Path) -> dict:
 
 
 def _without_tokens_from(
-    content: dict, config: dict, n_ids: int, template: str
+    content: dict, config: dict, n_ids: int, template: str | None
 ) -> tuple[dict, dict]:
     """tokenizer.json and tokenizer_config.json without added tokens that the model has no id for,
     except those that the template names.
 
     Small models of Gemma 3 have the tokenizer of the larger ones, with a token for images.
     """
+    written = ""  # a token that the template writes is needed
+    if template is not None:
+        written = template
     outside = []
     for token in content["added_tokens"]:
-        if token["id"] >= n_ids and token["content"] not in template:
+        if token["id"] >= n_ids and token["content"] not in written:
             outside.append(token["content"])
     if not outside:
         return content, config
@@ -340,7 +342,7 @@ def _pattern(pre_tokenizer: dict | None) -> str | None:
 
 def _pattern_of_split(step: dict) -> str | None:
     way = step.get("behavior"), bool(step.get("invert"))
-    # Files that were converted from tiktoken remove what the pattern does not match.
+    # Files that were converted from tiktoken instead remove what the pattern does not match.
     if way not in (("Isolated", False), ("Removed", True)):
         return None
     regex = step["pattern"].get("Regex")

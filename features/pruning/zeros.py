@@ -21,7 +21,7 @@ def zero_neurons(block: nn.Module) -> Tensor:
     """Which neurons of the MLP add nothing to the residual stream, (d_ff,) bool."""
     is_zero = (block.mlp.down_proj.weight == 0).all(dim=0)
     for matrix in input_matrices(block):
-        if matrix.bias is None:  # otherwise the neuron computes something from its bias
+        if matrix.bias is None:  # with a bias, the neuron may still add something
             is_zero = is_zero | (matrix.weight == 0).all(dim=1)
     return is_zero
 

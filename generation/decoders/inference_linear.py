@@ -52,7 +52,7 @@ class NativeLinear(FewRowsLinear):
 
 
 class TransformedHead(nn.Module):
-    """An LM head for inference whose logits are scaled or capped."""
+    """An LM head for inference that scales or caps its logits."""
 
     def __init__(self, matrix: nn.Module, transform: LogitTransform) -> None:
         super().__init__()

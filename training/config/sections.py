@@ -125,7 +125,7 @@ class ModelConfig(ConfigSection):
         "rmsnorm", "rmsnorm_one_plus", "rmsnorm_width", "layernorm", "layernorm_per_head"
     ] = "rmsnorm"
     """Norm of queries and keys: rmsnorm or layernorm of each head, rmsnorm_one_plus (Gemma 3),
-    rmsnorm_width over all heads (OLMo 2), layernorm_per_head with weights for each (StableLM)."""
+    rmsnorm_width over all heads (OLMo 2), layernorm_per_head with weights per head (StableLM)."""
     attention_out_bias: bool = False
     """Add a bias to the output of attention, as in GPT-2."""
     mlp_bias: bool = False
@@ -135,8 +135,8 @@ class ModelConfig(ConfigSection):
     rope_dim: Size | None = None
     """Channels of each head that RoPE rotates, as in GPT-NeoX. null: all."""
     window_rope_theta: float | None = None
-    """Base of RoPE in layers without full attention, which are not scaled, as in Gemma 3. null:
-    rope_theta."""
+    """Base of RoPE in layers without full attention, where RoPE is then not scaled, as in Gemma 3.
+    null: the same RoPE in all layers."""
     position_offset: Annotated[int, Field(ge=0, le=MAX_SIZE)] = 0
     """Rows of the table of learned positions before the first one; 2 in OPT."""
     attention_scale: float | None = None
@@ -144,7 +144,7 @@ class ModelConfig(ConfigSection):
     embedding_scale: float = 1.0
     """Factor on the embedding; √d_model in Gemma."""
     residual_scale: float = 1.0
-    """Factor on the outputs of attention and MLP, as in Granite."""
+    """Factor on what attention and MLP add to the residual stream, as in Granite."""
     logit_scale: float = 1.0
     """Factor on the logits, as in Cohere's models."""
     logit_softcap: float | None = None
