@@ -162,7 +162,8 @@ class FixedNorm(NamedTuple):
 
 
 def fix_norm(module: nn.Module, x: Tensor) -> FixedNorm:
-    """A norm, factor or Identity as it is for the input x (C,). Raises UserError for others."""
+    """A norm, factor or Identity, dividing by what it divides x (C,) by. Raises UserError for other
+    modules."""
     x = x.double()
     factor = torch.ones_like(x)
     bias = torch.zeros_like(x)
@@ -189,9 +190,9 @@ def fix_norm(module: nn.Module, x: Tensor) -> FixedNorm:
 
 def _unembedding(model: Thinker, x: Tensor, token: int) -> tuple[Tensor, float]:
     """The direction (C,) whose dot product with x (C,), the input of the LM head, is the logit of a
-    token but for the bias, which is returned, too.
+    token without its bias, and the bias.
 
-    A soft cap shortens both by the share by which it shortens the logit.
+    A soft cap multiplies both by the factor by which it shrinks the logit.
     """
     head = model.lm_head
     direction = head.effective_weight()[token].double()
@@ -201,11 +202,11 @@ def _unembedding(model: Thinker, x: Tensor, token: int) -> tuple[Tensor, float]:
     transform = model.logit_transform
     if transform is not None:
         logit = direction @ x + bias
-        share = transform.scale
+        factor = transform.scale
         if logit != 0:
-            share = (transform(logit) / logit).item()
-        direction = direction * share
-        bias *= share
+            factor = (transform(logit) / logit).item()
+        direction = direction * factor
+        bias *= factor
     return direction, bias
 
 
@@ -220,8 +221,9 @@ def direct_logit_attribution(
     """((c ⊙ γ) / rms(x_L)) · (W_U[target] − W_U[contrast_token]) for each c of x_L = Σ c.
 
     c: a component of the residual stream at one position. Exact, since a norm divides all
-    components by the same number (Elhage et al. 2021, without an approximate norm). So do norms of
-    the outputs of blocks. Raises UserError for a norm that is not Thinker's.
+    components by the same number (Elhage et al. 2021, without an approximate norm). The same holds
+    for norms of the outputs of attention and MLP. Raises UserError for norms that are not
+    Thinker's.
     """
     last = f"blocks.{len(model.blocks) - 1}"
     names = ("embedding", "blocks.*.attention.heads", "blocks.*.attention", "blocks.*.mlp", last)
@@ -247,7 +249,8 @@ def direct_logit_attribution(
         o_proj = block.attention.o_proj
         matrix = o_proj.effective_weight().double().unflatten(1, z.shape)  # (C, H, D)
         out = fix_norm(block.after_attention, cache[f"blocks.{layer}.attention"][0, position])
-        heads.append(contribution(out.apply(torch.einsum("hd,chd->hc", z, matrix))))
+        results = torch.einsum("hd,chd->hc", z, matrix)
+        heads.append(contribution(out.apply(results)))
         bias = out.bias
         if o_proj.bias is not None:
             bias = bias + out.apply(o_proj.bias.double())

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from thinker.interop.families.table import FAMILIES
 
 YES = "yes"
-PLAIN = "in torch"  # works without kernels in C, and a line says why
+PLAIN = "in torch"  # it works without kernels in C, and a line says why
 
-NOT_PLAIN = "full attention and plain RoPE in all layers"
-WITH_OTHER_ATTENTION = (
+PLAIN_LAYERS = "needs full attention and plain RoPE in all layers"
+WITH_OTHER_LAYERS = (
     "gemma2",
     "gemma3_text",
     "gpt2",
@@ -55,7 +55,7 @@ def _all(families: tuple[str, ...], why: str) -> dict[str, str]:
 ABILITIES = [
     Ability(
         "generate",
-        "greedy text with a cache, in batches and with speculation is that without a cache",
+        "greedy text with a cache, in batches and with speculation equals that without a cache",
         plain=(
             "cohere",
             "gemma",
@@ -83,7 +83,7 @@ ABILITIES = [
     Ability(
         "window",
         "endless texts with a window, sinks and retrieval",
-        refused=_all(WITH_OTHER_ATTENTION, NOT_PLAIN),
+        refused=_all(WITH_OTHER_LAYERS, PLAIN_LAYERS),
     ),
     Ability("slide", "texts longer than the context"),
     Ability(
@@ -144,7 +144,7 @@ def families_markdown(notice: str) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "`in torch`: the kernels in C do not know a part of the model, and a line names it.",
+        "`in torch`: it works without kernels in C; a line names the part that they do not know.",
         "",
     ]
     for number, reason in enumerate(reasons, 1):
