@@ -13,7 +13,7 @@ from thinker.interop.families import FAMILIES
 
 SEED = int(os.environ.get("THINKER_SEED", "57"))
 VOCAB = 97
-MAX_LEN = 64
+MAX_LEN = 96
 
 
 def draw(family: str, number: int) -> dict:

@@ -19,7 +19,7 @@ from thinker.interop.huggingface import save_pretrained
 from thinker.interop.verify_text import is_likeliest
 from thinker.runtime.errors import UserError
 
-N_GREEDY = 48
+N_GREEDY = 64
 NUMBERS = [
     pytest.param(0),
     pytest.param(1, marks=pytest.mark.more),
