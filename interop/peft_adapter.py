@@ -19,10 +19,10 @@ from thinker.checkpoint import (
     read_json,
 )
 from thinker.checkpoint.format import RANK_OF
-from thinker.interop.families import FAMILIES, Family
+from thinker.interop.families import Family
 from thinker.interop.families.tensors import their_name, to_our_order, to_their_order
 from thinker.interop.find import is_hf_folder
-from thinker.interop.hf_config import from_hf_config
+from thinker.interop.hf_config import find_family, from_hf_config
 from thinker.interop.huggingface import load_pretrained, write_json, write_tensors
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
@@ -59,7 +59,7 @@ SAFE_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 def _family_of(base: Path) -> Family:
     """The family of a Hugging Face folder."""
-    return FAMILIES[read_json(base / "config.json")["model_type"]]
+    return find_family(read_json(base / "config.json").get("model_type"))
 
 
 def check_adapters(base: Path) -> None:

@@ -153,7 +153,9 @@ def _find_files(folder: Path, stack: ExitStack) -> TensorFiles:
     if (folder / TORCH_INDEX).is_file():
         files = _read_index(folder, TORCH_INDEX, "bin")
         return TorchFiles(sorted(set(files.values())))
-    raise CorruptCheckpoint(f"{folder} has neither {SINGLE_FILE} nor {INDEX}")
+    raise CorruptCheckpoint(
+        f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX} nor {TORCH_FILE}"
+    )
 
 
 def _read_index(folder: Path, name: str, ending: str) -> dict[str, Path]:

@@ -100,7 +100,9 @@ class LayersAfter(ConfigPart):
         if first is None:
             first = self.DEFAULT_FIRST
         if type(first) is not int or first < 0:
-            raise UserError(f"config.json: max_window_layers is {first!r}; it must be an integer")
+            raise UserError(
+                f"config.json: max_window_layers is {first!r}; it must be an integer from 0 on"
+            )
         window = None
         if read_value(values, "use_sliding_window", bool, False):
             window = read_window(values, self.DEFAULT_WINDOW)
