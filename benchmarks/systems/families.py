@@ -217,11 +217,9 @@ def _generate(model: Any, n_new: int) -> dict[str, Any]:
 
     rate = _tokens_per_second(generate, n_new)
     decoder = generator.decoder
-    is_native = isinstance(decoder, NativeDecoder)
-    notice = ""
-    if not is_native:
-        notice = decoder.kernel_problem
-    return {"tokens_per_second": rate, "native": is_native, "notice": notice}
+    # It calls the model if it does not know a part of it.
+    is_native = isinstance(decoder, NativeDecoder) and decoder.is_supported
+    return {"tokens_per_second": rate, "native": is_native, "notice": decoder.kernel_problem}
 
 
 def _generate_there(model: Any, n_new: int) -> dict[str, Any]:
