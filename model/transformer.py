@@ -102,6 +102,7 @@ class Block(nn.Module):
         """(B, T, C) -> (B, T, C)."""
         y = self.attention(self.attention_norm(x), rope, mask, cache, slots)
         x = x + self.dropout(self.after_attention(y))
+        del y  # before the MLP needs memory
         y = self.mlp(self.mlp_norm(x))
         return x + self.dropout(self.after_mlp(y))
 
