@@ -35,9 +35,10 @@ EDITS = {
     "bias": (
         TRANSFORMER,
         {
-            "self.gate_proj = Linear(config.d_model, config.d_ff)\n        self.up_proj = "
-            "Linear(config.d_model, config.d_ff)\n        self.down_proj = Linear(config.d_ff, "
-            "config.d_model)\n        self.activation = ACTIVATIONS.get(config.activation)\n\n    "
+            "self.gate_proj = Linear(config.d_model, config.d_ff, config.mlp_bias)\n"
+            "        self.up_proj = Linear(config.d_model, config.d_ff, config.mlp_bias)\n"
+            "        self.down_proj = Linear(config.d_ff, config.d_model, config.mlp_bias)\n"
+            "        self.activation = ACTIVATIONS.get(config.activation)\n\n    "
             'def forward(self, x: Tensor) -> Tensor:\n        """(B, T, C) -> (B, T, C)."""\n'
             "        gate": "self.gate_proj = Linear(config.d_model, config.d_ff, bias=True)\n"
             "        self.up_proj = Linear(config.d_model, config.d_ff, bias=True)\n"
@@ -73,7 +74,7 @@ EDITS = {
     "layer 1": (
         ATTENTION,
         {
-            "        self.use_rope = ": "        self.layer_index = layer\n        self.use_rope = ",
+            "        self.scale = ": "        self.layer_index = layer\n        self.scale = ",
             "        q, k = self.q_norm(q), self.k_norm(k)\n": "        q, k = self.q_norm(q), "
             "self.k_norm(k)\n        if self.layer_index == 1:\n            q = 1.5 * q\n",
         },
