@@ -45,12 +45,10 @@ class LlamaCpp:
                 // sum(parameter.numel() for parameter in model.parameters())
             )
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx, options.n_seq_max, options.n_batch, options.n_ubatch = (
-            max_len * batch,
-            batch,
-            2048,
-            512,
-        )
+        options.n_ctx = max_len * batch
+        options.n_seq_max = batch
+        options.n_batch = 2048
+        options.n_ubatch = 512
         options.n_threads = options.n_threads_batch = torch.get_num_threads()
         self.context = llama_cpp.llama_init_from_model(self.model, options)
         self.tokens = llama_cpp.llama_batch_init(max(2048, max_len * batch), 0, batch)
@@ -63,12 +61,10 @@ class LlamaCpp:
         for row, ids in enumerate(rows):
             for offset, token in enumerate(ids):
                 n = tokens.n_tokens = row * len(ids) + offset
-                tokens.token[n], tokens.pos[n], tokens.n_seq_id[n], tokens.seq_id[n][0] = (
-                    token,
-                    start + offset,
-                    1,
-                    row,
-                )
+                tokens.token[n] = token
+                tokens.pos[n] = start + offset
+                tokens.n_seq_id[n] = 1
+                tokens.seq_id[n][0] = row
                 tokens.logits[n] = offset == len(ids) - 1
             last.append(n)
         tokens.n_tokens = len(rows) * len(rows[0])

@@ -35,12 +35,7 @@ def group_tensors(family: Family, config: ThinkerConfig, names: Iterable[str]) -
     not have."""
     groups: dict[str, Group] = {}
     for name in names:
-        module, _, leaf = name.rpartition(".")
-        prefix = ""
-        match = IN_BLOCK.fullmatch(module)
-        if match is not None:
-            prefix = f"{family.names['blocks']}.{match[1]}."
-            module = match[2]
+        prefix, module, leaf = _split_name(family, name)
         if module not in family.names:
             raise UserError(f"{family.model_type} has no place for {name}")
         theirs = family.names[module]
@@ -53,6 +48,17 @@ def group_tensors(family: Family, config: ThinkerConfig, names: Iterable[str]) -
             groups[key] = Group(family.layouts.get(theirs, Rows()), stored)
         groups[key].ours.append(name)
     return list(groups.values())
+
+
+def _split_name(family: Family, name: str) -> tuple[str, str, str]:
+    """Their prefix of the layer, or "", and our names of the module in it and of the tensor."""
+    module, _, leaf = name.rpartition(".")
+    prefix = ""
+    match = IN_BLOCK.fullmatch(module)
+    if match is not None:
+        prefix = f"{family.names['blocks']}.{match[1]}."
+        module = match[2]
+    return prefix, module, leaf
 
 
 def to_their_tensors(
@@ -163,12 +169,7 @@ def their_name(family: Family, name: str) -> str:
 
     Raises UserError if it is stored in another layout, so that it has no name of its own there.
     """
-    module, _, leaf = name.rpartition(".")
-    prefix = ""
-    match = IN_BLOCK.fullmatch(module)
-    if match is not None:
-        prefix = f"{family.names['blocks']}.{match[1]}."
-        module = match[2]
+    prefix, module, leaf = _split_name(family, name)
     theirs = family.names.get(module)
     n_modules = list(family.names.values()).count(theirs)
     if theirs is None or n_modules > 1 or theirs in family.layouts:
