@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from thinker.evaluation.eval_flags import EvalFlags, Report, add_eval_flags
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, install_command
 from thinker.runtime.plot_style import png_file
@@ -35,17 +35,9 @@ LOWEST = {"factor": 1, "windows": 1, "max_tokens": 1, "stride": 1, "limit": 1, "
 MAX_TOKENS = 200_000  # as in api.evaluating, which imports torch
 
 
-class Report(NamedTuple):
-    """What was measured."""
-
-    values: dict[str, Any]  # for JSON
-    text: str
-    draw: Callable[[], None] | None  # writes the plot
-
-
 def main() -> int:
     """Load the model, evaluate, print. Returns the exit status."""
-    arguments = parse_arguments()
+    arguments, chosen = parse_arguments()
     from thinker.evaluation import long_context
     from thinker.interop import load
     from thinker.interop.find import find_model
@@ -63,7 +55,9 @@ def main() -> int:
         )
     if arguments.rope_scaling is not None:
         long_context.override_rope_scaling(model, arguments.rope_scaling)
-    if arguments.tasks is not None:
+    if chosen is not None:
+        report = chosen.evaluate(arguments, model, tokenizer)
+    elif arguments.tasks is not None:
         report = evaluate_tasks(arguments, model, tokenizer)
     else:
         evaluate = evaluate_long if arguments.long else evaluate_text
@@ -76,10 +70,17 @@ def main() -> int:
     return 0
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line. Raises UserError for flags that cannot be combined."""
-    parser = make_parser()
+def parse_arguments() -> tuple[argparse.Namespace, EvalFlags | None]:
+    """Parse the command line. Also returns the flags of a feature if they ask for its measurement.
+
+    Raises UserError for flags that cannot be combined.
+    """
+    parser, features = make_parser()
     arguments = parser.parse_args()
+    check_numbers(arguments)
+    for feature in features:
+        if feature.check(arguments, parser):
+            return arguments, feature
     if arguments.tasks is not None:
         unused = ("long", *TEXT_FLAGS, *PLAIN_FLAGS, *LONG_FLAGS)
         parser.check_unused(arguments, "with --tasks", unused)
@@ -92,7 +93,6 @@ def parse_arguments() -> argparse.Namespace:
     else:
         parser.check_unused(arguments, "without --long", LONG_FLAGS)
         parser.check_unused(arguments, "without --tasks", TASK_FLAGS)
-    check_numbers(arguments)
     if arguments.long and arguments.max_tokens is not None and arguments.source is None:
         raise UserError(
             "--max-tokens has no effect with --long unless --source is set; use --windows instead"
@@ -110,7 +110,7 @@ def parse_arguments() -> argparse.Namespace:
             "--source text, jsonl or parquet needs --path FILE, and --path needs one of these "
             "sources"
         )
-    return arguments
+    return arguments, None
 
 
 def check_numbers(arguments: argparse.Namespace) -> None:
@@ -127,8 +127,8 @@ def check_numbers(arguments: argparse.Namespace) -> None:
         )
 
 
-def make_parser() -> ArgumentParser:
-    """The parser, with its flags by group."""
+def make_parser() -> tuple[ArgumentParser, list[EvalFlags]]:
+    """The parser, with its flags by group, and those of features."""
     parser = ArgumentParser(
         description="Evaluate a model: loss, perplexity, bits per byte, long contexts and "
         "benchmark tasks.",
@@ -184,10 +184,12 @@ def make_parser() -> ArgumentParser:
     limit_help = "maximum number of questions per task (default: all)"
     add("--limit", type=int, help=limit_help)
 
+    features = add_eval_flags(parser)
+
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add("--png", type=png_file, metavar="FILE", help="plot the loss by position")
-    return parser
+    return parser, features
 
 
 def context_lengths(text: str) -> list[int]:
