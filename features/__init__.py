@@ -18,4 +18,5 @@ FEATURES = [
     "quantization_study",
     "sweeps",
     "ollama",
+    "eval_suites",
 ]

@@ -15,6 +15,7 @@ KNOWN = {
     "cleaning",
     "distillation",
     "early_exit",
+    "eval_suites",
     "mixtures",
     "monitoring",
     "ollama",
