@@ -1,21 +1,18 @@
 """Bytes that each rank sends per step, measured on loopback and computed."""
 
 import argparse
-import multiprocessing
-import os
-import socket
 import statistics
 import time
-from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from thinker.benchmarks.rank_launcher import launch_ranks
 from thinker.data.batches.prefetch import Batch
 from thinker.model import ThinkerConfig
+from thinker.runtime.ranks import DistContext
 from thinker.training.config.load import validate_config
-from thinker.training.distributed.session import context_from_environment
 from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
@@ -47,11 +44,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     rows = []
     for optimizer in ("adamw", "muon"):
-        single = launch_ranks(1, arguments, "ddp", optimizer)
+        single = launch_ranks(1, measure_steps, arguments, "ddp", optimizer)
         for n_ranks in arguments.ranks:
             for parallel in ("ddp", "fsdp"):
                 row = {"ranks": n_ranks, "parallel": parallel, "optimizer": optimizer}
-                row |= launch_ranks(n_ranks, arguments, parallel, optimizer)
+                row |= launch_ranks(n_ranks, measure_steps, arguments, parallel, optimizer)
                 row["bytes_ratio"] = row["sent_bytes"] / row["computed_bytes"]
                 row["seconds_ratio"] = row["seconds"] / single["seconds"]
                 rows.append(row)
@@ -95,43 +92,16 @@ def computed_bytes(
     )  # Muon: to the matrix's rank and back
 
 
-def launch_ranks(
-    n_ranks: int, arguments: argparse.Namespace, parallel: str, optimizer: str
+def measure_steps(
+    dist: DistContext, arguments: argparse.Namespace, parallel: str, optimizer: str
 ) -> dict[str, float]:
-    """What rank 0 measured: bytes and seconds per step, and the computed bytes."""
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    queue = context.Queue()
-    shared = (n_ranks, port, arguments, parallel, optimizer, queue)
-    processes = [context.Process(target=run_rank, args=(rank, *shared)) for rank in range(n_ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return queue.get(timeout=10)
-
-
-def run_rank(
-    rank: int,
-    n_ranks: int,
-    port: int,
-    arguments: argparse.Namespace,
-    parallel: str,
-    optimizer: str,
-    queue: Queue,
-) -> None:
     """One rank: make steps on random tokens and read the device's counter between rounds, while
-    nobody sends."""
-    variables = {"RANK": rank, "WORLD_SIZE": n_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n_ranks,
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // n_ranks))
-    torch.set_flush_denormal(True)
-    dist = context_from_environment()
+    nobody sends.
+
+    Returns bytes and seconds per step, and the computed bytes.
+    """
+    n_ranks = dist.world_size
     rows = arguments.batch_size // n_ranks
-    dist.init_process_group("cpu", 600)
     train = {
         "max_steps": 1,
         "batch_size": arguments.batch_size,
@@ -155,7 +125,7 @@ def run_rank(
     settings = resolve_settings(config, model_config, CPU, dist=dist)
     step = TrainingStep(build_model(model_config, 1, CPU), settings, dist=dist)
     tokens = torch.randint(
-        4096, (rows, arguments.seq_len), generator=torch.Generator().manual_seed(rank)
+        4096, (rows, arguments.seq_len), generator=torch.Generator().manual_seed(dist.rank)
     )
     batch = Batch(tokens, tokens, tokens.numel() * n_ranks)
     for _ in range(2):  # allocates memory and gradient buckets
@@ -173,15 +143,10 @@ def run_rank(
         seconds.append((time.perf_counter() - start) / arguments.steps)
         time.sleep(SETTLE_S)
         sent.append((loopback_bytes() - bytes_before) / n_ranks / arguments.steps)
-    if rank == 0:
-        result = {"sent_bytes": statistics.median(sent), "seconds": statistics.median(seconds)}
-        result["computed_bytes"] = computed_bytes(step, n_ranks, parallel, arguments.precision)
-        queue.put(
-            result | {"parameters": sum(parameter.numel() for parameter in step.model.parameters())}
-        )
-    if n_ranks > 1:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    result = {"sent_bytes": statistics.median(sent), "seconds": statistics.median(seconds)}
+    result["computed_bytes"] = computed_bytes(step, n_ranks, parallel, arguments.precision)
+    n_parameters = sum(parameter.numel() for parameter in step.model.parameters())
+    return result | {"parameters": n_parameters}
 
 
 def loopback_bytes() -> int:
