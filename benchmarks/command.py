@@ -12,6 +12,7 @@ from thinker.runtime.plot_style import png_file
 
 BENCHMARKS = {  # by room and name, the arguments of two examples
     "losses.ablation": ("--seeds 3 --png ablation.png", "--steps 10 --only 'window(32)' 'topk(16)'"),
+    "systems.accumulation": ("",),
     "speed.attention": ("--png attention.png", "--patterns full 'window(128)' --lengths 512,1024"),
     "systems.before_after": ("1071b80", "main~5 --only step-quickstart decode-8 --pairs 3"),
     "losses.bigram": ("", "--minutes 5 --run runs/bigram-5"),
