@@ -17,6 +17,7 @@ FEATURES = [
     "speculation",
     "quantization_study",
     "sweeps",
+    "ladder",
     "ollama",
     "eval_suites",
 ]

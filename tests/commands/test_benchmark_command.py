@@ -5,24 +5,20 @@ import math
 import sys
 
 import in_process
-import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import ROOT, run_script
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from installed import needs
 
 from thinker.benchmarks.losses.ablation import COMMON_OVERRIDES, CORPORA, VARIANTS
-from thinker.benchmarks.losses.scaling import PowerLaw
 from thinker.benchmarks.speed import attention
 from thinker.benchmarks.speed.step_parts import PARTS
 from thinker.benchmarks.speed.train import SHAPES
 from thinker.benchmarks.systems.before_after import MEASURES, summarize
 from thinker.benchmarks.systems.published_shapes import PUBLISHED
 from thinker.benchmarks.training_runs import train_all
-from thinker.model import Thinker, ThinkerConfig
+from thinker.model import Thinker
 from thinker.model.patterns.pattern_parser import PATTERNS
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
@@ -356,29 +352,15 @@ def test_time_to_loss_of_gpt2(benchmark, train_args, tmp_path):
     assert gpt2["val_loss"] < math.log(300)  # it learned
 
 
-@pytest.mark.usefixtures("fork_processes")
-def test_scaling(benchmark, train_args, tmp_path):
+@needs("ladder")
+def test_ladder_plans_as_the_command_does(benchmark, train_args, tmp_path):
     config = write_config(train_args, tmp_path, "small", "model.n_kv_heads=null")
-    shown = benchmark(
-        BENCHMARK, "scaling", config, "train.eval_every=null", "--shapes", "8x1x2,16x1x2,24x1x2,32x1x2",
-        "--tokens-per-parameter", "0.1",
-    )  # fmt: skip
-    result = json.loads(shown.splitlines()[-1])
-    assert [row["shape"] for row in result["rows"]] == ["8x1x2", "16x1x2", "24x1x2", "32x1x2"]
-    for row in result["rows"]:
-        assert row["tokens"] == pytest.approx(0.1 * row["parameters"], abs=128 + 32)
-        with torch.device("meta"):
-            width, layers, heads = map(int, row["shape"].split("x"))
-            model = Thinker(
-                ThinkerConfig(
-                    vocab_size=300, d_model=width, n_layers=layers, n_heads=heads, max_seq_len=32
-                )
-            )
-        assert row["parameters"] == sum(parameter.numel() for parameter in model.parameters())
-        assert row["flops"] == flops_per_token(model, 32) * row["tokens"]
-    assert not result["floor_known"]
-    assert (tmp_path / "runs" / "scaling" / "scaling.png").read_bytes().startswith(b"\x89PNG")
-    assert "at ten times the compute of the largest model" in shown
+    keys = ["model.d_model=64", "train.max_steps=96"]
+    shown = benchmark(BENCHMARK, "ladder", config, *keys, "--sizes", "4", "--gap", "4", "--plan")
+    sizes = json.loads(shown.splitlines()[-1])["sizes"]
+    assert len(sizes) == 5
+    assert sizes[-1]["steps"] == 96
+    assert sizes[-2]["flops"] <= sizes[-1]["flops"] / 4
 
 
 @needs("auto_size")
@@ -400,27 +382,6 @@ def test_size_rule(benchmark, tmp_path):
     )
     assert done.returncode == 2
     assert "lower --characters" in done.stderr
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.floats(0.3, 3), st.floats(0.5, 3), st.floats(0.05, 0.4), st.booleans())
-def test_power_law_recovers_its_parameters(floor, height, exponent, floor_known):
-    compute = np.geomspace(1e12, 1e16, 6)
-    scale = height * 1e12**exponent
-    losses = floor + scale * compute**-exponent
-    law = PowerLaw.fit(list(compute), list(losses), floor if floor_known else None)
-    assert law(1e17) == pytest.approx(
-        floor + scale * 1e17**-exponent, rel=1e-9 if floor_known else 1e-3
-    )
-    assert law.floor == pytest.approx(floor, abs=1e-9 if floor_known else 0.02)
-    assert law.exponent == pytest.approx(exponent, rel=1e-6 if floor_known else 0.05)
-
-
-def test_power_law_rejects_impossible_fits():
-    with pytest.raises(UserError, match="3 sizes are too few to fit a power law; use at least 4"):
-        PowerLaw.fit([1, 2, 3], [3.0, 2.0, 1.0])
-    with pytest.raises(UserError, match=r"a loss of 1.0000 is below the floor of 1.5000"):
-        PowerLaw.fit([1, 2, 3], [3.0, 2.0, 1.0], 1.5)
 
 
 def test_step_parts(train_args, tmp_path):
