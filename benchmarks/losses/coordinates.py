@@ -28,6 +28,7 @@ STEPS = (1, 2, 4, 8)
 BATCH, LENGTH = 4, 64
 HEAD_DIM = 32
 VOCABULARY = 256  # bytes
+TICKS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5)  # of the plot
 # What is measured, by the name in tables; of the residual stream, the last block's.
 QUANTITIES = ("embedding", "residual stream", "attention logits", "logits")
 
@@ -176,7 +177,7 @@ def growth(rows: list[dict[str, Any]], axis: str, step: int) -> list[dict[str, A
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """The change of each activation after each number of steps, by width and by depth."""
-    figure, panels = new_figure(12, 3.6, columns=len(QUANTITIES), share=False)
+    figure, panels = new_figure(12, 3.6, columns=len(QUANTITIES))
     lines = ((BLUE, "width", "layers", 2), (ORANGE, "layers", "width", 64))
     for axes, name in zip(panels, QUANTITIES):
         for color, axis, other, fixed in lines:
@@ -191,13 +192,19 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                     continue
                 sizes = [row[axis] / line[0][axis] for row in line]
                 changes = [row["change"] for row in line]
+                if min(changes) == 0:  # the first step moves the head alone
+                    continue
                 shade = 0.25 + 0.75 * STEPS.index(step) / (len(STEPS) - 1)
                 axes.plot(sizes, changes, "o-", markersize=3, color=color, alpha=shade)
         axes.set(xscale="log", yscale="log", title=name, xlabel="width or layers, by the smallest")
-        axes.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
         axes.minorticks_off()
+        axes.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+    panels[0].set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    panels[0].minorticks_off()
     panels[0].set_ylabel("change since the initialization (RMS)")
     panels[0].plot([], [], color=BLUE, label="by width (2 layers)")
     panels[0].plot([], [], color=ORANGE, label="by layers (width 64)")
-    panels[0].legend(frameon=False, fontsize=8, title="pale to dark: 1, 2, 4, 8 steps")
+    panels[0].legend(
+        frameon=False, fontsize=8, loc="lower left", title="pale to dark: 1, 2, 4, 8 steps"
+    )
     save_figure(figure, path)

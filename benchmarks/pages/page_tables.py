@@ -106,6 +106,49 @@ def sweep(results: Results) -> Table:
 
 
 @table
+def coordinates(results: Results) -> Table:
+    """How activations and their changes grow with width and depth."""
+    run = results["coordinates"][-1]
+    rows = []
+    for row in run["slopes"]:
+        rows.append({**row, "sizes": f"{row['smallest']} to {row['largest']} {row['by']}"})
+    columns = {
+        "sizes": "{sizes}",
+        "activation": "{activation}",
+        "value, largest / smallest": "{rms_ratio:.2f}",
+        "change, largest / smallest": "{change_ratio:.2f}",
+        "slope of the change": "{change_slope:.2f}",
+    }
+    return rows_table([run], rows, columns)
+
+
+@table
+def ladder(results: Results) -> Table:
+    """Losses predicted from smaller models, and trained."""
+    runs = [run for run in results["ladder"] if run["loss"] is not None]
+    rows = []
+    for run in runs:
+        largest = max(row["flops"] for row in run["rows"])
+        sizes = f"{run['rows'][0]['size']} to {run['rows'][-1]['size']}"
+        shown = {"sizes": sizes, "gap": run["target"]["flops"] / largest}
+        shown["error"] = signed_percent(run["error"])
+        shown["interval"] = f"{run['low']:.3f} to {run['high']:.3f}"
+        rows.append({**run, **shown})
+    columns = {
+        "config": "`{config}`",
+        "model": "{target[size]}",
+        "FLOPs": "{target[flops]:.1e}",
+        "from": "{sizes}",
+        "times the largest of these": "{gap:.1f}",
+        "predicted": "{predicted:.3f}",
+        "95% interval": "{interval}",
+        "trained": "{loss:.3f}",
+        "off by": "{error}",
+    }
+    return rows_table(runs, rows, columns)
+
+
+@table
 def time_to_loss(results: Results) -> Table:
     """The tokens and seconds until the defaults reach a baseline's final loss."""
     runs = results["time_to_loss"][:3]
