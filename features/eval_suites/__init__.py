@@ -4,6 +4,9 @@ from thinker.runtime.registry import Feature
 
 FEATURE = Feature(
     name="eval_suites",
+    keys={"train": "thinker.features.eval_suites.keys:EvalSuiteKeys"},
+    check_config="thinker.features.eval_suites.keys:check_eval_suite",
+    callbacks="thinker.features.eval_suites.suite_log:suite_logs",
     arguments={"eval": "thinker.features.eval_suites.flags:SuiteFlags"},
     python_api=(
         "thinker.features.eval_suites.minimal_pairs:"
