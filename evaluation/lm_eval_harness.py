@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -21,6 +22,7 @@ from thinker.runtime.checks import check_computed
 from thinker.runtime.errors import RunError, UserError, did_you_mean
 
 MAX_NEW_TOKENS = 256  # unless the task sets it
+BATCH_SIZE = 16
 
 
 class Row(NamedTuple):
@@ -51,7 +53,7 @@ class ThinkerLM(TemplateLM):
     follows depends only on its place, so more tokens never make a continuation likelier.
     """
 
-    def __init__(self, model: Thinker, tokenizer: Tokenizer, batch_size: int = 16) -> None:
+    def __init__(self, model: Thinker, tokenizer: Tokenizer, batch_size: int = BATCH_SIZE) -> None:
         super().__init__()
         self.model = model.eval()
         self.tokenizer = tokenizer
@@ -265,6 +267,54 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**params)
 
 
+def find_tasks(names: list[str], *folders: Path) -> TaskManager:
+    """What knows these tasks: of YAML files in the folders, or else of the harness.
+
+    Raises UserError for an unknown task.
+    """
+    paths = [str(folder) for folder in folders]
+    manager = TaskManager(include_path=paths, include_defaults=False)
+    if not set(names) <= set(manager.all_tasks):  # loading the harness's own tasks takes seconds
+        manager = TaskManager(include_path=paths)
+    for name in names:
+        if name not in manager.all_tasks:
+            hint = did_you_mean(name, manager.all_tasks)
+            raise UserError(f"the harness has no task {name}{hint}")
+    return manager
+
+
+def harness_output(
+    model: Thinker,
+    tokenizer: Tokenizer,
+    names: list[str],
+    manager: TaskManager,
+    n_shots: int | None = None,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """All that the harness returns for some tasks. Raises UserError for a task that cannot run."""
+    from lm_eval import evaluator
+
+    # Their results are unused. One runs git, which complains outside a repository, the other pip.
+    evaluator.get_git_commit_hash = str
+    evaluator.add_env_info = lambda results: None
+    try:
+        return evaluator.simple_evaluate(
+            ThinkerLM(model, tokenizer, BATCH_SIZE),
+            tasks=names,
+            task_manager=manager,
+            num_fewshot=n_shots,
+            limit=limit,
+            bootstrap_iters=1000,
+            log_samples=False,
+        )
+    except (UserError, RunError):
+        raise
+    except Exception as error:  # tasks can raise any error, such as for missing data
+        raise UserError(
+            f"the harness cannot run {', '.join(names)}: {type(error).__name__}: {error}"
+        ) from error
+
+
 def run_tasks(
     model: Thinker,
     tokenizer: Tokenizer,
@@ -280,37 +330,11 @@ def run_tasks(
     task). `limit`: maximum number of questions per task. Raises UserError for a task that is
     unknown or cannot run, for example without its data.
     """
-    from lm_eval import evaluator
-    from lm_eval.tasks import TaskManager
-
-    # Its result is unused, and it runs git, which complains outside a repository.
-    evaluator.get_git_commit_hash = str
-    folder = None
+    folders = []
     if include is not None:
-        folder = str(include)
-    manager = TaskManager(include_path=folder, include_defaults=False)
-    if not set(names) <= set(manager.all_tasks):  # loading the harness's own tasks takes seconds
-        manager = TaskManager(include_path=folder)
-    for name in names:
-        if name not in manager.all_tasks:
-            hint = did_you_mean(name, manager.all_tasks)
-            raise UserError(f"the harness has no task {name}{hint}")
-    try:
-        output = evaluator.simple_evaluate(
-            ThinkerLM(model, tokenizer),
-            tasks=names,
-            task_manager=manager,
-            num_fewshot=n_shots,
-            limit=limit,
-            bootstrap_iters=1000,
-            log_samples=False,
-        )
-    except (UserError, RunError):
-        raise
-    except Exception as error:  # tasks can raise any error, such as for missing data
-        raise UserError(
-            f"the harness cannot run {', '.join(names)}: {type(error).__name__}: {error}"
-        ) from error
+        folders.append(include)
+    manager = find_tasks(names, *folders)
+    output = harness_output(model, tokenizer, names, manager, n_shots, limit)
     results = {}
     # Of the harness's numbers, keep those that mean something by themselves.
     n_samples = output.get("n-samples", {})

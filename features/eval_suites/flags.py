@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinker.evaluation.eval_flags import EvalFlags, Report
+from thinker.features.eval_suites.accuracy import Accuracy, format_accuracies
+from thinker.features.eval_suites.presets import PRESETS, run_preset
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from thinker.model import Thinker
 
 TALES_PAIRS = "tales-pairs"
-SUITES = (TALES_PAIRS,)
+SUITES = (TALES_PAIRS, *PRESETS)
 # Flags of other measurements.
 UNUSED = (
     "read_data",
@@ -44,8 +47,11 @@ class SuiteFlags(EvalFlags):
     def __init__(self, parser: ArgumentParser) -> None:
         title = "suites with fixed settings (see --confidence, --limit)"
         add = parser.add_argument_group(title).add_argument
-        suite_help = f"{TALES_PAIRS}: minimal pairs from the grammar of tales, without network"
-        add("--suite", choices=SUITES, help=suite_help)
+        lines = [f"{TALES_PAIRS}: minimal pairs from the grammar of tales, without network"]
+        for name, preset in PRESETS.items():
+            lines.append(f"{name}: {preset.summary}")
+        lines.append("the last four are tasks of lm-eval, which downloads their data")
+        add("--suite", choices=SUITES, help="; ".join(lines))
         pairs_help = (
             "minimal pairs of your own: JSONL with good, bad and phenomenon, or a folder of "
             "BLiMP's files"
@@ -66,6 +72,8 @@ class SuiteFlags(EvalFlags):
         self, arguments: argparse.Namespace, model: Thinker, tokenizer: Tokenizer
     ) -> Report:
         """As EvalFlags.evaluate()."""
+        if arguments.suite in PRESETS:
+            return report_preset(arguments, model, tokenizer)
         from thinker.features.eval_suites.minimal_pairs import read_pairs
         from thinker.features.eval_suites.tales_pairs import VERSION, tales_pairs
 
@@ -76,6 +84,22 @@ class SuiteFlags(EvalFlags):
         return report_pairs(arguments, model, tokenizer, tales_pairs(), settings)
 
 
+def report_preset(arguments: argparse.Namespace, model: Thinker, tokenizer: Tokenizer) -> Report:
+    """Run a suite of lm-eval's tasks."""
+    name = arguments.suite
+    limit, confidence = arguments.limit, arguments.confidence
+    result = run_preset(model, tokenizer, name, limit, confidence)
+    header = {
+        "model": arguments.run,
+        "suite": name,
+        "lm_eval": result.settings["lm_eval"],
+        "confidence": confidence,
+        "limit": limit,
+        "missing": PRESETS[name].missing or None,
+    }
+    return make_report(header, result.accuracies, result.settings)
+
+
 def report_pairs(
     arguments: argparse.Namespace,
     model: Thinker,
@@ -84,23 +108,28 @@ def report_pairs(
     settings: dict[str, Any],
 ) -> Report:
     """Score minimal pairs and report the accuracy on each phenomenon."""
-    from thinker.features.eval_suites.accuracy import format_accuracies
     from thinker.features.eval_suites.minimal_pairs import first_pairs, score_pairs
 
     scores = score_pairs(model, tokenizer, first_pairs(pairs, arguments.limit), progress=True)
     accuracies = scores.accuracies(arguments.confidence)
-    settings = {
+    header = {
         "model": arguments.run,
         **settings,
         "score": "ln P of the whole sentence after the BOS token; ties count half",
         "confidence": arguments.confidence,
         "limit": arguments.limit,
     }
-    values = settings | {"accuracies": [vars(row) for row in accuracies]}
-    values["items"] = scores.to_dicts()
+    return make_report(header, accuracies, {"items": scores.to_dicts()})
+
+
+def make_report(
+    header: dict[str, Any], accuracies: Sequence[Accuracy], more: dict[str, Any]
+) -> Report:
+    """The header and the table as text; for JSON also `more`."""
     lines = []
-    for name, value in settings.items():
+    for name, value in header.items():
         if value is not None:
             lines.append(f"{name:>12}  {value}")
     lines += ["", format_accuracies(accuracies)]
+    values = header | {"accuracies": [vars(row) for row in accuracies]} | more
     return Report(values, "\n".join(lines), None)
