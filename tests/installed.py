@@ -41,6 +41,8 @@ NEEDED = {
     "train.prune": "pruning",
     "train.log_attention_every": "monitoring",
     "train.log_grad_norms": "monitoring",
+    "train.eval_suite": "eval_suites",
+    "--suite": "eval_suites",
 }
 
 

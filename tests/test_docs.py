@@ -145,6 +145,8 @@ def quickstart(tmp_path_factory):
     (folder / "my.txt").write_text("Some words, and a few more of them.\n" * 500)
     (folder / "story.txt").write_text("Once upon a time")
     row = '{"messages": [{"role": "user", "content": "Who is %d?"}, {"role": "assistant", "content": "A girl."}]}\n'
+    pair = '{"good": "The dogs run.", "bad": "The dogs runs.", "phenomenon": "agreement"}'
+    (folder / "pairs.jsonl").write_text(f"{pair}\n")
     (folder / "talks.jsonl").write_text("".join(row % number for number in range(200)))
     return folder
 
@@ -198,6 +200,8 @@ def run_line(line, variables, folder):
     words += [word for name, more in SMALLER.items() if name in line for word in more]
     if "--score" in words:
         words = words[: -len(SMALLER["generate.py"])]
+    if "--suite" in words or "--pairs" in words:  # no text
+        words = [*words[: -len(SMALLER["eval.py"])], "--limit", "2"]
     if program == "torchrun":
         words[words.index("train.py")] = str(ROOT / "train.py")
         torchrun = [sys.executable, "-m", "torch.distributed.run", *words]
