@@ -43,6 +43,7 @@ BENCHMARKS = {  # by room and name, the arguments of two examples
     "losses.size_rule": ("my.txt", "my.txt --characters 100000 --minutes 1 --jobs 2"),
     "speed.speculative": ("", "--drafts 4 8 --temperatures 0 --precisions fp32"),
     "speed.step_parts": ("configs/quickstart.yaml", "configs/quickstart.yaml train.batch_size=16 --rounds 50"),
+    "systems.step_limit": ("--precision bf16", "--shape tiny --modes eager --no-baseline --repeats 3"),
     "speed.structured": ("", "--shape tiny --precisions int8,int4 --new 20"),
     "losses.time_to_loss": ("BASELINE.yaml CANDIDATE.yaml", "BASELINE.yaml CANDIDATE.yaml --tune optimizer.lr=0.004,0.008"),
     "systems.tokenizing": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --repeats 1"),
