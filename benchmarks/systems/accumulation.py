@@ -445,15 +445,23 @@ def mean_of_means(sums: list[float], counts: list[int]) -> float:
 # ------------------------------------------------------------------ the benchmark
 
 
+def measure_form(dist: DistContext, folder: str, parallel: str) -> tuple[list, list]:
+    """Errors of gradients with all sizes of micro-batches, and of updates with the smallest and the
+    largest."""
+    gradients = measure_gradients(dist, folder, parallel)
+    sizes = [1, ROWS // dist.world_size]
+    return gradients, measure_updates(dist, folder, parallel, sizes)
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare every form, and print the largest errors of each case."""
     gradients, updates = [], []
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         for n_ranks, parallel in FORMS:
-            gradients += launch_ranks(n_ranks, measure_gradients, folder, parallel)
-            sizes = [1, ROWS // n_ranks]
-            updates += launch_ranks(n_ranks, measure_updates, folder, parallel, sizes)
+            found = launch_ranks(n_ranks, measure_form, folder, parallel)
+            gradients += found[0]
+            updates += found[1]
         cases = make_cases(Path(folder))
     rows = []
     for case in cases:
@@ -462,21 +470,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         row = {"case": case.name, "fewest": int(counts.min()), "most": int(counts.max())}
         row["n_compared"] = len(of_case)
         row["loss_error"] = max(found["loss_error"] for found in of_case)
-        for name, wanted in (("one", (1, "ddp")), ("ddp", "ddp"), ("fsdp", "fsdp")):
-            errors = []
-            for found in of_case:
-                form = (found["ranks"], found["parallel"])
-                is_one = found["ranks"] == 1
-                if form == wanted or (found["parallel"] == wanted and not is_one):
-                    errors.append(found["gradient_error"])
-            row[name] = max(errors)
+        for name in ("one", "ddp", "fsdp"):
+            row[name] = max(each["gradient_error"] for each in of_case if form_name(each) == name)
         row["wrong"] = wrong_losses(case)
         rows.append(row)
         print(
-            f"{case.name:26} loss {row['loss_error']:.1e} gradients {row['one']:.1e} {row['ddp']:.1e} {row['fsdp']:.1e}"
+            f"{case.name:26} loss {row['loss_error']:.1e}, gradients {row['one']:.1e} in one process, "
+            f"{row['ddp']:.1e} DDP, {row['fsdp']:.1e} FSDP2"
         )
     errors = {}
     for optimizer in ("adamw", "muon"):
         errors[optimizer] = max(row["error"] for row in updates if row["optimizer"] == optimizer)
         print(f"updates of {optimizer} {errors[optimizer]:.1e}")
     return {"rows": rows, "updates": errors, "n_updates": len(updates)}
+
+
+def form_name(row: dict[str, Any]) -> str:
+    """How the ranks of a row share the model; "one" for one process."""
+    if row["ranks"] == 1:
+        return "one"
+    return row["parallel"]
