@@ -201,6 +201,8 @@ def draw(result: LadderResult, path: Path) -> None:
         axes.axhline(law.floor, color=GREY, linestyle=":", label=label)
     axes.axvline(result.plan.rungs[-1].flops, color=GREY, alpha=0.4, linewidth=1)
     bottom, top = 0.97 * law(compute[-1]), 1.03 * max(losses)
+    if result.fit.known_floor is not None:
+        bottom = 0.97 * law.floor
     axes.set(
         xscale="log",
         yscale="log",

@@ -123,6 +123,6 @@ class PowerLawFit:
         most = self.errors.min() + (quantile * self.noise) ** 2
         allowed = self.errors <= most
         widths = np.sqrt(np.maximum(0, most - self.errors[allowed]) * (1 + leverage[allowed]))
-        low = float((predicted[allowed] - widths).min())
+        low = max(self.known_floor or 0.0, float((predicted[allowed] - widths).min()))
         high = float((predicted[allowed] + widths).max())
         return Prediction(float(self.law(compute)), low, high)
