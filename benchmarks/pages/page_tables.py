@@ -123,6 +123,21 @@ def coordinates(results: Results) -> Table:
 
 
 @table
+def rates(results: Results) -> Table:
+    """Losses by multiple of the default rates, width and batch size."""
+    run = results["rates"][-1]
+    multiples = sorted({row["multiple"] for row in run["rows"]})
+    headings = [f"default × {multiple:g}" for multiple in multiples]
+    made = Table(("width", "sequences", *headings), [run])
+    cases = dict.fromkeys((row["width"], row["batch"]) for row in run["rows"])
+    for width, batch in cases:
+        line = [row for row in run["rows"] if (row["width"], row["batch"]) == (width, batch)]
+        losses = {row["multiple"]: row["loss"] for row in line}
+        made.add(str(width), str(batch), *(f"{losses[multiple]:.3f}" for multiple in multiples))
+    return made
+
+
+@table
 def ladder(results: Results) -> Table:
     """Losses predicted from smaller models, and trained."""
     runs = [run for run in results["ladder"] if run["loss"] is not None]
