@@ -7,13 +7,14 @@ import re
 
 import pytest
 import torch
-from conftest import examples
+from conftest import ROOT, examples, run_script
 
 from thinker.data.text import tales
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.features.eval_suites.accuracy import wilson_interval
 from thinker.features.eval_suites.minimal_pairs import score_pairs
 from thinker.features.eval_suites.tales_pairs import PHENOMENA, VERSION, tales_pairs
+from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -157,3 +158,34 @@ def test_an_untrained_model_is_right_in_half(pairs):
         assert everything.n_items == 320
         assert everything.low < 0.5 < everything.high
         assert (everything.low, everything.high) == wilson_interval(everything.accuracy, 320, 0.95)
+
+
+@pytest.mark.more
+def test_a_trained_model_is_right_more_often(pairs, tmp_path):
+    """After 100 steps on tales it knows words and grammar, but does not recall facts yet."""
+    run = tmp_path / "run"
+    done = run_script(
+        ROOT / "train.py",
+        ROOT / "configs" / "quickstart.yaml",
+        f"run.dir={run}",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "data.max_documents=1500",
+        "data.tokenizer=bpe:1000",
+        "data.seq_len=240",
+        "model.d_model=64",
+        "model.n_heads=2",
+        "train.batch_size=8",
+        "train.max_steps=100",
+        "train.max_minutes=null",
+        "train.precision=fp32",
+        "train.device=cpu",
+        "train.eval_every=null",
+        "train.sample_every=null",
+    )
+    assert done.returncode == 0, done.stderr
+    model, tokenizer = load(run)
+    some = [pair for number, pair in enumerate(pairs) if number % 100 < 20]
+    rows = {row.name: row for row in score_pairs(model, tokenizer, some).accuracies()}
+    assert rows["all phenomena"].low > 0.5
+    for name in ("article", "word_order", "word_class"):
+        assert rows[name].low > 0.5, rows[name]
