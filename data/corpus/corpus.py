@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -69,7 +70,8 @@ def prepare_corpus(
     split.split_documents for few files). A share far from val_fraction is said. The tokenizer is
     trained only on the training split. With val_fraction=0, the validation split is empty.
     Documents without text are skipped with a message. Memory does not grow with the corpus, except
-    with a filter.
+    with a filter. The source "tokens" is a folder that this function has written elsewhere; it is
+    used as it is.
 
     Args:
         tokenizer: a tokenizer or its name (see tokenizer_factory.check_spec).
@@ -91,6 +93,14 @@ def prepare_corpus(
             f"data.val_fraction={val_fraction}: use a fraction between 0 and 1, for example 0.05"
         )
     opened = open_source(source, **source_options)
+    if source == "tokens":
+        without_effect = {
+            "assistant_only_loss": assistant_only_loss,
+            "val_tokens": val_tokens,
+            "clean": document_filter,
+        }
+        path = os.path.expanduser(source_options["path"])
+        return _open_tokenized(path, tokenizer, without_effect)
     if val_tokens is not None:
         from thinker.data.corpus.llmc_tokens import check_val_tokens
 
@@ -145,10 +155,39 @@ def prepare_corpus(
                     document_filter=document_filter,
                 )
                 publish(building, folder)
-        corpus = _open(folder)
+        corpus = open_corpus(folder)
     is_start = source_options.get("first_bytes") is not None  # of a stream
     if progress and val_tokens is None and not is_start:
         _say_share(corpus, source, val_fraction)
+    return corpus
+
+
+def _open_tokenized(
+    path: str, tokenizer: str | Tokenizer, without_effect: dict[str, Any]
+) -> Corpus:
+    """The corpus in a folder from another machine: its tokens and its validation split.
+
+    tokenizer: that of the folder, or the folder itself. without_effect: options that need the text,
+    by key; none may be set.
+    """
+    from thinker.data.corpus.tokenized_folder import damaged
+
+    for key, value in without_effect.items():
+        if value:
+            raise UserError(
+                f"data.{key} has no effect with data.source=tokens, which is tokenized; remove it"
+            )
+    try:
+        corpus = open_corpus(Path(path))
+    except DamagedShard as error:
+        raise damaged(path, error) from error
+    if isinstance(tokenizer, str) and os.path.exists(tokenizer):
+        tokenizer = load_tokenizer(tokenizer)
+    own = corpus.tokenizer.content_hash
+    if isinstance(tokenizer, str) or tokenizer.content_hash != own:
+        raise UserError(
+            f"data.path={path} was tokenized with a tokenizer of its own; set data.tokenizer={path}"
+        )
     return corpus
 
 
@@ -156,7 +195,7 @@ def _open_cached(folder: Path) -> Corpus | None:
     """The corpus in a folder, or None. Removes a damaged one."""
     try:
         if folder.exists():
-            return _open(folder)
+            return open_corpus(folder)
     except DamagedShard as error:
         print(f"rebuilding the damaged token cache: {error}", file=sys.stderr)
         shutil.rmtree(folder)
@@ -181,13 +220,14 @@ def find_corpus(sha256: str, tokenizer_hash: str, cache_dir: str | Path) -> Corp
     for index in sorted((Path(cache_dir) / "tokens").glob("*/corpus.json")):
         with contextlib.suppress(DamagedShard):
             if read_json(index, DamagedShard).get("sha256") == sha256:
-                corpus = _open(index.parent)
+                corpus = open_corpus(index.parent)
                 if corpus.tokenizer.content_hash == tokenizer_hash:
                     return corpus
     return None
 
 
-def _open(folder: Path) -> Corpus:
+def open_corpus(folder: Path) -> Corpus:
+    """Open and verify a finished corpus. Raises DamagedShard."""
     try:
         index = read_index(folder)
         tokenizer = load_tokenizer(folder)

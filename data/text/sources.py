@@ -73,6 +73,12 @@ SOURCES.register("tales", SourceKind("thinker.data.text.generated_text:open_tale
 SOURCES.register("pysource", SourceKind("thinker.data.text.files.text_files:open_standard_library"))
 SOURCES.register("repeated_random", SourceKind("thinker.data.text.generated_text:open_repeated"))
 SOURCES.register("text", SourceKind("thinker.data.text.files.text_files:open_text", ("path",)))
+SOURCES.register(
+    "tokens",
+    SourceKind(
+        "thinker.data.corpus.tokenized_folder:open_tokens", ("path",), "a folder with corpus.json"
+    ),
+)
 SOURCES.register("jsonl", _TABLE)
 SOURCES.register("parquet", _TABLE)
 SOURCES.register(

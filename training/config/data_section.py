@@ -37,7 +37,8 @@ class DataConfig(TextSource):
     document_masking: bool = False
     """Let tokens attend only within their own document, and restart positions at each document."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Fraction of documents held out for validation. Has no effect with val_tokens."""
+    """Fraction of documents held out for validation. Has no effect with val_tokens or
+    source: tokens."""
     val_tokens: PathText | None = None
     """File of GPT-2 tokens for the validation split (docs/guides/gpu.md). Its documents are
     excluded from training."""

@@ -9,10 +9,10 @@ class SourceOptions(ConfigSection):
     """The options of data.text.sources.open_source."""
 
     source: str | None = None
-    """tales (the default), text, jsonl, parquet, hub, pysource or repeated_random
+    """tales (the default), text, jsonl, parquet, hub, tokens, pysource or repeated_random
     (docs/guides/your-data.md)."""
     path: str | None = None
-    """File, folder or glob to read, or name of the Hugging Face dataset."""
+    """File, folder or glob to read, folder of tokens, or name of the Hugging Face dataset."""
     config: str | None = None
     """Configuration name of a hub dataset."""
     split: str | None = None
