@@ -1,5 +1,6 @@
 """Baselines: transformers with the same weights, and a plain GPT in the style of nanoGPT."""
 
+import math
 from typing import Any
 
 import torch.nn.functional as F
@@ -39,9 +40,12 @@ class PlainGPT(nn.Module):
         self.norm = nn.LayerNorm(d_model, bias=False)
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
         self.lm_head.weight = self.embedding.weight
-        for parameter in self.parameters():
+        for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
+                std = 0.02
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    std /= math.sqrt(2 * n_layers)  # of what is added to the residual stream
+                nn.init.normal_(parameter, std=std)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """tokens and targets (B, T) -> the mean loss in nats."""

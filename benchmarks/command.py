@@ -26,6 +26,8 @@ BENCHMARKS = {  # by room and name, the arguments of two examples
     "losses.five-minutes": ("--out results.jsonl", "train.device=cpu"),
     "gpu.gpu": ("--part first --out first", "--part A --out rehearsal --rehearse"),
     "systems.families": ("", "--only gpt2 SmolLM2-135M --rounds 5"),
+    "gpu.gpu_corpus": ("--packages debs --folder corpus", "--packages debs --folder corpus --megabytes 100"),
+    "gpu.gpu_time_to_loss": ("--corpus corpus --out loss", "--corpus corpus --out loss --sides muon --rehearse"),
     "systems.html_report": ("", "--tokens 256 --layers 6"),
     "speed.kv_cache": ("--runs runs/quickstart", "--shape tiny --lengths 64 --rows 1 --repeats 3"),
     "speed.linear_cross_entropy": ("", "--vocab 32000 --device cpu --precision fp32"),
@@ -50,7 +52,7 @@ BENCHMARKS = {  # by room and name, the arguments of two examples
     "speed.train": ("--shape 12m", "--shape 124m --no-baseline --png train.png"),
 }  # fmt: skip
 FOLDER = Path(__file__).parent
-WITHOUT_RESULT = ("gpu", "pages")  # they write their own files
+WITHOUT_RESULT = ("gpu", "gpu_time_to_loss", "pages")  # they write their own files
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ from thinker.benchmarks.pages.recorded import (
 TABLES: dict[str, Callable[[Results], Table]] = {}
 PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "int8": "8 bits", "int4": "4 bits"}
 LIBRARIES = {"thinker": "Thinker", "transformers": "transformers", "plain": "plain GPT"}
+GPU_CURVES = "../images/gpu-time-to-loss.png"  # from a benchmark page
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 
 
@@ -443,6 +444,36 @@ def gpu_profile(results: Results) -> Table:
         rows.append({"name": name, "ms": 1000 * value, "share": value / step})
     columns = {"part of a step": "{name}", "ms": "{ms:.1f}", "share": "{share:.1%}"}
     return rows_table([profile], rows, columns)
+
+
+@table
+def gpu_time_to_loss(results: Results) -> Table:
+    """Seconds until gpu-124m.yaml reaches the loss of a plain GPT."""
+    from thinker.benchmarks.gpu.gpu_time_to_loss import comparisons  # imports torch
+
+    records = results.get("gpu_time_to_loss", [])
+    rows = []
+    for compared in comparisons(records):
+        row = compared | {"plain": OPTIMIZERS[compared["plain"]]}
+        for key in ("reached_s", "certain_s"):
+            row[key] = "not reached" if row[key] is None else f"{row[key]:.0f}"
+        rows.append(row)
+    if not rows:
+        return Table((), [], notes=["No card has run it yet."])
+    machines = [record for record in records if record["name"] == "environment"]
+    columns = {
+        "plain GPT with": "{plain}",
+        "seconds (epochs)": "{plain_s:.0f} ({plain_epochs:.1f})",
+        "its loss": "{plain_loss:.4f}",
+        "Thinker reaches it after": "{reached_s}",
+        "for certain after": "{certain_s}",
+        "Thinker's seconds (epochs)": "{thinker_s:.0f} ({thinker_epochs:.1f})",
+        "its loss ": "{thinker_loss:.4f}",
+        "difference": "{difference:+.4f} [{low:+.4f}, {high:+.4f}]",
+    }
+    made = rows_table(machines, rows, columns)
+    made.notes.append(f"![Validation loss by seconds of training]({GPU_CURVES})")
+    return made
 
 
 @table

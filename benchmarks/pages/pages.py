@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from thinker.benchmarks.pages.page_tables import TABLES
+from thinker.benchmarks.pages.page_tables import GPU_CURVES, TABLES
 from thinker.benchmarks.pages.recorded import Results, load_results, recorded_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Write the tables of all pages. Returns the pages that changed."""
+    """Write the tables of all pages, and the curves of a GPU. Returns what changed."""
     results = load_results(RESULTS)
     changed = []
     for path in benchmark_pages():
@@ -37,6 +37,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         if new_text != text:
             path.write_text(new_text, encoding="utf-8")
             changed.append(str(path.relative_to(DOCS)))
+    if "gpu_time_to_loss" in results:
+        from thinker.benchmarks.gpu.gpu_time_to_loss import plot_curves
+
+        path = (DOCS / "benchmarks" / GPU_CURVES).resolve()
+        plot_curves(results["gpu_time_to_loss"], path)
+        changed.append(str(path.relative_to(DOCS)))
     return {"changed": changed}
 
 

@@ -63,7 +63,10 @@ class Table:
             lines = [markdown_row(self.headings), "|" + "---|" * len(self.headings)]
             lines += [markdown_row(row) for row in self.rows]
             blocks.append("\n".join(lines))
-        for text in [*self.notes, self.origin()]:
+        notes = list(self.notes)
+        if self.sources:
+            notes.append(self.origin())
+        for text in notes:
             blocks.append(
                 textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
             )
