@@ -25,6 +25,7 @@ EXAMPLES = (
     "runs/quickstart --source text --path book.txt --context 128,512",
     "runs/quickstart --long --png long.png",
     "runs/quickstart --tasks hellaswag --limit 200",
+    "runs/gpu-124m --fineweb fineweb_val_000000.bin",
 )
 SOURCES = ["tales", "pysource", "text", "jsonl", "parquet"]
 TEXT_FLAGS = ("read_data", "source", "path", "column", "max_tokens", "rope_scaling", "png")
@@ -57,6 +58,8 @@ def main() -> int:
         long_context.override_rope_scaling(model, arguments.rope_scaling)
     if chosen is not None:
         report = chosen.evaluate(arguments, model, tokenizer)
+    elif arguments.fineweb is not None:
+        report = evaluate_fineweb(arguments, folder, model, tokenizer)
     elif arguments.tasks is not None:
         report = evaluate_tasks(arguments, model, tokenizer)
     else:
@@ -81,7 +84,10 @@ def parse_arguments() -> tuple[argparse.Namespace, EvalFlags | None]:
     for feature in features:
         if feature.check(arguments, parser):
             return arguments, feature
-    if arguments.tasks is not None:
+    if arguments.fineweb is not None:
+        unused = ("long", "part", "tasks", "stride", *set(TEXT_FLAGS) - {"max_tokens"})
+        parser.check_unused(arguments, "with --fineweb", (*unused, *LONG_FLAGS, *TASK_FLAGS))
+    elif arguments.tasks is not None:
         unused = ("long", *TEXT_FLAGS, *PLAIN_FLAGS, *LONG_FLAGS)
         parser.check_unused(arguments, "with --tasks", unused)
         names = [name.strip() for name in arguments.tasks.split(",")]
@@ -150,6 +156,11 @@ def make_parser() -> tuple[ArgumentParser, list[EvalFlags]]:
     add("--path", metavar="FILE", help=path_help)
     column_help = "text column of jsonl and parquet (default: text)"
     add("--column", metavar="NAME", help=column_help)
+    fineweb_help = (
+        "evaluate on the first 10,485,760 tokens of FineWeb's validation tokens "
+        "(fineweb_val_000000.bin), as replications of GPT-2 do"
+    )
+    add("--fineweb", metavar="FILE", help=fineweb_help)
     tokens_help = f"maximum number of tokens (default: {MAX_TOKENS} with --source)"
     add("--max-tokens", type=int, help=tokens_help)
 
@@ -309,6 +320,29 @@ def evaluate_text(
     shown = f"{format_header(header)}\n\n{table}\n\n{by_position}"
     draw = partial(plot, last.by_position, [], arguments, text.source)
     return Report(values, shown, draw)
+
+
+def evaluate_fineweb(
+    arguments: argparse.Namespace, folder: Path, model: Thinker, tokenizer: Tokenizer
+) -> Report:
+    """Measure the loss on FineWeb's validation tokens, and compare it with GPT-2's."""
+    from thinker.evaluation import fineweb
+    from thinker.evaluation.perplexity import format_table
+
+    lengths = arguments.context or [min(fineweb.CONTEXT, model.config.max_seq_len)]
+    n_tokens = arguments.max_tokens or fineweb.VAL_TOKENS
+    losses = []
+    lines = []
+    for length in lengths:
+        loss = fineweb.fineweb_loss(
+            model, tokenizer, arguments.fineweb, length, n_tokens, arguments.confidence
+        )
+        losses.append(loss)
+        lines.append(fineweb.compare(loss))
+    header = {"model": str(folder), "file": arguments.fineweb, "confidence": arguments.confidence}
+    values = header | {"losses": [loss.to_dict() for loss in losses], "gpt2": fineweb.GPT2_LOSS}
+    shown = "\n".join([format_header(header), "", format_table(losses), "", *lines])
+    return Report(values, shown, None)
 
 
 def describe_counted(text: Text) -> str:

@@ -39,27 +39,33 @@ def check_val_tokens(
 
 
 def read_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[Document]:
-    """Yield the documents of a file: a header, then uint16 tokens, with a BOS token before each
-    document.
+    """Yield the documents of a file; see read_tokens().
 
     Skips the last document, which may be cut. Raises UserError for other formats or tokenizers.
+    """
+    tokens = read_tokens(path, tokenizer, f"data.val_tokens={path}", "data.tokenizer")
+    for start, end in pairwise(np.flatnonzero(tokens == tokenizer.bos_id)):
+        yield Document(tokenizer.decode(tokens[start + 1 : end].tolist()))
+
+
+def read_tokens(path: str | Path, tokenizer: Tokenizer, name: str, of: str) -> np.ndarray:
+    """The tokens of a file, (N,) uint16: a header, then tokens, with a BOS token before each
+    document.
+
+    name, of: how messages name the file, and its tokenizer. Raises UserError for other formats or
+    tokenizers.
     """
     try:
         data = np.fromfile(path, np.uint8)
     except OSError as error:
-        raise UserError(f"data.val_tokens={path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{name} cannot be read: {error.strerror}") from error
     header = data[:12].tobytes()
     if header[:8] != HEADER.tobytes() or len(data) != HEADER_BYTES + 2 * int.from_bytes(
         header[8:], "little"
     ):
-        raise UserError(
-            f"data.val_tokens={path} is not a complete token file such as fineweb_val_000000.bin"
-        )
+        raise UserError(f"{name} is not a complete token file such as fineweb_val_000000.bin")
     tokens = data[HEADER_BYTES:].view("<u2")
-    starts = np.flatnonzero(tokens == tokenizer.bos_id)
-    if not len(starts) or starts[0] != 0 or tokens.max() >= tokenizer.vocab_size:
-        raise UserError(
-            f"data.val_tokens={path} does not match data.tokenizer; use the tokenizer of the file"
-        )
-    for start, end in pairwise(starts):
-        yield Document(tokenizer.decode(tokens[start + 1 : end].tolist()))
+    begins = len(tokens) > 0 and tokens[0] == tokenizer.bos_id
+    if not begins or tokens.max() >= tokenizer.vocab_size:
+        raise UserError(f"{name} does not match {of}; use the tokenizer of the file")
+    return tokens

@@ -22,6 +22,7 @@ TALES_PAIRS = "tales-pairs"
 SUITES = (TALES_PAIRS, *PRESETS)
 # Flags of other measurements.
 UNUSED = (
+    "fineweb",
     "read_data",
     "part",
     "source",
