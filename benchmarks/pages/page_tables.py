@@ -147,6 +147,7 @@ def ladder(results: Results) -> Table:
         largest = max(row["flops"] for row in run["rows"])
         sizes = f"{run['rows'][0]['size']} to {run['rows'][-1]['size']}"
         shown = {"sizes": sizes, "gap": run["target"]["flops"] / largest}
+        shown["runs"] = len(run["rows"])
         shown["error"] = signed_percent(run["error"])
         shown["interval"] = f"{run['low']:.3f} to {run['high']:.3f}"
         rows.append({**run, **shown})
@@ -155,6 +156,7 @@ def ladder(results: Results) -> Table:
         "model": "{target[size]}",
         "FLOPs": "{target[flops]:.1e}",
         "from": "{sizes}",
+        "runs": "{runs}",
         "times the largest of these": "{gap:.1f}",
         "predicted": "{predicted:.3f}",
         "95% interval": "{interval}",
