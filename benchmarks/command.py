@@ -49,6 +49,7 @@ BENCHMARKS = {  # by room and name, the arguments of two examples
     "speed.structured": ("", "--shape tiny --precisions int8,int4 --new 20"),
     "losses.time_to_loss": ("BASELINE.yaml CANDIDATE.yaml", "BASELINE.yaml CANDIDATE.yaml --tune optimizer.lr=0.004,0.008"),
     "systems.tokenizing": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --repeats 1"),
+    "losses.tricks": ("--size 12m", "--only both --texts pysource --seeds 1"),
     "speed.train": ("--shape 12m", "--shape 124m --no-baseline --png train.png"),
 }  # fmt: skip
 FOLDER = Path(__file__).parent

@@ -61,13 +61,24 @@ class Attention(nn.Module):
         mask: AttentionMask,
         cache: AnyCache = None,
         slots: CacheSlots | None = None,
+        token_values: Tensor | None = None,
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C). `rope`: None in a layer without RoPE."""
-        q, k, v = self.project(x, rope)
+        q, k, v = self.query_key_value(x, rope, token_values)
         if slots is not None:  # a linear layer caches a state, which has no slots
             q, k, v = cache.update(q, k, v, slots)  # k, v: (B, K, S, D)
         y = self.attend(q, k, v, mask, cache)  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
+
+    def query_key_value(
+        self, x: Tensor, rope: Rotation, token_values: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """project(), where the values get those that ValueEmbeddings has for the tokens, (B, K, T,
+        D)."""
+        q, k, v = self.project(x, rope)
+        if token_values is not None:
+            v = v + token_values
+        return q, k, v
 
     def project(self, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D), with norm and RoPE applied

@@ -65,6 +65,9 @@ class ThinkerConfig:
     attention_sinks: bool = False  # learned score per head that lets it attend to nothing
     attention_bias: bool = False  # bias on queries, keys and values, as in Qwen2
     token_shift: bool = False  # add the embedding of the token before, scaled per channel
+    value_embeddings: bool = False  # add an embedding of each token to its values in each layer
+    # rows of a table of pairs: an embedding of the token before and the token is added; 0: none
+    bigram_rows: int = 0
     no_rope_layers: list | None = None  # layers without RoPE, counted from 0, as in SmolLM3
     # KV heads per layer of a pruned model; None: n_kv_heads
     n_kv_heads_per_layer: list | None = None
@@ -224,6 +227,10 @@ class ThinkerConfig:
                 )
         if self.qk_norm_type != "rmsnorm" and not self.qk_norm:
             raise UserError("model.qk_norm_type works only with model.qk_norm=true; remove it")
+        if not 0 <= self.bigram_rows <= MAX_SIZE:
+            raise UserError(
+                f"model.bigram_rows is {self.bigram_rows}; it must be from 0 to {MAX_SIZE:,}"
+            )
         for name in ("embedding_scale", "residual_scale", "logit_scale"):
             if not 1e-9 <= getattr(self, name) <= 1e9:
                 raise UserError(
@@ -249,6 +256,10 @@ class ThinkerConfig:
             raise UserError(
                 "model.n_kv_heads_per_layer does not work with alibi or per-head patterns; "
                 "remove it"
+            )
+        if self.value_embeddings:
+            raise UserError(
+                "model.n_kv_heads_per_layer does not work with model.value_embeddings; remove it"
             )
 
     def parse_rope_scaling(self) -> RopeScaling | None:
@@ -288,9 +299,16 @@ class ThinkerConfig:
         """Whether all layers use full attention, RoPE and plain scores, as in LLaMA and Qwen3."""
         has_plain_scores = self.attn_logit_softcap is None and not self.attention_sinks
         has_changed_input = self._has_dynamic_rope or self.no_rope_layers or self.token_shift
+        has_tables = self.value_embeddings or self.bigram_rows > 0
+        has_changed_input = has_changed_input or has_tables
         is_plain_input = self.positions == "rope" and not has_changed_input
         is_full = all(pattern.text == "full" for pattern in self.patterns)
         return has_plain_scores and is_plain_input and is_full
+
+    @property
+    def reads_token_before(self) -> bool:
+        """Whether the input of a position depends on the token before it."""
+        return self.token_shift or self.bigram_rows > 0
 
     @property
     def is_unbounded(self) -> bool:

@@ -175,7 +175,7 @@ class KVCache:
         self.high_water = self.lengths
         self.high_water_before = self.lengths
         self.tokens: Tensor | None = None
-        if self.mask_builder.by_token or config.token_shift:
+        if self.mask_builder.by_token or config.reads_token_before:
             self.tokens = torch.zeros(batch_size, max_len, dtype=int, device=device)
 
     def _new_layer(self, pattern: Pattern, B: int, K: int) -> LayerCache | LinearState:

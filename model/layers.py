@@ -9,6 +9,11 @@ from torch import Tensor, nn
 
 from thinker.model.registries import ACTIVATIONS, NORMS
 
+VALUE_EMBEDDING_STD = 0.5  # half of what a value has after initialization
+# Primes above any vocabulary, so that the rows of all pairs with one token differ.
+PREVIOUS_FACTOR = 1_000_003
+CURRENT_FACTOR = 998_244_353
+
 
 class Linear(nn.Linear):
     """nn.Linear that casts its weight to the dtype of the activations."""
@@ -149,6 +154,59 @@ class ScaledEmbedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) -> (B, T, C)."""
         return super().forward(tokens) * self.factor
+
+
+class BigramEmbedding(nn.Module):
+    """A row for each pair of the token before and the token, of a table with `n_rows` rows.
+
+    A hash chooses the row, so several pairs share one. The first token of a document has no pair.
+    The table starts at zero.
+    """
+
+    def __init__(self, n_rows: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding.from_pretrained(torch.empty(n_rows, width), freeze=False)
+
+    def rows(self, before: Tensor, tokens: Tensor) -> Tensor:
+        """The rows of pairs of ids, of any shape."""
+        mixed = before * PREVIOUS_FACTOR + tokens * CURRENT_FACTOR
+        return mixed % self.table.num_embeddings
+
+    def forward(self, tokens: Tensor, token_before: Tensor | None, is_first: Tensor) -> Tensor:
+        """Tokens (B, T) -> (B, T, C).
+
+        token_before: (B, 1), the id before each row; None: there is none. is_first: (T,) or (B, T),
+        positions at which a document begins, which get 0.
+        """
+        before = F.pad(tokens, (1, -1))  # (B, T)
+        if token_before is not None:
+            before[:, :1] = token_before
+        pairs = self.table(self.rows(before, tokens))  # (B, T, C)
+        return pairs.masked_fill(is_first.unsqueeze(-1), 0)
+
+
+class ValueEmbeddings(nn.Module):
+    """A table per layer: a row for each token, which is added to the token's values in all heads.
+
+    Each table has V · K · D parameters. Used in the records of modded-nanogpt
+    (https://github.com/KellerJordan/modded-nanogpt, 2024).
+    """
+
+    def __init__(self, n_layers: int, vocab_size: int, n_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.tables = nn.ModuleList()
+        for _ in range(n_layers):
+            table = torch.empty(vocab_size, n_kv_heads * head_dim)
+            self.tables.append(nn.Embedding.from_pretrained(table, freeze=False))
+
+    def forward(self, tokens: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Tokens (B, T) -> for each layer (B, K, T, D), in `dtype`."""
+        values = []
+        for table in self.tables:
+            rows = table(tokens).to(dtype)  # (B, T, K·D)
+            values.append(rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
+        return values
 
 
 class LearnedPositions(nn.Embedding):

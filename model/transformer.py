@@ -17,6 +17,8 @@ from thinker.model.input_checks import check_inputs, tokens_to_inspect
 from thinker.model.kernels import load_kernel
 from thinker.model.kv_cache import KVCache
 from thinker.model.layers import (
+    VALUE_EMBEDDING_STD,
+    BigramEmbedding,
     LearnedPositions,
     Linear,
     LogitTransform,
@@ -24,6 +26,7 @@ from thinker.model.layers import (
     Scale,
     ScaledEmbedding,
     TransformedLinear,
+    ValueEmbeddings,
 )
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns.pattern import Pattern, TokenInfo
@@ -98,9 +101,10 @@ class Block(nn.Module):
         mask: AttentionMask,
         cache: AnyCache = None,
         slots: CacheSlots | None = None,
+        token_values: Tensor | None = None,
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        y = self.attention(self.attention_norm(x), rope, mask, cache, slots)
+        y = self.attention(self.attention_norm(x), rope, mask, cache, slots, token_values)
         x = x + self.dropout(self.after_attention(y))
         del y  # before the MLP needs memory
         y = self.mlp(self.mlp_norm(x))
@@ -134,10 +138,13 @@ class ParallelBlock(nn.Module):
         mask: AttentionMask,
         cache: AnyCache = None,
         slots: CacheSlots | None = None,
+        token_values: Tensor | None = None,
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         normed = self.block_norm(x)
-        attended = self.attention(self.attention_norm(normed), rope, mask, cache, slots)
+        attended = self.attention(
+            self.attention_norm(normed), rope, mask, cache, slots, token_values
+        )
         hidden = self.mlp(self.mlp_norm(normed))
         x = x + self.dropout(self.after_attention(attended))
         return x + self.dropout(self.after_mlp(hidden))
@@ -208,6 +215,9 @@ class Thinker(nn.Module):
         self.token_shift: nn.Parameter | None = None  # (C,)
         if config.token_shift:
             self.token_shift = nn.Parameter(torch.zeros(config.d_model))
+        self.bigram_embedding: BigramEmbedding | None = None
+        if config.bigram_rows:
+            self.bigram_embedding = BigramEmbedding(config.bigram_rows, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.rope: Rope | None = None
         self.window_rope: Rope | None = None
@@ -226,6 +236,11 @@ class Thinker(nn.Module):
         self.blocks = nn.ModuleList(
             new_block(config, pattern, layer) for layer, pattern in enumerate(config.patterns)
         )
+        self.value_embeddings: ValueEmbeddings | None = None
+        if config.value_embeddings:
+            self.value_embeddings = ValueEmbeddings(
+                config.n_layers, config.vocab_size, config.n_kv_heads, config.head_dim
+            )
         self.norm = new_norm(config)
         self.logit_transform: LogitTransform | None = None
         if config.logit_scale != 1 or config.logit_softcap is not None:
@@ -253,6 +268,10 @@ class Thinker(nn.Module):
                 parameter.normal_(0, 0.02, generator=generator)
             elif name == "embedding.weight":
                 parameter.normal_(0, embedding_std, generator=generator)
+            elif name.startswith("bigram_embedding."):
+                parameter.zero_()
+            elif name.startswith("value_embeddings."):
+                parameter.normal_(0, VALUE_EMBEDDING_STD, generator=generator)
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()  # every block starts as the identity
             elif name == "lm_head.weight":  # with std 0 the first loss is exactly ln V
@@ -358,6 +377,12 @@ class Thinker(nn.Module):
             raise UserError(
                 "model.attention selects tokens by id, but embeddings have no ids; pass tokens"
             )
+        has_tables = self.value_embeddings is not None or self.bigram_embedding is not None
+        if tokens is None and has_tables:
+            raise UserError(
+                "model.value_embeddings and model.bigram_rows need token ids; pass tokens, not "
+                "embeddings"
+            )
         if tokens is None and cache is not None and self.token_shift is not None:
             raise UserError(
                 "model.token_shift with a cache needs token ids; pass tokens, not embeddings"
@@ -391,6 +416,9 @@ class Thinker(nn.Module):
                 query.token_id = tokens
             context = self.mask_builder.whole_sequence(query)
         context.ropes = self.rotations(context.positions, context.end)
+        context.token_values = [None] * len(self.blocks)
+        if self.value_embeddings is not None:
+            context.token_values = self.value_embeddings(tokens, self.dtype)
         return context
 
     def rotations(self, positions: Tensor, end: int) -> list[Rotation]:
@@ -415,9 +443,9 @@ class Thinker(nn.Module):
         caches = [None] * len(self.blocks)
         if cache is not None:
             caches = cache.layers
-        per_layer = (context.ropes, context.masks, caches, context.slots)
-        for block, rope, mask, cache_of_layer, slots in zip(self.blocks, *per_layer):
-            x = block(x, rope, mask, cache_of_layer, slots)  # (B, T, C)
+        per_layer = (context.ropes, context.masks, caches, context.slots, context.token_values)
+        for block, *inputs_of_layer in zip(self.blocks, *per_layer):
+            x = block(x, *inputs_of_layer)  # (B, T, C)
         if last_logits_only:
             x = x[:, -1:]
         return self.norm(x)
@@ -432,6 +460,9 @@ class Thinker(nn.Module):
                 before[:, :1] = self.embedding(context.token_before)
             is_first = context.positions == 0  # (T,) or (B, T): no token before it
             x = x + (self.token_shift * before).masked_fill(is_first.unsqueeze(-1), 0)
+        if self.bigram_embedding is not None:
+            is_first = context.positions == 0  # (T,) or (B, T)
+            x = x + self.bigram_embedding(inputs, context.token_before, is_first)
         if self.positions is not None:
             x = x + self.positions(context.positions)
         elif self.config.positions == "sinusoidal":

@@ -33,6 +33,8 @@ KINDS = {  # model config, options of the Generator
     "alibi": ({"positions": "alibi"}, {}),
     "learned": ({"positions": "learned"}, {}),
     "token shift": ({"token_shift": True}, {}),
+    "value embeddings": ({"value_embeddings": True}, {}),
+    "embedding of pairs": ({"bigram_rows": 199}, {}),
     "prefix": ({"attention": "prefix(4)"}, {}),
     "unbounded": ({"attention": "window(8)"}, {}),
 }

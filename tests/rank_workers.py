@@ -29,6 +29,8 @@ CPU, ROWS, T = torch.device("cpu"), 8, 24
 SHAPE = {
     "attention_sinks": True,
     "token_shift": True,
+    "value_embeddings": True,
+    "bigram_rows": 51,
     "vocab_size": 97,
     "d_model": 31,
     "n_layers": 2,

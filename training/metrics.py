@@ -85,15 +85,19 @@ def flops_per_token(model: Thinker, seq_len: int) -> int:
     """FLOPs per processed token of a training step, counted as in appendix B of PaLM
     (arXiv:2204.02311).
 
-    6 per parameter, excluding an untied embedding and learned positions, plus 12 · T · the total
-    width of all heads for attention. A frozen parameter has 4, as it needs no gradient: 2 forward,
-    and 2 back to its inputs.
+    6 per parameter, excluding tables that are only read, such as an untied embedding, plus 12 · T ·
+    the total width of all heads for attention. A frozen parameter has 4, as it needs no gradient: 2
+    forward, and 2 back to its inputs.
     """
     looked_up = []  # tables that are read, not multiplied
     if not model.config.tie_embeddings:
         looked_up.append(model.embedding.weight)
     if model.positions is not None:
         looked_up.append(model.positions.weight)
+    if model.value_embeddings is not None:
+        looked_up += model.value_embeddings.parameters()
+    if model.bigram_embedding is not None:
+        looked_up += model.bigram_embedding.parameters()
     is_looked_up = set(map(id, looked_up))
     flops = 0
     for parameter in model.parameters():

@@ -60,15 +60,17 @@ class EarlyExitDecoder(PlainDecoder):
         x = model.embed(tokens, context).to(model.dtype)  # (B, 1, C)
         # Layers that each row used, (B,); 0: it has not exited.
         used = torch.zeros(len(tokens), dtype=torch.int64, device=x.device)
-        layers = zip(model.blocks, context.ropes, context.masks, cache.layers, context.slots)
-        for number, (block, rope, mask, layer, slots) in enumerate(layers, 1):
+        per_layer = (context.ropes, context.masks, cache.layers, context.slots)
+        layers = zip(model.blocks, *per_layer, context.token_values)
+        for number, (block, rope, mask, layer, slots, token_values) in enumerate(layers, 1):
             is_running = used == 0  # (B,)
             if not is_running.any():
-                q, k, v = block.attention.project(block.attention_norm(x), rope)
+                normed = block.attention_norm(x)
+                q, k, v = block.attention.query_key_value(normed, rope, token_values)
                 layer.update(q, k, v, slots)
                 continue
             # Of rows that have exited, only keys and values count.
-            after = block(x, rope, mask, layer, slots)
+            after = block(x, rope, mask, layer, slots, token_values)
             x = torch.where(is_running[:, None, None], after, x)  # (B, 1, C)
             logits = model.lm_head(model.norm(x))  # (B, 1, V)
             leaves = is_running

@@ -146,9 +146,11 @@ def prune_layers(model: Thinker, removed: Collection[int]) -> Thinker:
         raise UserError(f"the model has {config.n_layers} layers; keep at least one")
     has_other_heads = config.n_kv_heads_per_layer is not None
     has_other_positions = config.no_rope_layers is not None
-    if len(set(config.patterns)) > 1 or has_other_heads or has_other_positions:
+    are_alike = len(set(config.patterns)) == 1 and not config.value_embeddings
+    if not are_alike or has_other_heads or has_other_positions:
         raise UserError(
-            "the layers of this model differ (attention, KV heads or RoPE), so none can be removed"
+            "the layers of this model differ (attention, KV heads, RoPE or value embeddings), so "
+            "none can be removed"
         )
     weights = {}
     for name, weight in model.state_dict().items():

@@ -45,6 +45,10 @@ def _unknown(model: Thinker) -> Iterator[str]:
         yield f"{config.positions} positions"
     if config.token_shift:
         yield "token shift"
+    if config.value_embeddings:
+        yield "value embeddings"
+    if config.bigram_rows:
+        yield "an embedding of pairs"
     if config.window_rope_theta is not None:
         yield "a RoPE base for windows"
     if any(pattern.n_features for pattern in config.patterns):
@@ -62,7 +66,8 @@ class NativeDecoder:
     and values have the same bits whatever the batch, and however the text is split into passes.
     Otherwise the model runs the first pass of a cache, those of many rows, and those of several
     positions if a layer has a mask. It also runs all passes with recorded or patched activations,
-    linear attention or choice by content, learned or sinusoidal positions, or token shift.
+    linear attention or choice by content, learned or sinusoidal positions, token shift,
+    value embeddings, or an embedding of pairs.
     """
 
     name = "kernels in C"

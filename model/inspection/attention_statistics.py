@@ -86,8 +86,8 @@ def measure_attention(
     def measure(layer: int, attention: Attention, inputs: tuple[Any, ...]) -> None:
         if threading.get_ident() != thread:
             return  # another pass of the same model
-        x, rope, mask, layer_cache, slots = inputs
-        q, k, v = attention.project(x, rope)
+        x, rope, mask, layer_cache, slots, token_values = inputs
+        q, k, v = attention.query_key_value(x, rope, token_values)
         if slots is not None:
             q, k, _ = layer_cache.update(q, k, v, slots)
         figures[layer] = _figures(attention, q, k, mask, first_keys)

@@ -57,6 +57,8 @@ UNSUPPORTED = {
     "top-k": {"attention": "topk(4)"},
     "retrieval": {"attention": "retrieve(4, 2)"},
     "token shift": {"token_shift": True},
+    "value embeddings": {"value_embeddings": True},
+    "embedding of pairs": {"bigram_rows": 31},
 }
 
 

@@ -139,7 +139,7 @@ def test_every_form_that_the_format_has(tmp_path, family, rope):
 
 
 @pytest.mark.parametrize("form", [{"positions": "alibi"}, {"positions": "none"}, {"attn_logit_softcap": 5.0},
-                                  {"attention_sinks": True}, {"token_shift": True},
+                                  {"attention_sinks": True}, {"token_shift": True}, {"value_embeddings": True}, {"bigram_rows": 7},
                                   {"attention": "window(4) | global(2)"}, {"attention": "linear(8)"},
                                   {"attention_bias": True}, {"attention": ["window(3)", "window(4)"]},
                                   {"attention": ["full", "window(4)"], "qk_norm": False},

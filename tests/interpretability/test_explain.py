@@ -16,6 +16,7 @@ FORMS = {
     "retrieve": {"attention": "retrieve(3, 1)"}, "both": {"attention": "heads(topk(3), retrieve(2, 1))"},
     "alibi": {"positions": "alibi"}, "sinks": {"attention_sinks": True}, "prefix": {"attention": "prefix(5)"},
     "token shift": {"token_shift": True},
+    "extra embeddings": {"value_embeddings": True, "bigram_rows": 23},
     "sharp": {"std": 2.0, "qk_norm": False},
     "a temperature": {"attention_temperature": 1.7, "attn_logit_softcap": 2.0},
     "all of it": {"attn_logit_softcap": 3.0, "attention_sinks": True, "positions": "alibi"},

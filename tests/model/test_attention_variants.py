@@ -27,6 +27,7 @@ MORE = [
     {"attention_bias": True},
 ]
 MORE += [{"no_rope_layers": [1]}, {"token_shift": True}]
+MORE += [{"value_embeddings": True, "bigram_rows": 23}]
 
 
 def goes_together(attention, positions, more):

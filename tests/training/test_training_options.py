@@ -36,6 +36,8 @@ EAGER = {
     "train.micro_batch_size": ["null", "1"],
     "model.dropout": ["0.0", "0.2"],
     "model.token_shift": ["false", "true"],
+    "model.value_embeddings": ["false", "true"],
+    "model.bigram_rows": ["0", "97"],
     "documents": list(DOCUMENTS),
     "sources": list(SOURCES),
     "train.lora_rank": ["null", "4"],
@@ -98,7 +100,8 @@ def overrides(case, run, cache, tiny_run, n_steps=4, device="cpu"):
         del keys["train.parallel"]
     is_lora = keys["train.lora_rank"] != "null"
     if is_lora:
-        del keys["model.token_shift"]  # the initial model has none
+        for name in ("token_shift", "value_embeddings", "bigram_rows"):
+            del keys[f"model.{name}"]  # the initial model has none
     start = (
         [f"run.init_from={tiny_run}", "data.tokenizer=null"]
         if is_lora

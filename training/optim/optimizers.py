@@ -16,7 +16,13 @@ from thinker.training.config.sections import OptimizerConfig
 from thinker.training.optim.registry import OPTIMIZERS
 
 # Parameters of modules that are no matrices of blocks, by the start of their names.
-KINDS = {"embedding": "embedding", "positions": "embedding", "lm_head": "head"}
+KINDS = {
+    "embedding": "embedding",
+    "positions": "embedding",
+    "value_embeddings": "embedding",
+    "bigram_embedding": "embedding",
+    "lm_head": "head",
+}
 ParameterGroup = dict[str, Any]  # as torch's optimizers take it
 
 

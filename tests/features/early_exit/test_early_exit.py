@@ -26,6 +26,7 @@ CASES = pairwise({
     "form": [{}, {"attention": "window(4)"}, {"attention": "topk(4)"}, {"positions": "alibi"},
              {"attention": "token(3)"}, {"attn_logit_softcap": 2.0, "attention_sinks": True},
              {"attention": "prefix(2)", "no_rope_layers": [1]}, {"positions": "learned"}, {"token_shift": True},
+             {"value_embeddings": True, "bigram_rows": 23},
              {"positions": "sinusoidal"}, {"block": "parallel", "norm": "layernorm", "mlp_bias": True},
              {"block": "both_norms", "logit_softcap": 3.0, "window_rope_theta": 100.0, "attention": ["window(4)", "full"]}],
     "qk_norm": [True, False],

@@ -1,0 +1,212 @@
+"""Tricks that may lower the loss of a short run: each at equal time, beside equal tokens.
+
+The time of a step of each trick is measured in turns with a step of the defaults. A run at equal
+time has as many steps fewer as its steps take longer. So lengths are fixed before training starts,
+and other work on the machine changes no loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinker.benchmarks.environment import time_alternately
+from thinker.benchmarks.training_runs import ROOT, train_all
+from thinker.data.batches.prefetch import Batch
+from thinker.features.sweeps.seed_statistics import mean_and_interval
+from thinker.runtime.backend import configure_backend
+from thinker.runtime.errors import UserError
+from thinker.training.config.config import Config
+from thinker.training.config.load import load_config
+from thinker.training.processes.training_process import TrainingProcess
+from thinker.training.settings.resolve import resolve_settings
+from thinker.training.step import TrainingStep, build_model
+
+DEFAULTS = "defaults"
+PAIRS = "model.bigram_rows={five_vocabularies}"
+TRICKS: dict[str, list[str]] = {
+    DEFAULTS: [],
+    "value embeddings": ["model.value_embeddings=true"],
+    "embedding of pairs": [PAIRS],
+    "both": ["model.value_embeddings=true", PAIRS],
+    "token shift": ["model.token_shift=true"],
+    "logits capped at 15": ["model.logit_softcap=15"],
+    "squared ReLU": ["model.mlp=ungated", "model.activation=relu2", "model.d_ff={four_widths}"],
+    "cautious weight decay": ["optimizer.weight_decay=0.1", "optimizer.cautious_weight_decay=true"],
+    "half the batch": ["train.batch_size=8"],
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """The shape of a model, and the seconds that the defaults train."""
+
+    d_model: int
+    n_layers: int
+    n_heads: int
+    seconds: float
+
+
+SIZES = {"2m": Size(160, 4, 5, 120), "12m": Size(384, 6, 6, 600)}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to train on."""
+
+    config: str  # in benchmarks/configs
+    vocab_size: int
+
+
+TEXTS = {"pysource": Text("pysource-default.yaml", 2048), "tales": Text("tales-default.yaml", 3072)}
+BATCH_SIZE = 16  # the default
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
+    parser.add_argument("--size", choices=SIZES, default="2m", help="parameters of the model")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per trick, with seeds 1 to N")
+    parser.add_argument("--only", nargs="*", metavar="TRICK", help="tricks to run (default: all)")
+    parser.add_argument("--texts", nargs="*", choices=TEXTS, default=list(TEXTS), help="texts")
+    parser.add_argument("--seconds", type=float, help="seconds that the defaults train")
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each trick")
+    parser.add_argument("--jobs", type=int, default=1, help="runs in parallel, sharing the cores")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/tricks"),
+        help="folder for runs; finished runs are reused",
+    )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time the steps of all tricks, train them, and print the differences from the defaults."""
+    names = [DEFAULTS]
+    for name in arguments.only or TRICKS:
+        if name not in TRICKS:
+            raise UserError(f"unknown trick {name!r}; choose from: {'; '.join(TRICKS)}")
+        if name != DEFAULTS:
+            names.append(name)
+    seconds = arguments.seconds or SIZES[arguments.size].seconds
+    rows = []
+    for text in arguments.texts:
+        step_times = time_steps(text, arguments.size, names, arguments.rounds)
+        runs = plan_runs(arguments, text, step_times, seconds)
+        train_all(list(runs.values()), arguments.jobs)
+        rows += compare(text, step_times, runs, arguments.seeds)
+    return {"size": arguments.size, "seconds": seconds, "seeds": arguments.seeds, "rows": rows}
+
+
+def overrides_of(name: str, text: str, size: str) -> list[str]:
+    """The keys that a trick sets on a text, for a model of a size."""
+    shape = SIZES[size]
+    numbers = {"five_vocabularies": 5 * TEXTS[text].vocab_size, "four_widths": 4 * shape.d_model}
+    overrides = [
+        f"model.d_model={shape.d_model}",
+        f"model.n_layers={shape.n_layers}",
+        f"model.n_heads={shape.n_heads}",
+        f"train.batch_size={BATCH_SIZE}",
+        "train.eval_every=null",
+        "train.compile=false",
+    ]
+    for override in TRICKS[name]:
+        overrides.append(override.format(**numbers))
+    return overrides
+
+
+def config_of(name: str, text: str, size: str) -> Config:
+    """The config of a trick."""
+    path = ROOT / "benchmarks" / "configs" / TEXTS[text].config
+    return load_config(path, overrides_of(name, text, size))
+
+
+def time_steps(text: str, size: str, names: list[str], rounds: int) -> dict[str, list[float]]:
+    """Seconds of steps of each trick, measured in turns."""
+    device = torch.device("cpu")
+    configure_backend(device)
+    steps = []
+    for name in names:
+        config = config_of(name, text, size)
+        model_config = config.thinker_config(vocab_size=TEXTS[text].vocab_size)
+        settings = resolve_settings(config, model_config, device)
+        step = TrainingStep(build_model(model_config, 1, device), settings)
+        shape = (config.train.batch_size, config.data.seq_len)
+        tokens = torch.randint(1, model_config.vocab_size, shape)
+        steps.append(partial(step, Batch(tokens, tokens, tokens.numel()), 1e-3))
+    return dict(zip(names, time_alternately(steps, rounds, device)))
+
+
+def relative_time(step_times: dict[str, list[float]], name: str) -> float:
+    """The time of a step of a trick, divided by that of the defaults: the median of all rounds."""
+    pairs = zip(step_times[name], step_times[DEFAULTS])
+    return statistics.median(own / default for own, default in pairs)
+
+
+def plan_runs(
+    arguments: argparse.Namespace, text: str, step_times: dict[str, list[float]], seconds: float
+) -> dict[tuple[str, str, int], TrainingProcess]:
+    """A run for each trick, budget and seed, as long as the defaults train in `seconds`."""
+    path = ROOT / "benchmarks" / "configs" / TEXTS[text].config
+    n_default = seconds / statistics.median(step_times[DEFAULTS])
+    runs = {}
+    for name in step_times:
+        overrides = overrides_of(name, text, arguments.size)
+        share = config_of(name, text, arguments.size).train.batch_size / BATCH_SIZE
+        lengths = {"tokens": n_default / share, "time": n_default / relative_time(step_times, name)}
+        if name == DEFAULTS:
+            del lengths["tokens"]
+        for budget, n_steps in lengths.items():
+            n_steps = max(1, round(n_steps))
+            for seed in range(1, arguments.seeds + 1):
+                label = f"{text}, {name}, equal {budget}, seed {seed}"
+                folder = "-".join([arguments.size, text, name.replace(" ", "_"), str(n_steps)])
+                own = [*overrides, f"run.seed={seed}", f"train.max_steps={n_steps}"]
+                runs[name, budget, seed] = TrainingProcess(
+                    label, path, own, arguments.folder / f"{folder}-{seed}"
+                )
+    return runs
+
+
+def compare(
+    text: str,
+    step_times: dict[str, list[float]],
+    runs: dict[tuple[str, str, int], TrainingProcess],
+    n_seeds: int,
+) -> list[dict[str, Any]]:
+    """A row for each trick: its losses, and how they differ from those of the defaults by seed."""
+    seeds = range(1, n_seeds + 1)
+    default = [runs[DEFAULTS, "time", seed].loss for seed in seeds]
+    rows = []
+    print(f"{text}: loss at equal time, difference, difference at equal tokens, time of a step")
+    for name in step_times:
+        losses = [runs[name, "time", seed].loss for seed in seeds]
+        row = {
+            "text": text,
+            "trick": name,
+            "losses": losses,
+            "steps": runs[name, "time", 1].final["step"],
+            "tokens": runs[name, "time", 1].final["tokens"],
+            "step_time": relative_time(step_times, name),
+            "loss": statistics.fmean(losses),
+        }
+        line = f"{name:<24} {row['loss']:.4f}"
+        if name != DEFAULTS:
+            for budget in ("time", "tokens"):
+                own = [runs[name, budget, seed].loss for seed in seeds]
+                differences = [a - b for a, b in zip(own, default)]
+                mean, interval = mean_and_interval(differences)
+                if n_seeds == 1:
+                    interval = math.nan
+                row[f"at_equal_{budget}"] = {"difference": mean, "interval": interval}
+                line += f"  {mean:+.4f} ± {interval:.4f}"
+            line += f"  {row['step_time']:.3f}"
+        print(line)
+        rows.append(row)
+    return rows
