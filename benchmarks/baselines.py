@@ -10,6 +10,7 @@ from thinker.interop.hf_config import to_hf_config
 from thinker.interop.huggingface import to_hf_name
 from thinker.model import Thinker
 from thinker.model.attention_temperature import fold_attention_temperature
+from thinker.runtime.constants import IGNORE_INDEX
 
 
 def to_transformers(model: Thinker) -> Any:
@@ -48,12 +49,12 @@ class PlainGPT(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """tokens and targets (B, T) -> the mean loss in nats."""
+        """tokens and targets (B, T) -> the mean loss in nats over the targets but IGNORE_INDEX."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         logits = self.lm_head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
 
     def flops_per_token(self) -> int:
         """FLOPs of a training step per token, counted as in training.metrics.flops_per_token()."""

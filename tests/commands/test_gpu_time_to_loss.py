@@ -30,6 +30,7 @@ from thinker.data.corpus.corpus import prepare_corpus
 from thinker.data.text.document import Document
 from thinker.data.text.sources import Source, open_source
 from thinker.data.text.split import split_documents
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training.step import TrainingStep
 
@@ -288,6 +289,19 @@ def test_a_slow_step_counts_and_the_schedule_ends_with_the_time():
     # Halfway between the warm-up and the end: halfway between 1 and a tenth.
     assert lr_factor(0.525) == pytest.approx(0.55)
     assert lr_factor(1.0) == pytest.approx(0.1)
+
+
+def test_a_plain_gpt_ignores_the_padding_at_the_end_of_an_epoch():
+    torch.manual_seed(0)
+    model = PlainGPT(1, 32, 1, 256, 16)
+    tokens = torch.randint(256, (4, 17))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    with torch.no_grad():
+        whole = model(inputs[:3], targets[:3]) * 48
+        part = model(inputs[3:, :5], targets[3:, :5]) * 5
+        targets[3, 5:] = IGNORE_INDEX
+        found = model(inputs, targets)
+    assert float(found) == pytest.approx(float(whole + part) / 53, rel=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
