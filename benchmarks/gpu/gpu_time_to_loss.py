@@ -7,6 +7,7 @@ Every row is written to results.jsonl at once.
 """
 
 import argparse
+import math
 import os
 import tempfile
 import time
@@ -41,7 +42,9 @@ from thinker.training.step import TrainingStep
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpu-124m.yaml"
 THINKER = "thinker"
 SIDES = (*RATES, THINKER)  # adamw and muon train the plain GPT
-EVALUATIONS = 20  # of each side
+EVALUATIONS = 20  # of Thinker, whose time to the loss is wanted
+PLAIN_EVALUATIONS = 8  # of a plain GPT, of which only the last one counts
+WARMUP_STEPS = 10  # the default; the config's are for a run of hours, and half of this one
 REPORT_SECONDS = 5.0
 TOY = (  # of a rehearsal
     "model.d_model=64", "model.n_layers=2", "model.n_heads=2", "data.seq_len=64", "train.batch_size=8",
@@ -61,7 +64,7 @@ class Side(NamedTuple):
     name: str
     seconds: float
     rate: float  # learning rate of a plain GPT
-    evaluations: int = EVALUATIONS
+    evaluations: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,19 +121,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     for name in sides:
         if name == THINKER:
-            side = Side(name, arguments.thinker_seconds, 0.0)
+            side = Side(name, arguments.thinker_seconds, 0.0, EVALUATIONS)
         else:
             rate = RATES[name]
             if rates:
                 trials = [Side(name, arguments.trial_seconds, rate, 1) for rate in rates]
                 rate = best_rate(trials, arguments, recorder, deadline, options)
-            side = Side(name, arguments.plain_seconds, rate)
+            side = Side(name, arguments.plain_seconds, rate, PLAIN_EVALUATIONS)
         train_side(side, side.name, arguments, recorder, deadline, options)
     for result in comparisons(recorder.results):
         recorder.write("comparison", result)
-    curves = [row for row in recorder.results if row["stage"] in SIDES]
-    if any("val_loss" in row for row in curves):
-        plot_curves(curves, folder / "time-to-loss.png")
+    if any(curve_of(recorder.results, name) for name in sides):
+        plot_curves(recorder.results, folder / "time-to-loss.png")
     failures = [f"{line['stage']}: {line['name']}" for line in recorder.results if "error" in line]
     compared = [line for line in recorder.results if line["stage"] == "comparison"]
     return {"comparisons": compared, "failures": failures}
@@ -146,16 +148,20 @@ def parse_sides(text: str) -> list[str]:
 
 
 def parse_rates(text: str | None, sides: list[str]) -> list[float]:
-    """The learning rates to try. Raises UserError if they are none, or fit no side or several."""
+    """The learning rates to try. Raises UserError for other text, and if they fit no side or
+    several."""
     if text is None:
         return []
     plain = [side for side in sides if side != THINKER]
     if len(plain) != 1:
         raise UserError("--rates is for one side of the plain GPT; set --sides adamw or muon")
     try:
-        return [float(rate) for rate in text.split(",")]
+        rates = [float(rate) for rate in text.split(",")]
     except ValueError as error:
         raise UserError(f"--rates {text} is no list of numbers; use 0.01,0.02") from error
+    if not all(0 < rate < math.inf for rate in rates):
+        raise UserError(f"--rates {text} has one that is not positive; use 0.01,0.02")
+    return rates
 
 
 def best_rate(
@@ -201,7 +207,8 @@ def train_side(
 
 
 def data_overrides(corpus: Path) -> list[str]:
-    """What differs from the config: data, tokenizer, vocabulary and length."""
+    """What differs from the config: data, tokenizer, vocabulary and length, with the warmup that
+    suits it."""
     from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 
     vocab_size = load_tokenizer(corpus).vocab_size
@@ -209,6 +216,7 @@ def data_overrides(corpus: Path) -> list[str]:
     return [
         "data.source=tokens", f"data.path={corpus}", f"data.tokenizer={corpus}", "data.config=null",
         "data.max_documents=null", f"model.vocab_size={rounded}", "train.max_steps=null",
+        f"train.warmup_steps={WARMUP_STEPS}",
     ]  # fmt: skip
 
 
@@ -253,6 +261,7 @@ def train_plain(side: Side, overrides: list[str]) -> Results:
                 yield {
                     "name": f"step {training.step}",
                     "seconds": training.seconds,
+                    "planned_s": side.seconds,
                     "step": training.step,
                     "tokens": training.tokens,
                     "epochs": batches.loader.epochs(training.step)[0],
@@ -293,6 +302,7 @@ def train_thinker(side: Side, overrides: list[str]) -> Results:
                 yield {
                     "name": f"step {trainer.state.step}",
                     "seconds": trainer.state.elapsed_s,
+                    "planned_s": side.seconds,
                     "step": trainer.state.step,
                     "tokens": trainer.state.tokens,
                     "epochs": trainer.epochs,
@@ -391,12 +401,13 @@ def mean_of_blocks(losses: Tensor) -> Estimate:
 def comparisons(rows: list[dict[str, Any]]) -> Results:
     """For each plain GPT: when Thinker reaches its final loss, and the difference at the end.
 
-    `certain_s`: when the 95% interval of the difference, taken block by block, is at most zero.
+    `certain_s`: when the 95% interval of the difference, taken block by block, is at most zero. A
+    side that was stopped is not compared, as its schedule did not end.
     """
     curves = {}
     for side in SIDES:
-        points = [row for row in rows if row["stage"] == side and "val_loss" in row]
-        if points:
+        points = curve_of(rows, side)
+        if points and points[-1]["seconds"] >= points[-1]["planned_s"]:
             curves[side] = points
     if THINKER not in curves:
         return
@@ -429,6 +440,18 @@ def comparisons(rows: list[dict[str, Any]]) -> Results:
         }
 
 
+def curve_of(rows: list[dict[str, Any]], side: str) -> list[dict[str, Any]]:
+    """The evaluations of a side in its last run, as results.jsonl may have several."""
+    points: list[dict[str, Any]] = []
+    for row in rows:
+        if row["stage"] != side or "val_loss" not in row:
+            continue
+        if points and row["seconds"] <= points[-1]["seconds"]:  # another run begins
+            points = []
+        points.append(row)
+    return points
+
+
 def difference_of(row: dict[str, Any], other: dict[str, Any]) -> Estimate:
     """The loss of a row minus that of another, with the 95% interval over the same blocks."""
     losses = torch.tensor(row["block_losses"]) - torch.tensor(other["block_losses"])
@@ -436,11 +459,11 @@ def difference_of(row: dict[str, Any], other: dict[str, Any]) -> Estimate:
 
 
 def plot_curves(rows: list[dict[str, Any]], path: Path) -> None:
-    """Validation loss by seconds of training."""
+    """Validation loss by seconds of training. rows: with those of one side at least."""
     figure, (axes,) = new_figure(7, 4.2)
     ends = []
     for side, color in COLORS.items():
-        points = [row for row in rows if row["stage"] == side and "val_loss" in row]
+        points = curve_of(rows, side)
         if not points:
             continue
         seconds = [row["seconds"] for row in points]

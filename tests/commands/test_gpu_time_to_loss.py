@@ -32,6 +32,7 @@ from thinker.data.text.sources import Source, open_source
 from thinker.data.text.split import split_documents
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+from thinker.training.config.sections import TrainConfig
 from thinker.training.step import TrainingStep
 
 BENCHMARK = ROOT / "scripts" / "benchmark.py"
@@ -389,7 +390,7 @@ def rows_of(stage, losses, seconds):
     for number, value in enumerate(losses):
         blocks = [value + offset for offset in (-0.3, 0.0, 0.3)]
         rows.append({"stage": stage, "name": "x", "seconds": seconds * (number + 1), "epochs": 1.0,
-                     "val_loss": value, "block_losses": blocks})  # fmt: skip
+                     "planned_s": seconds * len(losses), "val_loss": value, "block_losses": blocks})  # fmt: skip
     return rows
 
 
@@ -409,6 +410,25 @@ def test_when_a_loss_is_reached():
     assert never["reached_s"] is None
     assert never["certain_s"] is None
     assert list(comparisons(rows_of("adamw", [3.0], 1))) == []
+
+
+def test_a_stopped_side_is_not_compared_and_its_next_run_is():
+    stopped = rows_of("thinker", [5.0, 2.0, 1.0], 40)[:-1]
+    plain = rows_of("adamw", [4.0, 3.0], 120)
+    assert list(comparisons(plain + stopped)) == []
+    assert list(comparisons(plain[:-1] + rows_of("thinker", [2.0], 80))) == []
+    [found] = comparisons(plain + stopped + rows_of("thinker", [5.0, 2.9], 40))
+    assert (found["reached_s"], found["thinker_loss"]) == (80, 2.9)
+
+
+def test_only_data_vocabulary_and_length_differ_from_the_config(overrides):
+    """With the warmup: 50 steps would be half of a run of 80 seconds."""
+    changed = gpu_time_to_loss.data_overrides(Path(overrides[1].removeprefix("data.path=")))
+    names = {each.partition("=")[0] for each in changed}
+    assert names - {"model.vocab_size", "train.max_steps", "train.warmup_steps"} == {
+        "data.source", "data.path", "data.tokenizer", "data.config", "data.max_documents",
+    }  # fmt: skip
+    assert f"train.warmup_steps={TrainConfig().warmup_steps}" in changed
 
 
 def test_the_page_has_table_and_picture_once_there_are_rows(tmp_path, monkeypatch):
@@ -473,9 +493,10 @@ def test_rehearsal(corpus, tmp_path):
     done = run_script(*command[:-4], "--plain-seconds", 3, *arguments)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    trials = [row["rate"] for row in rows if row["stage"] == "muon, trial"]
+    trials = {row["rate"]: row["val_loss"] for row in rows if row["stage"] == "muon, trial"}
     assert set(trials) == {0.02, 1e-5}
-    assert {row["rate"] for row in rows if row["stage"] == "muon"} == {0.02}
+    best = min(trials, key=trials.get)  # by the last loss of each
+    assert {row["rate"] for row in rows if row["stage"] == "muon"} == {best}
 
 
 @pytest.mark.more
@@ -516,6 +537,7 @@ def test_mistakes(corpus, tmp_path):
         ("--sides", "sgd"): "--sides has 'sgd'; choose from adamw, muon, thinker",
         ("--rates", "1,2", "--sides", "adamw,muon"): "--rates is for one side",
         ("--rates", "x"): "--rates x is no list of numbers",
+        ("--rates", "0.1,0"): "--rates 0.1,0 has one that is not positive",
     }.items():
         done = run_script(BENCHMARK, "gpu_time_to_loss", *known, *arguments)
         assert done.returncode == 2
