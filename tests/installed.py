@@ -16,6 +16,7 @@ KNOWN = {
     "distillation",
     "early_exit",
     "eval_suites",
+    "ladder",
     "mixtures",
     "monitoring",
     "ollama",
