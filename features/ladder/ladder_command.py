@@ -172,19 +172,21 @@ def choose_plan(arguments: argparse.Namespace, folder: Path) -> LadderPlan:
 def flops_of_minutes(plan: LadderPlan, arguments: argparse.Namespace, folder: Path) -> float:
     """The FLOPs that the copies of a plan would compute in --minutes on this machine.
 
-    They are written into the folder, so that the same command finds its runs again.
+    They are written into the folder, so that the same command finds its runs again. Those of
+    another model or time are measured again.
     """
     from thinker.runtime.files import atomic_write, make_folder
     from thinker.runtime.reading import read_json
 
     path = folder / "budget.json"
+    asked = {"minutes": arguments.minutes, "target": plan.target.as_row()}
     if path.exists():
         budget = read_json(path)
-        if budget["minutes"] == arguments.minutes:
+        if asked.items() <= budget.items():
             return budget["flops"]
     print("timing a few steps of each size", file=sys.stderr)
     seconds = sum(plan.seconds(rung) for rung in plan.rungs)
     flops = sum(rung.flops for rung in plan.rungs) * 60 * arguments.minutes / seconds
     make_folder(folder, "--folder")
-    atomic_write(path, json.dumps({"minutes": arguments.minutes, "flops": flops}) + "\n")
+    atomic_write(path, json.dumps(asked | {"flops": flops}) + "\n")
     return flops

@@ -82,16 +82,19 @@ def plan_rungs(target: Rung, n_sizes: int, gap: float, seq_len: int) -> list[Run
         rung = make_rung(shape, ratio, seq_len, target.tokens_per_step)
         if rung.flops <= target.flops / gap:
             found.append(rung)
-    rungs: list[Rung] = []
-    for number in range(n_sizes):
-        wanted = math.log(target.flops / gap / STEP**number)
-        rungs.append(min(found, key=lambda rung: abs(math.log(rung.flops) - wanted)))
-    if len({rung.name for rung in rungs}) < n_sizes:
+    rungs: dict[str, Rung] = {}  # by name
+    if found:
+        for number in range(n_sizes):
+            wanted = math.log(target.flops / gap / STEP**number)
+            nearest = min(found, key=lambda rung: abs(math.log(rung.flops) - wanted))
+            rungs[nearest.name] = nearest
+    if len(rungs) < n_sizes:
         raise UserError(
-            f"there are no {n_sizes} different sizes below {target.name}; lower --sizes, or "
-            "predict a larger model"
+            f"there are no {n_sizes} different sizes with at most 1/{gap:.0f} of the FLOPs of "
+            f"{target.name}; lower --sizes or --gap, raise --minutes or --flops, or predict a "
+            "larger model"
         )
-    return rungs[::-1]
+    return list(rungs.values())[::-1]
 
 
 def smaller_shapes(target: ThinkerConfig) -> Iterator[ThinkerConfig]:

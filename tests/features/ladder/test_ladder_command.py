@@ -92,9 +92,15 @@ def test_sizes_are_below_the_target_with_as_many_tokens_per_parameter(options, g
     assert all(1.2 < step < 3.4 for step in steps)
 
 
-def test_a_target_that_is_too_small_has_no_sizes_below_it():
-    with pytest.raises(UserError, match="there are no 6 different sizes below 16x3x4"):
-        plan_rungs(target(d_model=16), 6, 8.0, 64)
+@pytest.mark.parametrize(
+    ("options", "gap"),
+    [({"d_model": 16}, 8.0), ({"d_model": 4, "n_heads": 1}, 8.0), ({}, 1e12)],
+    ids=["narrow", "narrowest", "no FLOPs"],
+)
+def test_a_target_that_is_too_small_has_no_sizes_below_it(options, gap):
+    top = target(**options)
+    with pytest.raises(UserError, match=f"there are no 6 different sizes .* of {top.name}; lower"):
+        plan_rungs(top, 6, gap, 64)
 
 
 def test_a_budget_is_spent():
@@ -171,6 +177,10 @@ def test_minutes_give_the_same_plan_again(ladder, tiny_config, tmp_path):
     (start, done) = events(ladder(*arguments, "--json").out)
     assert start["left"] == 0
     assert done["rows"] == result["rows"]
+    budget = tmp_path / "runs" / "tiny-ladder" / "budget.json"
+    before = budget.read_text()
+    ladder(*arguments, "--plan", "train.max_steps=192")  # another model has another budget
+    assert budget.read_text() != before
 
 
 @pytest.mark.more
@@ -210,6 +220,7 @@ def test_a_stopped_ladder_continues(tiny_config, tmp_path):
         (["--seeds", "0"], "--seeds is 0; it must be at least 1"),
         (["--gap", "1.5"], "--gap is 1.5; it must be at least 2"),
         (["--minutes", "-1"], None),
+        (["--flops", "1", "--sizes", "4"], "there are no 4 different sizes .*raise --minutes or"),
         (["--flops", "nan"], "--flops is nan; it must be a positive number"),
         (["--plan", "--check"], "--plan trains nothing, so --check has no effect"),
         (["run.init_from=other"], "a ladder trains from the beginning; remove run.init_from"),
