@@ -18,7 +18,7 @@ from tqdm import tqdm
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.long_context import hidden_states
 from thinker.features.eval_suites.accuracy import Accuracy, share_of_items
-from thinker.model import Thinker
+from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.checks import check_computed
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_text
@@ -87,8 +87,8 @@ def score_texts(
 
     Raises UserError for a text that the model cannot read at once.
     """
-    rows = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
-    _check_lengths(model, rows)
+    rows = _encode(tokenizer, texts)
+    _check_rows(model.config, rows)
     # Texts of similar length share a batch, with little padding.
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     nats = torch.zeros(len(rows), dtype=torch.float64)
@@ -114,19 +114,32 @@ def score_texts(
     return nats
 
 
-def _check_lengths(model: Thinker, rows: list[list[int]]) -> None:
+def check_pairs(config: ThinkerConfig, tokenizer: Tokenizer, pairs: Sequence[MinimalPair]) -> None:
+    """Raise UserError as score_pairs() does, for pairs that a model of this config cannot score."""
+    _check_rows(config, _encode(tokenizer, _texts_of(pairs)))
+
+
+def _texts_of(pairs: Sequence[MinimalPair]) -> list[str]:
+    return [pair.good for pair in pairs] + [pair.bad for pair in pairs]
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    return [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
+
+
+def _check_rows(config: ThinkerConfig, rows: list[list[int]]) -> None:
     """Raise UserError for a text without tokens or beyond the context, and for a model that reads
     backwards."""
-    if model.config.prefix > 1:
+    if config.prefix > 1:
         raise UserError(
             "minimal pairs need ln P of whole sentences, but the model's bidirectional prefix has "
             "none; use a model without the pattern `prefix`"
         )
     longest = max(len(row) - 1 for row in rows)
-    if longest > model.config.max_seq_len:
+    if longest > config.max_seq_len:
         raise UserError(
             f"the longest sentence has {longest} tokens, but the model reads "
-            f"{model.config.max_seq_len}; use a model with a longer context or shorter sentences"
+            f"{config.max_seq_len}; use a model with a longer context or shorter sentences"
         )
     if min(len(row) for row in rows) == 1:
         raise UserError("the tokenizer gives no token to one of the sentences; remove it")
@@ -165,8 +178,7 @@ def score_pairs(
     model: Thinker, tokenizer: Tokenizer, pairs: Sequence[MinimalPair], progress: bool = False
 ) -> PairScores:
     """Score both sentences of each pair. Raises UserError as score_texts() does."""
-    texts = [pair.good for pair in pairs] + [pair.bad for pair in pairs]
-    nats = score_texts(model, tokenizer, texts, progress)
+    nats = score_texts(model, tokenizer, _texts_of(pairs), progress)
     return PairScores(list(pairs), nats[: len(pairs)], nats[len(pairs) :])
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from thinker.features.eval_suites.minimal_pairs import (
     MinimalPair,
+    check_pairs,
     first_pairs,
     read_pairs,
     score_pairs,
@@ -45,8 +46,9 @@ class SuiteLog(Callback):
         self.every = every
 
     def on_start(self, run: TrainingRun) -> None:
-        """Keep the run."""
+        """Keep the run. Raises UserError for pairs that its model cannot score."""
         self.run = run
+        check_pairs(run.parts.settings.model, run.corpus.tokenizer, self.pairs)
 
     def after_step(self, info: StepInfo) -> None:
         """Keep the number of the step."""

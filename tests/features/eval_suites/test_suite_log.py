@@ -12,6 +12,7 @@ from thinker.features.eval_suites.minimal_pairs import read_pairs, score_pairs
 from thinker.interop import load
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
+from thinker.training.run import build_trainer
 
 BASE = ROOT / "tests" / "fixtures" / "base.yaml"
 SHAPE = [
@@ -95,6 +96,15 @@ def test_scoring_leaves_no_trace_in_the_training(kind, cache, pairs_file, tmp_pa
         for row in rows[:-1]:
             assert line[f"pairs_accuracy/{row.name}"] == pytest.approx(row.accuracy)
     assert not any("pairs_accuracy" in line for line in metrics_without_times(plain))
+
+
+def test_pairs_that_are_too_long_are_refused_before_the_first_step(cache, tmp_path):
+    run = tmp_path / "run"
+    keys = ["train.eval_suite=tales-pairs", "train.log_every=4", "train.eval_suite_every=4"]
+    config = load_config(BASE, overrides(run, cache, *keys))
+    with pytest.raises(UserError, match=r"the longest sentence has \d+ tokens, .* reads 32"):
+        build_trainer(config).train()
+    assert metrics_without_times(run) == []
 
 
 @pytest.mark.parametrize(
