@@ -43,7 +43,8 @@ def test_activations_do_not_grow_with_width(by_width):
         assert abs(row["rms_slope"]) < MOST_OF_WIDTH, row["activation"]
 
 
-def test_updates_grow_slower_than_the_root_of_the_layers():
+def test_updates_of_up_to_eight_layers_grow_slower_than_their_root():
+    """From 8 to 24 layers, the residual stream grows faster (docs/explanations/learning-rates.md)."""
     rows = [row for n_layers in (2, 4, 8) for row in measure(64, n_layers, 8)]
     for name, slope in slopes(rows, "layers", 8).items():
         assert slope < MOST_OF_LAYERS, name

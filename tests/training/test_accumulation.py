@@ -1,7 +1,6 @@
 """A step is the same however its batch is packed and divided, and each document is as if alone.
 
-What is compared, and the plain formula in fp64, are in benchmarks/systems/accumulation.py, which also makes the
-table of docs/explanations/accumulation.md.
+What is compared, and the plain formula in fp64, are in benchmarks/systems/accumulation.py.
 """
 
 import json

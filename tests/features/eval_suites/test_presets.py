@@ -63,8 +63,7 @@ def test_hellaswag_and_lambada(offline, model_and_tokenizer, tmp_path, monkeypat
         assert values[name]["lm_eval"] == lm_eval.__version__
         assert row["low"] <= row["accuracy"] <= row["high"]
 
-    texts = json.loads(json.dumps(values))  # plain JSON
-    assert texts["hellaswag"]["tasks"]["hellaswag (0 shots)"]["dataset_path"] == "Rowan/hellaswag"
+    assert values["hellaswag"]["tasks"]["hellaswag (0 shots)"]["dataset_path"] == "Rowan/hellaswag"
     adapter = ThinkerLM(model, tokenizer)
     rows = (offline / "EleutherAI/lambada_openai/default-test.jsonl").read_text().splitlines()
     requests = []
@@ -124,13 +123,11 @@ def test_the_mean_and_its_error():
     assert (plain.accuracy, plain.chance) == pytest.approx((0.65, 0.375))
 
 
-def test_every_task_is_in_lm_eval_with_its_metric():
-    """Names, metrics and chance: not from memory."""
+def test_every_task_is_in_lm_eval():
+    """Under this name, in this folder. That each has its metric is shown by running it."""
     from thinker.evaluation.lm_eval_harness import find_tasks
 
     for preset in PRESETS.values():
         for task in preset.tasks:
             folder = TASKS / (task.folder or task.task)
             assert task.task in find_tasks([], folder).all_tasks, task
-    text = (TASKS / "hellaswag" / "hellaswag.yaml").read_text()
-    assert "acc_norm" in text
