@@ -21,6 +21,7 @@ VARIANTS = [
     {"positions": "learned", "attention_bias": True, "attention_sinks": True},
     {"n_kv_heads": 2, "n_kv_heads_per_layer": [1, 2, 2], "d_ff": 77},
     {"attention": ["full", "linear(8)", "full"]},
+    {"value_embeddings": True, "bigram_rows": 2560, "n_kv_heads": 2},
 ]
 
 

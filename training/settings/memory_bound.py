@@ -69,7 +69,10 @@ def least_parameters(shape: ThinkerConfig) -> int:
     of_attention = 2 * shape.head_dim * heads
     n_matrices = MLP_MATRICES.get(shape.mlp, 0)  # of a user's MLP nothing is known
     of_mlps = n_matrices * shape.d_ff * shape.n_layers
-    tables = shape.vocab_size * (1 if shape.tie_embeddings else 2)
+    tables = shape.vocab_size * (1 if shape.tie_embeddings else 2) + shape.bigram_rows
     if shape.positions == "learned":
         tables += shape.max_seq_len
-    return shape.d_model * (tables + of_attention + of_mlps)
+    of_values = 0
+    if shape.value_embeddings:
+        of_values = shape.n_layers * shape.vocab_size * shape.n_kv_heads * shape.head_dim
+    return shape.d_model * (tables + of_attention + of_mlps) + of_values
