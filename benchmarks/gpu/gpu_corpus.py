@@ -131,8 +131,8 @@ def write_documents(packages: list[Path], rows: Path, max_bytes: int) -> dict[st
 
 
 def order_of(data: bytes) -> str:
-    """What documents are sorted by: a hash, whose beginning says nothing about the split (which is
-    by the beginning of another one)."""
+    """The key by which documents are sorted: a hash that is independent of the one that splits
+    them."""
     return hashlib.sha256(b"order" + data).hexdigest()
 
 

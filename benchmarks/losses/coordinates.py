@@ -29,6 +29,7 @@ BATCH, LENGTH = 4, 64
 HEAD_DIM = 32
 VOCABULARY = 256  # bytes
 TICKS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5)  # of the plot
+OTHER_AXIS = {"width": ("layers", 2), "layers": ("width", 64)}  # what is fixed along an axis
 # What is measured, by the name in tables; of the residual stream, the last block's.
 QUANTITIES = ("embedding", "residual stream", "attention logits", "logits")
 
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="numbers of layers of width 64 (default: 2 to 24)",
     )
     parser.add_argument(
-        "--steps", type=int, default=8, help="steps of training, a power of two (default: 8)"
+        "--steps", type=int, choices=STEPS[1:], default=8, help="steps of training (default: 8)"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot to write")
 
@@ -155,15 +156,9 @@ def growth(rows: list[dict[str, Any]], axis: str, step: int) -> list[dict[str, A
     """How values and changes after a step grow along "width" or "layers": the largest size's by the
     smallest's, and the slope of a straight line on log axes. A slope of 0 means no growth. From the
     second step on: the first moves the head alone."""
-    other, fixed = ("layers", 2) if axis == "width" else ("width", 64)
     found = []
     for name in QUANTITIES:
-        line = [
-            row
-            for row in rows
-            if (row[other], row["step"], row["activation"]) == (fixed, step, name)
-        ]
-        line.sort(key=lambda row: row[axis])
+        line = line_of(rows, axis, step, name)
         sizes = np.log([row[axis] for row in line])
         row: dict[str, Any] = {"by": axis, "activation": name, "step": step}
         row |= {"smallest": line[0][axis], "largest": line[-1][axis]}
@@ -175,19 +170,25 @@ def growth(rows: list[dict[str, Any]], axis: str, step: int) -> list[dict[str, A
     return found
 
 
+def line_of(
+    rows: list[dict[str, Any]], axis: str, step: int, activation: str
+) -> list[dict[str, Any]]:
+    """The rows of an activation after a step along "width" or "layers", smallest first."""
+    other, fixed = OTHER_AXIS[axis]
+    line = []
+    for row in rows:
+        if row[other] == fixed and row["step"] == step and row["activation"] == activation:
+            line.append(row)
+    return sorted(line, key=lambda row: row[axis])
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """The change of each activation after each number of steps, by width and by depth."""
     figure, panels = new_figure(12, 3.6, columns=len(QUANTITIES))
-    lines = ((BLUE, "width", "layers", 2), (ORANGE, "layers", "width", 64))
     for axes, name in zip(panels, QUANTITIES):
-        for color, axis, other, fixed in lines:
+        for color, axis in ((BLUE, "width"), (ORANGE, "layers")):
             for step in STEPS:
-                line = [
-                    row
-                    for row in rows
-                    if (row[other], row["step"], row["activation"]) == (fixed, step, name)
-                ]
-                line.sort(key=lambda row: row[axis])
+                line = line_of(rows, axis, step, name)
                 if len(line) < 2:
                     continue
                 sizes = [row[axis] / line[0][axis] for row in line]
