@@ -1,10 +1,12 @@
 """Ranks on this machine: processes that gloo connects, for benchmarks."""
 
+import contextlib
 import multiprocessing
 import os
 import socket
 from collections.abc import Callable
 from multiprocessing.queues import Queue
+from queue import Empty
 from typing import Any
 
 import torch
@@ -29,11 +31,18 @@ def launch_ranks(n_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
     processes = [context.Process(target=_run_rank, args=(rank, *shared)) for rank in range(n_ranks)]
     for process in processes:
         process.start()
+    results = []
+    # Before the processes are joined, as rank 0 only ends when its result has been read.
+    while not results and any(process.is_alive() for process in processes):
+        with contextlib.suppress(Empty):
+            results.append(queue.get(timeout=0.5))
     for process in processes:
         process.join()
     if any(process.exitcode for process in processes):
         raise RunError(f"one of {n_ranks} ranks failed; its error is above")
-    return queue.get(timeout=10)
+    if not results:  # rank 0 ended after the last look
+        results.append(queue.get(timeout=10))
+    return results[0]
 
 
 def _run_rank(

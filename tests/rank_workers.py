@@ -323,3 +323,9 @@ def fail_on_rank_1(dist, failure, seconds=None):
             raise UserError("nobody can read the data")
         dist.all_gather_scalars(number)
         step(batch(number, dist), 1.0)
+
+
+def many_bytes(dist, n_bytes):
+    """A result that no pipe holds at once; any other rank fails."""
+    assert dist.is_main
+    return bytes(n_bytes)

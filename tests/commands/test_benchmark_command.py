@@ -10,8 +10,10 @@ import torch
 import yaml
 from conftest import ROOT, run_script
 from installed import needs
+from rank_workers import many_bytes
 
 from thinker.benchmarks.losses.ablation import COMMON_OVERRIDES, CORPORA, VARIANTS
+from thinker.benchmarks.rank_launcher import launch_ranks
 from thinker.benchmarks.speed import attention
 from thinker.benchmarks.speed.step_parts import PARTS
 from thinker.benchmarks.speed.train import SHAPES
@@ -20,7 +22,7 @@ from thinker.benchmarks.systems.published_shapes import PUBLISHED
 from thinker.benchmarks.training_runs import train_all
 from thinker.model import Thinker
 from thinker.model.patterns.pattern_parser import PATTERNS
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import RunError, UserError
 from thinker.training.config.load import load_config
 from thinker.training.metrics import flops_per_token
 from thinker.training.processes.training_process import TrainingProcess
@@ -516,3 +518,11 @@ def test_caches_in_few_bits(benchmark, tiny_run):
     (loss,) = result["losses"]
     assert [row["bits"] for row in loss["rows"]] == [None, 8, 4]
     assert abs(loss["rows"][1]["change"]) < 0.01
+
+
+@pytest.mark.more
+def test_ranks_return_large_results_and_report_failures(capfd):
+    assert launch_ranks(1, many_bytes, 1 << 20) == bytes(1 << 20)
+    with pytest.raises(RunError, match="one of 2 ranks failed; its error is above"):
+        launch_ranks(2, many_bytes, 1)
+    assert "AssertionError" in capfd.readouterr().err
