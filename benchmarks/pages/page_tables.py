@@ -461,7 +461,7 @@ def gpu_time_to_loss(results: Results) -> Table:
             row[key] = "not reached" if row[key] is None else f"{row[key]:.0f}"
         rows.append(row)
     if not rows:
-        return Table((), [], notes=["No card has run it yet."])
+        return Table((), [], notes=["No card has completed it yet."])
     machines = [record for record in records if record["name"] == "environment"]
     columns = {
         "plain GPT with": "{plain}",

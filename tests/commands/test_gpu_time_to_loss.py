@@ -437,7 +437,7 @@ def test_the_page_has_table_and_picture_once_there_are_rows(tmp_path, monkeypatc
     results.pop("gpu_time_to_loss", None)
     marked = [line for line in page.splitlines() if line == "<!-- table: gpu-time-to-loss -->"]
     text = f"{marked[0]}\n<!-- end -->\n"
-    assert "No card has run it yet." in pages.with_tables(text, results)
+    assert "No card has completed it yet." in pages.with_tables(text, results)
     rows = [{"stage": "environment", "name": "environment", "gpu": "NVIDIA H100", "processor": "x",
              "torch": "2.11", "date": "2026-12-01", "threads": "4"}]  # fmt: skip
     rows += rows_of("adamw", [4.0, 3.0], 120) + rows_of("thinker", [5.0, 3.01, 2.9, 2.8], 20)
