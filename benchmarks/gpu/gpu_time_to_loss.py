@@ -109,7 +109,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT)
     if not arguments.rehearse and not torch.cuda.is_available():
         raise UserError("no CUDA GPU is available; --rehearse runs everything on the CPU")
-    device = torch.device("cpu" if arguments.rehearse else "cuda")
+    device = torch.device("cuda")
+    if arguments.rehearse:
+        device = torch.device("cpu")
     folder = arguments.out
     folder.mkdir(parents=True, exist_ok=True)
     manifest = unpack_corpus(arguments.corpus, folder / "corpus")
@@ -226,7 +228,7 @@ def data_overrides(corpus: Path) -> list[str]:
 def train_plain(side: Side, overrides: list[str]) -> Results:
     """Rows of a plain GPT of the config's size, with its batches."""
     config = load_config(CONFIG, overrides)
-    device = choose(config)
+    device = device_of(config)
     configure_backend(device)
     corpus = prepare_training_data(config)
     batches = Prefetcher(open_loader(config, corpus, 0), device.type == "cuda")
@@ -276,7 +278,7 @@ def train_plain(side: Side, overrides: list[str]) -> Results:
 def train_thinker(side: Side, overrides: list[str]) -> Results:
     """Rows of the config with its data replaced."""
     config = load_config(CONFIG, overrides)
-    device = choose(config)
+    device = device_of(config)
     trainer = build_trainer(config, callbacks=[WaitForDevice(device)])
     evaluate = HeldOut(config, trainer.corpus.val)
 
@@ -352,9 +354,11 @@ def dummy_batch(config: Config, device: torch.device) -> Batch:
     return Batch(inputs, targets, inputs.numel())
 
 
-def choose(config: Config) -> torch.device:
-    """The device: a GPU, or the CPU of a rehearsal."""
-    return torch.device("cpu" if config.train.device == "cpu" else "cuda")
+def device_of(config: Config) -> torch.device:
+    """A GPU, or the CPU of a rehearsal."""
+    if config.train.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda")
 
 
 class HeldOut:

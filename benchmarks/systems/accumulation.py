@@ -272,8 +272,10 @@ def random_model() -> Thinker:
     model = Thinker(CONFIG)
     with torch.no_grad():
         for parameter in model.parameters():
-            is_norm_weight = parameter.dim() == 1
-            parameter.normal_(0.7 if is_norm_weight else 0.0, 0.3)
+            mean = 0.0
+            if parameter.dim() == 1:  # of a norm
+                mean = 0.7
+            parameter.normal_(mean, 0.3)
     return model
 
 
