@@ -67,7 +67,8 @@ CORE_MISSING = (
     "this is not CORE: of its 22 tasks, jeopardy is not in lm-eval, agi_eval_lsat_ar runs there "
     "only without examples, and lm-eval compares generated texts in squad, coqa and five of "
     "BIG-bench (qa_wikidata, dyck_languages, cs_algorithms, operators, repeat_copy_logic), where "
-    "CORE asks whether the answer is the greedy continuation; prompts are lm-eval's, not DCLM's"
+    "CORE asks whether the answer is the greedy continuation; prompts are lm-eval's, not DCLM's, "
+    "and lengths of answers are in characters, not tokens"
 )
 BABYLM_MISSING = (
     "of the BabyLM evaluation, lm-eval has BLiMP only, with all pairs, also those whose words the "
