@@ -128,7 +128,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             rate = RATES[name]
             if rates:
                 trials = [Side(name, arguments.trial_seconds, rate, 1) for rate in rates]
-                rate = best_rate(trials, arguments, recorder, deadline, options)
+                best = best_rate(trials, arguments, recorder, deadline, options)
+                if best is None:  # the errors of all trials are recorded
+                    continue
+                rate = best
             side = Side(name, arguments.plain_seconds, rate, PLAIN_EVALUATIONS)
         train_side(side, side.name, arguments, recorder, deadline, options)
     for result in comparisons(recorder.results):
@@ -172,16 +175,19 @@ def best_rate(
     recorder: Recorder,
     deadline: float,
     options: dict[str, Any],
-) -> float:
-    """The learning rate with the lowest loss after a short training, whose schedule ends there."""
+) -> float | None:
+    """The learning rate with the lowest loss after a short training, whose schedule ends there.
+
+    None if each failed or has a loss that is not finite.
+    """
     losses = {}
     for trial in trials:
         train_side(trial, f"{trial.name}, trial", arguments, recorder, deadline, options)
         rows = [row for row in recorder.results if row["stage"] == f"{trial.name}, trial"]
-        if "val_loss" in rows[-1]:
+        if math.isfinite(rows[-1].get("val_loss", math.nan)):
             losses[trial.rate] = rows[-1]["val_loss"]
     if not losses:
-        raise RunError("no learning rate was tried to its end; see results.jsonl")
+        return None
     return min(losses, key=lambda rate: losses[rate])
 
 

@@ -20,6 +20,7 @@ from scipy.stats import t
 
 from thinker.benchmarks.baselines import PlainGPT
 from thinker.benchmarks.gpu import gpu_corpus, gpu_time_to_loss
+from thinker.benchmarks.gpu.gpu import Recorder
 from thinker.benchmarks.gpu.gpu_corpus import Documents, order_of, unpack_corpus
 from thinker.benchmarks.gpu.gpu_time_to_loss import Side, comparisons, train_plain, train_thinker
 from thinker.benchmarks.gpu.plain_training import PlainTraining, lr_factor
@@ -457,6 +458,18 @@ def test_the_page_has_table_and_picture_once_there_are_rows(tmp_path, monkeypatc
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     assert pages.run(None) == {"changed": ["benchmarks/gpu.md", "images/gpu-time-to-loss.png"]}
     assert (docs / "images" / "gpu-time-to-loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rates_that_fail_are_recorded_and_none_is_best(overrides, tmp_path):
+    """Here, as there is no time."""
+    corpus = Path(overrides[1].removeprefix("data.path="))
+    recorder = Recorder(tmp_path / "results.jsonl", "loss")
+    trials = [Side("muon", 1.0, rate, 1) for rate in (0.01, 0.02)]
+    arguments = argparse.Namespace(out=corpus.parent, rehearse=True)
+    options = {"log": tmp_path / "log.txt", "eager": True}
+    assert gpu_time_to_loss.best_rate(trials, arguments, recorder, 0.0, options) is None
+    errors = [row["error"] for row in recorder.results]
+    assert errors == 2 * ["TimeoutError: no result in time"]
 
 
 SHORT = ("--rehearse", "--plain-seconds", 6, "--thinker-seconds", 4)
