@@ -8,7 +8,6 @@ and other work on the machine changes no loss.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +66,7 @@ class Text:
 
 TEXTS = {"pysource": Text("pysource-default.yaml", 2048), "tales": Text("tales-default.yaml", 3072)}
 BATCH_SIZE = 16  # the default
+BUDGETS = ("time", "tokens")  # what a trick and the defaults have in common
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs per trick, with seeds 1 to N")
     parser.add_argument("--only", nargs="*", metavar="TRICK", help="tricks to run (default: all)")
     parser.add_argument("--texts", nargs="*", choices=TEXTS, default=list(TEXTS), help="texts")
+    parser.add_argument(
+        "--budgets",
+        nargs="*",
+        choices=BUDGETS,
+        default=list(BUDGETS),
+        help="equal time, equal tokens, or both (default)",
+    )
     parser.add_argument("--seconds", type=float, help="seconds that the defaults train")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each trick")
     parser.add_argument("--jobs", type=int, default=1, help="runs in parallel, sharing the cores")
@@ -100,7 +107,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         step_times = time_steps(text, arguments.size, names, arguments.rounds)
         runs = plan_runs(arguments, text, step_times, seconds)
         train_all(list(runs.values()), arguments.jobs)
-        rows += compare(text, step_times, runs, arguments.seeds)
+        rows += compare(text, step_times, runs, arguments)
     return {"size": arguments.size, "seconds": seconds, "seeds": arguments.seeds, "rows": rows}
 
 
@@ -160,10 +167,11 @@ def plan_runs(
         overrides = overrides_of(name, text, arguments.size)
         share = config_of(name, text, arguments.size).train.batch_size / BATCH_SIZE
         lengths = {"tokens": n_default / share, "time": n_default / relative_time(step_times, name)}
+        budgets = arguments.budgets
         if name == DEFAULTS:
-            del lengths["tokens"]
-        for budget, n_steps in lengths.items():
-            n_steps = max(1, round(n_steps))
+            budgets = ["time"]
+        for budget in budgets:
+            n_steps = max(1, round(lengths[budget]))
             for seed in range(1, arguments.seeds + 1):
                 label = f"{text}, {name}, equal {budget}, seed {seed}"
                 folder = "-".join([arguments.size, text, name.replace(" ", "_"), str(n_steps)])
@@ -178,35 +186,34 @@ def compare(
     text: str,
     step_times: dict[str, list[float]],
     runs: dict[tuple[str, str, int], TrainingProcess],
-    n_seeds: int,
+    arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """A row for each trick: its losses, and how they differ from those of the defaults by seed."""
-    seeds = range(1, n_seeds + 1)
+    """A row for each trick: its losses, and by how much they differ from those of the defaults.
+
+    The interval is of 95%, from the differences by seed; 0 with one seed.
+    """
+    seeds = range(1, arguments.seeds + 1)
     default = [runs[DEFAULTS, "time", seed].loss for seed in seeds]
     rows = []
-    print(f"{text}: loss at equal time, difference, difference at equal tokens, time of a step")
+    print(f"{text}: time of a step; differences from {statistics.fmean(default):.4f}")
     for name in step_times:
-        losses = [runs[name, "time", seed].loss for seed in seeds]
-        row = {
-            "text": text,
-            "trick": name,
-            "losses": losses,
-            "steps": runs[name, "time", 1].final["step"],
-            "tokens": runs[name, "time", 1].final["tokens"],
-            "step_time": relative_time(step_times, name),
-            "loss": statistics.fmean(losses),
-        }
-        line = f"{name:<24} {row['loss']:.4f}"
-        if name != DEFAULTS:
-            for budget in ("time", "tokens"):
-                own = [runs[name, budget, seed].loss for seed in seeds]
-                differences = [a - b for a, b in zip(own, default)]
-                mean, interval = mean_and_interval(differences)
-                if n_seeds == 1:
-                    interval = math.nan
-                row[f"at_equal_{budget}"] = {"difference": mean, "interval": interval}
-                line += f"  {mean:+.4f} ± {interval:.4f}"
-            line += f"  {row['step_time']:.3f}"
+        row: dict[str, Any] = {"text": text, "trick": name}
+        row["step_time"] = relative_time(step_times, name)
+        line = f"{name:<24} {row['step_time']:.3f}"
+        for budget in BUDGETS:
+            if (name, budget, 1) not in runs:
+                continue
+            own = [runs[name, budget, seed] for seed in seeds]
+            losses = [run.loss for run in own]
+            mean, interval = mean_and_interval([a - b for a, b in zip(losses, default)])
+            row[budget] = {
+                "losses": losses,
+                "steps": own[0].final["step"],
+                "tokens": own[0].final["tokens"],
+                "difference": mean,
+                "interval": interval,
+            }
+            line += f"  equal {budget} {mean:+.4f} ± {interval:.4f}"
         print(line)
         rows.append(row)
     return rows
