@@ -34,10 +34,14 @@ class ForwardContext:
     slots: list[CacheSlots | None]  # per layer; None without a cache of keys
     # Per layer; None: a layer without RoPE.
     ropes: list[Rotation] = field(default_factory=list)
-    # Per layer (B, K, T, D), added to the values of its heads; None: nothing is.
+    # Per layer (B, K, T, D), added to the values of its heads; empty: nothing is.
     token_values: list[Tensor | None] = field(default_factory=list)
     # (B, 1): the id that precedes each row in the cache, if the cache keeps ids.
     token_before: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_values:
+            self.token_values = [None] * len(self.masks)
 
 
 @dataclass

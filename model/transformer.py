@@ -416,7 +416,6 @@ class Thinker(nn.Module):
                 query.token_id = tokens
             context = self.mask_builder.whole_sequence(query)
         context.ropes = self.rotations(context.positions, context.end)
-        context.token_values = [None] * len(self.blocks)
         if self.value_embeddings is not None:
             context.token_values = self.value_embeddings(tokens, self.dtype)
         return context
@@ -444,7 +443,7 @@ class Thinker(nn.Module):
         if cache is not None:
             caches = cache.layers
         per_layer = (context.ropes, context.masks, caches, context.slots, context.token_values)
-        for block, *inputs_of_layer in zip(self.blocks, *per_layer):
+        for block, *inputs_of_layer in zip(self.blocks, *per_layer, strict=True):
             x = block(x, *inputs_of_layer)  # (B, T, C)
         if last_logits_only:
             x = x[:, -1:]

@@ -24,6 +24,7 @@ NEWER_KEYS = (
     "attention_out_bias",
     "attention_scale",
     "attention_temperature",
+    "bigram_rows",
     "block",
     "embedding_scale",
     "head_bias",
@@ -36,6 +37,7 @@ NEWER_KEYS = (
     "qk_norm_type",
     "residual_scale",
     "rope_dim",
+    "value_embeddings",
     "window_rope_theta",
 )
 

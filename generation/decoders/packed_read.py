@@ -85,7 +85,11 @@ class PackedReader:
         by_layer = [masks[pattern] for pattern in self.masks.patterns]
         slots = [CacheSlots(packed.positions)] * len(by_layer)
         ropes = self.model.rotations(packed.positions, end)
-        return ForwardContext(packed.positions, end, by_layer, slots, ropes)
+        context = ForwardContext(packed.positions, end, by_layer, slots, ropes)
+        if self.model.value_embeddings is not None:
+            tokens = packed.tokens[None]  # (1, N)
+            context.token_values = self.model.value_embeddings(tokens, self.model.dtype)
+        return context
 
     @torch.no_grad()
     def agrees_with_model(self) -> bool:
@@ -136,7 +140,7 @@ def unsupported(config: ThinkerConfig) -> str:
         return "a bidirectional prefix"
     cache = KVCache(config, 1, config.max_cached_len, "meta", torch.float32)
     if cache.tokens is not None:
-        return "token shift, and attention by token"
+        return "token shift, embeddings of pairs and attention by token"
     for layer, pattern in zip(cache.layers, config.patterns):
         if type(layer) is not LayerCache or pattern.by_score or pattern.by_content:
             return f"model.attention={pattern.text}"
