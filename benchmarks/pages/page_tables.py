@@ -48,36 +48,6 @@ def quickstart(results: Results) -> Table:
 
 
 @table
-def tricks(results: Results) -> Table:
-    """Differences of the loss by trick, at equal time and at equal tokens."""
-    runs = results["tricks"]
-    rows = []
-    for run in runs:
-        for row in run["rows"]:
-            cells = row | {"size": run["size"].upper(), "seeds": run["seeds"]}
-            for budget in ("time", "tokens"):
-                if budget not in row:
-                    continue
-                measured = row[budget]
-                cells[f"equal_{budget}"] = with_interval(
-                    measured["difference"], measured["interval"], 3
-                )
-                cells["loss"] = statistics.fmean(measured["losses"])
-            rows.append(cells)
-    columns = {
-        "parameters": "{size}",
-        "text": "`{text}`",
-        "trick": "{trick}",
-        "seeds": "{seeds}",
-        "loss": "{loss:.3f}",
-        "at equal time": "{equal_time}",
-        "at equal tokens": "{equal_tokens}",
-        "time of a step": "{step_time:.2f}",
-    }
-    return rows_table(runs, rows, columns)
-
-
-@table
 def bigram(results: Results) -> Table:
     """A minute of training, and a bigram model."""
     [run] = results["bigram"]
