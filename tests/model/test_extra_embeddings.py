@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import random_model
+from thinker.features.pruning.model_checks import check_heads
 from thinker.features.pruning.pruning import prune_layers
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.layers import BigramEmbedding
@@ -179,6 +180,9 @@ def test_layers_and_heads_with_value_embeddings_cannot_be_pruned():
     values = model.config.to_dict() | {"n_kv_heads_per_layer": [1, 2]}
     with pytest.raises(UserError, match="model.value_embeddings"):
         ThinkerConfig.from_dict(values)
+    with pytest.raises(UserError, match="train.prune.heads does not work with .*value_embeddings"):
+        check_heads(model.config)
+    check_heads(new_model(FORMS["pairs"]).config)
 
 
 @pytest.mark.parametrize("rows", [-1, 1 << 60])

@@ -36,8 +36,6 @@ EAGER = {
     "train.micro_batch_size": ["null", "1"],
     "model.dropout": ["0.0", "0.2"],
     "model.token_shift": ["false", "true"],
-    "model.value_embeddings": ["false", "true"],
-    "model.bigram_rows": ["0", "97"],
     "documents": list(DOCUMENTS),
     "sources": list(SOURCES),
     "train.lora_rank": ["null", "4"],
@@ -79,6 +77,8 @@ PRUNED = {
     "gates": ["train.prune.heads=0.5", "train.prune.by=gates", *AT_ONCE],
 }
 ALL = {"train.compile": ["false", "true"], "train.parallel": ["alone", "ddp", "fsdp"], **EAGER}
+# What cannot be combined with the pruning of heads, see tests/model/test_extra_embeddings.py.
+TABLES = ["model.value_embeddings=true", "model.bigram_rows=97"]
 NAMED = ("documents", "decay", "sources", "teacher", "prune")
 PLAIN = {"train.compile": "false", "train.parallel": "alone"}
 CASES = [pytest.param(PLAIN | case, id="-".join(case.values())) for case in pairwise(EAGER)]
@@ -100,8 +100,7 @@ def overrides(case, run, cache, tiny_run, n_steps=4, device="cpu"):
         del keys["train.parallel"]
     is_lora = keys["train.lora_rank"] != "null"
     if is_lora:
-        for name in ("token_shift", "value_embeddings", "bigram_rows"):
-            del keys[f"model.{name}"]  # the initial model has none
+        del keys["model.token_shift"]  # the initial model has none
     start = (
         [f"run.init_from={tiny_run}", "data.tokenizer=null"]
         if is_lora
@@ -132,6 +131,9 @@ def overrides(case, run, cache, tiny_run, n_steps=4, device="cpu"):
         *SOURCES[case["sources"]],
         *PRUNED[case["prune"]],
     ]
+    # In the same cases as token shift, as more options would need more cases.
+    if keys.get("model.token_shift") == "true" and case["prune"] != "gates":
+        choices += TABLES
     return [*start, *shape, *lengths, *fixed, *written, *choices, f"run.dir={run}"]
 
 
