@@ -366,6 +366,49 @@ def comm_volume(results: Results) -> Table:
     return rows_table([bf16, fp32], rows, columns)
 
 
+@table
+def accumulation(results: Results) -> Table:
+    """Errors of loss and gradients for every division of a batch."""
+    [run] = results["accumulation"]
+    wrong = ("mean of micro-batches", "mean of ranks", "padding counted")
+    rows = []
+    for row in run["rows"]:
+        names = {"targets": f"{row['fewest']} to {row['most']}"}
+        mistakes = {name.replace(" ", "_"): signed_percent(row["wrong"][name]) for name in wrong}
+        rows.append(row | names | mistakes)
+    columns = {
+        "text, packing": "{case}",
+        "targets per sequence": "{targets}",
+        "steps": "{n_compared}",
+        "loss": "{loss_error:.0e}",
+        "gradients, one process": "{one:.0e}",
+        "DDP": "{ddp:.0e}",
+        "FSDP2": "{fsdp:.0e}",
+    }
+    columns |= {f"*{name}*": f"{{{name.replace(' ', '_')}}}" for name in wrong}
+    return rows_table([run], rows, columns)
+
+
+@table
+def accumulation_updates(results: Results) -> Table:
+    """Errors of the updates of three steps."""
+    [run] = results["accumulation"]
+    known = {
+        "adamw": "torch's AdamW in fp64, from the plain gradients",
+        "muon": "one process with one micro-batch",
+    }
+    rows = []
+    for optimizer, error in run["updates"].items():
+        names = {"optimizer": OPTIMIZERS[optimizer], "known": known[optimizer]}
+        rows.append(names | {"error": error})
+    columns = {
+        "optimizer": "{optimizer}",
+        "updates of three steps compared with those of": "{known}",
+        "largest error": "{error:.0e}",
+    }
+    return rows_table([run], rows, columns)
+
+
 # GPU
 
 

@@ -1,4 +1,5 @@
-"""Write the tables of docs/benchmarks.md and docs/benchmarks/ from the recorded results.
+"""Write the tables of docs/benchmarks.md, docs/benchmarks/ and a page of docs/explanations/ from
+the recorded results.
 
 The text of a page is written by hand. Each table stands between two comments and is written anew:
 
@@ -48,7 +49,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def benchmark_pages() -> list[Path]:
     """The pages with generated tables."""
-    return [DOCS / "benchmarks.md", *sorted((DOCS / "benchmarks").glob("*.md"))]
+    pages = [DOCS / "benchmarks.md", *sorted((DOCS / "benchmarks").glob("*.md"))]
+    return [*pages, DOCS / "explanations" / "accumulation.md"]
 
 
 def table_names(text: str) -> list[str]:
