@@ -1,14 +1,4 @@
-"""Write the tables of docs/benchmarks.md, docs/benchmarks/ and a page of docs/explanations/ from
-the recorded results.
-
-The text of a page is written by hand. Each table stands between two comments and is written anew:
-
-    <!-- table: loading -->
-    <!-- end -->
-
-`page_tables.py` has a function for each table of a benchmark. Other names are those of lines in
-`results/recorded.jsonl`, which hold rows as they are shown.
-"""
+"""Write the tables of the pages on benchmarks from the recorded results."""
 
 import argparse
 import re
