@@ -1,4 +1,14 @@
-"""Write the tables of the pages on benchmarks from the recorded results."""
+"""Write the tables of the pages on benchmarks from the recorded results.
+
+These are docs/benchmarks.md, the pages of docs/benchmarks/ and one of docs/explanations/. Their
+text is written by hand. Each table stands between two comments and is written anew:
+
+    <!-- table: loading -->
+    <!-- end -->
+
+`page_tables.py` has a function for each table of a benchmark. Other names are those of lines in
+`results/recorded.jsonl`, which hold rows as they are shown.
+"""
 
 import argparse
 import re
