@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,21 +23,22 @@ class Report(NamedTuple):
     draw: Callable[[], None] | None  # writes the plot
 
 
-class EvalFlags:
-    """Flags that ask for another measurement than the loss on a text. A feature overrides all."""
+class EvalFlags(ABC):
+    """Flags that ask for another measurement than the loss on a text."""
 
+    @abstractmethod
     def __init__(self, parser: ArgumentParser) -> None:
         """Add the flags."""
 
+    @abstractmethod
     def check(self, arguments: argparse.Namespace, parser: ArgumentParser) -> bool:
         """Whether the flags ask for the measurement. Raises UserError for flags without effect."""
-        return False
 
+    @abstractmethod
     def evaluate(
         self, arguments: argparse.Namespace, model: Thinker, tokenizer: Tokenizer
     ) -> Report:
         """Measure the model. `arguments.run` names it. Raises UserError."""
-        raise NotImplementedError
 
 
 def add_eval_flags(parser: ArgumentParser) -> list[EvalFlags]:
