@@ -450,9 +450,10 @@ def test_the_page_has_table_and_picture_once_there_are_rows(tmp_path, monkeypatc
     assert "*NVIDIA H100, torch 2.11, 2026-12-01: `gpu_time_to_loss.jsonl`*" in found
     # The command writes both, in a copy of the pages.
     docs = tmp_path / "docs"
-    (docs / "benchmarks").mkdir(parents=True)
-    (docs / "images").mkdir()
+    for folder in ("benchmarks", "explanations", "images"):
+        (docs / folder).mkdir(parents=True)
     (docs / "benchmarks.md").write_text("")
+    (docs / "explanations" / "accumulation.md").write_text("")
     (docs / "benchmarks" / "gpu.md").write_text(text)
     monkeypatch.setattr(pages, "DOCS", docs)
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
