@@ -2,6 +2,7 @@
 fit."""
 
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 from thinker.runtime.registry import offers
+from thinker.training.bigram_fit import can_fit_bigrams, fit_bigrams
 from thinker.training.callback import Callback
 from thinker.training.callbacks.setup import callbacks_of_output, callbacks_of_weights
 from thinker.training.config.config import Config
@@ -130,6 +132,14 @@ def build_trainer(
     memory = MemoryMeter(device)
     model_device = _model_device(settings, device, dist)
     built = build_model(model_config, settings.run.seed, model_device, initial_model, model)
+    if previous is None:
+        started = time.perf_counter()
+        is_fitted = False
+        if can_fit_bigrams(config, model_config, batches.loader.dataset, model, objective):
+            is_asked_for = config.train.fit_bigrams is True
+            is_fitted = fit_bigrams(built, batches.loader, settings, dist, is_asked_for)
+        settings = settings.with_train(fit_bigrams=is_fitted)
+        state.elapsed_s = time.perf_counter() - started
     all_callbacks = [
         *its_callbacks,
         *callbacks_of_weights(settings),

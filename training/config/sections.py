@@ -242,6 +242,10 @@ class TrainConfig(ConfigSection):
     """Keep activations in host memory until the backward pass (CUDA only)."""
     warmup_steps: Natural = 10
     """Number of steps of linear learning-rate warmup."""
+    fit_bigrams: bool | Literal["auto"] = "auto"
+    """Before the first step, fit the embedding and the LM head to the counts of all pairs of
+    adjacent tokens. auto: if the blocks start without an effect and it takes at most 2% of the
+    run."""
     schedule: Literal["wsd", "cosine"] = "wsd"
     """Learning-rate schedule after the warmup: warmup-stable-decay, or cosine."""
     decay_fraction: Fraction | None = None
