@@ -10,6 +10,7 @@ import sys
 import time
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from thinker.data.batches.batch_loader import BatchLoader
@@ -32,6 +33,8 @@ CHECK_EVERY = 10  # steps
 DECAY_FRACTION = 0.6  # of the steps
 EMBEDDING_LR = 0.3
 HEAD_LR = 3.2  # times 1 / d_model
+STEPS_OF_BOTH = 0.75  # of the steps; in the others, only the LM head learns
+RANDOM_PART = 0.5
 ROWS = 1024  # of logits in memory
 
 
@@ -102,9 +105,8 @@ def fit_bigrams(
 ) -> bool:
     """Fit a new model to the pairs of tokens in its first training batches.
 
-    Returns whether it did: unless it is asked for, it may take SHARE_OF_RUN only. Of the weights
-    after each ten steps, those with the lowest loss on held-out batches remain. Each rank does the
-    same.
+    Returns whether it did: unless it is asked for, it may take SHARE_OF_RUN only. Each rank does
+    the same.
     """
     started = time.perf_counter()
     n_steps = MAX_STEPS
@@ -160,33 +162,63 @@ def count_pairs(
     return PairCounts(fitted, vocab_size, device), PairCounts(held_out, vocab_size, device)
 
 
+@torch.no_grad()
 def fit_weights(
     model: Thinker, counts: PairCounts, held_out: PairCounts, n_steps: int, loss: float
 ) -> float:
-    """Fit the weights. Returns their loss on held-out pairs, nats per token, before `loss`."""
-    weights = [model.embedding.weight, model.lm_head.weight]
-    rates = [EMBEDDING_LR, HEAD_LR / model.config.d_model]
-    groups = [{"params": [weight], "lr": rate} for weight, rate in zip(weights, rates)]
+    """Fit the weights, unless they end above `loss`, which they have on held-out pairs.
+
+    Returns what they have then, in nats per token. First both tables learn. Tokens that are
+    followed by the same ones then have the same row, but attention must tell them apart. So each
+    row gets a part of its random start back, and the LM head learns the rest.
+    """
+    embedding, head = model.embedding.weight, model.lm_head.weight
+    head_lr = HEAD_LR / model.config.d_model
+    start = embedding.clone(), head.clone()
+    n_both = round(STEPS_OF_BOTH * n_steps)
+    rates = {embedding: EMBEDDING_LR, head: head_lr}
+    if descend(model, rates, counts, held_out, n_both) >= loss:
+        return loss
+    rows = F.rms_norm(embedding, embedding.shape[-1:])
+    embedding.copy_(rows + RANDOM_PART * start[0])
+    fitted = descend(model, {head: head_lr}, counts, held_out, n_steps - n_both)
+    if fitted < loss:
+        return fitted
+    embedding.copy_(start[0])
+    head.copy_(start[1])
+    return loss
+
+
+def descend(
+    model: Thinker,
+    rates: dict[Tensor, float],
+    counts: PairCounts,
+    held_out: PairCounts,
+    n_steps: int,
+) -> float:
+    """Train the weights that have rates. Those with the lowest loss on held-out pairs remain.
+
+    Returns this loss, nats per token.
+    """
+    groups = [{"params": [weight], "lr": rate} for weight, rate in rates.items()]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0, fused=True)
-    best = [weight.detach().clone() for weight in weights]
+    best = [weight.clone() for weight in rates]
+    loss = pair_loss(model, held_out)
     for step in range(1, n_steps + 1):
-        for group, rate in zip(optimizer.param_groups, rates):
+        for group, rate in zip(optimizer.param_groups, rates.values()):
             group["lr"] = rate * min(1.0, (n_steps - step + 1) / (DECAY_FRACTION * n_steps))
-        optimizer.zero_grad()
         add_gradients(model, counts)
         optimizer.step()
+        model.zero_grad()
         if step % CHECK_EVERY and step < n_steps:
             continue
         new_loss = pair_loss(model, held_out)
-        if new_loss >= loss:  # it learns the pairs that were counted by heart
+        if new_loss >= loss:  # what is learned now is the counted text by heart
             break
         loss = new_loss
-        best = [weight.detach().clone() for weight in weights]
-    with torch.no_grad():
-        for weight, values in zip(weights, best):
-            weight.copy_(values)
-            weight.grad = None
-    model.norm.zero_grad()
+        best = [weight.clone() for weight in rates]
+    for weight, values in zip(rates, best):
+        weight.copy_(values)
     return loss
 
 
@@ -202,6 +234,7 @@ def bigram_logits(model: Thinker, tokens: slice) -> Tensor:
     return model.lm_head(model.norm(model.embedding(ids)))
 
 
+@torch.enable_grad()
 def add_gradients(model: Thinker, counts: PairCounts) -> None:
     """Add the gradients of the mean loss of all pairs to those of the weights."""
     for tokens in chunks(counts.vocab_size):
