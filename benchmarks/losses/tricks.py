@@ -32,6 +32,7 @@ DEFAULTS = "defaults"
 PAIRS = "model.bigram_rows={five_vocabularies}"
 TRICKS: dict[str, list[str]] = {
     DEFAULTS: [],
+    "no fit to pairs": ["train.fit_bigrams=false"],
     "value embeddings": ["model.value_embeddings=true"],
     "embedding of pairs": [PAIRS],
     "both": ["model.value_embeddings=true", PAIRS],
