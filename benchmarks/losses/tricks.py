@@ -1,14 +1,16 @@
 """Tricks that may lower the loss of a short run: each at equal time, beside equal tokens.
 
-The time of a step of each trick is measured in turns with a step of the defaults. A run at equal
-time has as many steps fewer as its steps take longer. So lengths are fixed before training starts,
-and other work on the machine changes no loss.
+The time of a step of each trick is measured in turns with a step of the defaults, and so is what
+runs do before their first step. A run at equal time has as many steps fewer as these take longer.
+So lengths are fixed before training starts, and other work on the machine changes no loss.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from thinker.runtime.errors import UserError
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config
 from thinker.training.processes.training_process import TrainingProcess
+from thinker.training.run import build_trainer
 from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
@@ -67,6 +70,16 @@ class Text:
 
 TEXTS = {"pysource": Text("pysource-default.yaml", 2048), "tales": Text("tales-default.yaml", 3072)}
 BATCH_SIZE = 16  # the default
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a run before its first step, and of some steps."""
+
+    start: float
+    steps: list[float]
+
+
 BUDGETS = ("time", "tokens")  # what a trick and the defaults have in common
 
 
@@ -106,9 +119,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for text in arguments.texts:
         step_times = time_steps(text, arguments.size, names, arguments.rounds)
-        runs = plan_runs(arguments, text, step_times, seconds)
+        n_default = seconds / statistics.median(step_times[DEFAULTS])
+        costs = {}
+        for name, times in step_times.items():
+            costs[name] = Cost(time_start(name, text, arguments.size, n_default), times)
+        runs = plan_runs(arguments, text, costs, seconds)
         train_all(list(runs.values()), arguments.jobs)
-        rows += compare(text, step_times, runs, arguments)
+        rows += compare(text, costs, runs, arguments)
     return {"size": arguments.size, "seconds": seconds, "seeds": arguments.seeds, "rows": rows}
 
 
@@ -129,10 +146,10 @@ def overrides_of(name: str, text: str, size: str) -> list[str]:
     return overrides
 
 
-def config_of(name: str, text: str, size: str) -> Config:
-    """The config of a trick."""
+def config_of(name: str, text: str, size: str, more: Sequence[str] = ()) -> Config:
+    """The config of a trick, with more overrides."""
     path = ROOT / "benchmarks" / "configs" / TEXTS[text].config
-    return load_config(path, overrides_of(name, text, size))
+    return load_config(path, [*overrides_of(name, text, size), *more])
 
 
 def time_steps(text: str, size: str, names: list[str], rounds: int) -> dict[str, list[float]]:
@@ -151,28 +168,49 @@ def time_steps(text: str, size: str, names: list[str], rounds: int) -> dict[str,
     return dict(zip(names, time_alternately(steps, rounds, device)))
 
 
-def relative_time(step_times: dict[str, list[float]], name: str) -> float:
+def time_start(name: str, text: str, size: str, n_steps: float) -> float:
+    """Seconds of training that a run of about `n_steps` steps has used before its first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        lengths = [f"train.max_steps={max(1, round(n_steps))}", "train.max_minutes=null"]
+        config = config_of(name, text, size, [*lengths, f"run.dir={folder}/run"])
+        trainer = build_trainer(config)
+        trainer.batches.close()
+        return trainer.state.elapsed_s
+
+
+def relative_time(costs: dict[str, Cost], name: str) -> float:
     """The time of a step of a trick, divided by that of the defaults: the median of all rounds."""
-    pairs = zip(step_times[name], step_times[DEFAULTS])
+    pairs = zip(costs[name].steps, costs[DEFAULTS].steps)
     return statistics.median(own / default for own, default in pairs)
 
 
+def run_lengths(costs: dict[str, Cost], name: str, seconds: float, share: float) -> dict[str, int]:
+    """The number of steps of a trick, by budget.
+
+    share: the sequences of its steps, divided by those of the defaults.
+    """
+    default_step = statistics.median(costs[DEFAULTS].steps)
+    n_default = (seconds - costs[DEFAULTS].start) / default_step
+    own_step = default_step * relative_time(costs, name)
+    n_steps = {"time": (seconds - costs[name].start) / own_step, "tokens": n_default / share}
+    return {budget: max(1, round(n)) for budget, n in n_steps.items()}
+
+
 def plan_runs(
-    arguments: argparse.Namespace, text: str, step_times: dict[str, list[float]], seconds: float
+    arguments: argparse.Namespace, text: str, costs: dict[str, Cost], seconds: float
 ) -> dict[tuple[str, str, int], TrainingProcess]:
     """A run for each trick, budget and seed, as long as the defaults train in `seconds`."""
     path = ROOT / "benchmarks" / "configs" / TEXTS[text].config
-    n_default = seconds / statistics.median(step_times[DEFAULTS])
     runs = {}
-    for name in step_times:
+    for name in costs:
         overrides = overrides_of(name, text, arguments.size)
         share = config_of(name, text, arguments.size).train.batch_size / BATCH_SIZE
-        lengths = {"tokens": n_default / share, "time": n_default / relative_time(step_times, name)}
+        lengths = run_lengths(costs, name, seconds, share)
         budgets = arguments.budgets
         if name == DEFAULTS:
             budgets = ["time"]
         for budget in budgets:
-            n_steps = max(1, round(lengths[budget]))
+            n_steps = lengths[budget]
             for seed in range(1, arguments.seeds + 1):
                 label = f"{text}, {name}, equal {budget}, seed {seed}"
                 folder = "-".join([arguments.size, text, name.replace(" ", "_"), str(n_steps)])
@@ -185,7 +223,7 @@ def plan_runs(
 
 def compare(
     text: str,
-    step_times: dict[str, list[float]],
+    costs: dict[str, Cost],
     runs: dict[tuple[str, str, int], TrainingProcess],
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
@@ -197,9 +235,10 @@ def compare(
     default = [runs[DEFAULTS, "time", seed].loss for seed in seeds]
     rows = []
     print(f"{text}: time of a step; differences from {statistics.fmean(default):.4f}")
-    for name in step_times:
+    for name in costs:
         row: dict[str, Any] = {"text": text, "trick": name}
-        row["step_time"] = relative_time(step_times, name)
+        row["step_time"] = relative_time(costs, name)
+        row["start_seconds"] = costs[name].start
         line = f"{name:<24} {row['step_time']:.3f}"
         for budget in BUDGETS:
             if (name, budget, 1) not in runs:
