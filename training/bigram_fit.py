@@ -25,9 +25,9 @@ from thinker.training.objective import Objective, next_token_loss
 from thinker.training.settings.settings import Settings
 
 MAX_TOKENS = 4_000_000  # to count
-MAX_STEPS = 40
+MAX_STEPS = 100
 MIN_STEPS = 10  # fewer end far from the pairs
-SHARE_OF_RUN = 0.02  # that the fit may take
+SHARE_OF_RUN = 0.03  # that the fit may take
 HELD_OUT = 10  # one of so many batches
 CHECK_EVERY = 10  # steps
 DECAY_FRACTION = 0.6  # of the steps

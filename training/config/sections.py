@@ -244,7 +244,7 @@ class TrainConfig(ConfigSection):
     """Number of steps of linear learning-rate warmup."""
     fit_bigrams: bool | Literal["auto"] = "auto"
     """Before the first step, fit the embedding and the LM head to the counts of all pairs of
-    adjacent tokens. auto: if the blocks start without an effect and it takes at most 2% of the
+    adjacent tokens. auto: if the blocks start without an effect and it takes at most 3% of the
     run."""
     schedule: Literal["wsd", "cosine"] = "wsd"
     """Learning-rate schedule after the warmup: warmup-stable-decay, or cosine."""
