@@ -6,6 +6,7 @@ these steps. Here the embedding and the LM head are fitted to the counts of all 
 tokens. A step of the fit multiplies V rows by the LM head, however many tokens were counted.
 """
 
+import math
 import sys
 import time
 
@@ -114,12 +115,15 @@ def fit_bigrams(
         n_steps = affordable_steps(model, settings)
     if n_steps < MIN_STEPS:
         return False
-    counts, held_out = count_pairs(loader, settings, model.device)
+    seconds = math.inf  # that the fit may take
+    if settings.train.max_minutes is not None and not is_asked_for:
+        seconds = SHARE_OF_RUN * 60 * settings.train.max_minutes
+    counts, held_out = count_pairs(loader, settings, model.device, seconds / 3)
     before_loss = time.perf_counter()
     loss = pair_loss(model, held_out)
-    if settings.train.max_minutes is not None and not is_asked_for:
+    if seconds < math.inf:
         step_seconds = 3 * (time.perf_counter() - before_loss)  # backward takes twice as long
-        seconds = SHARE_OF_RUN * 60 * settings.train.max_minutes - (before_loss - started)
+        seconds -= before_loss - started
         n_steps = dist.broadcast_object(min(n_steps, int(seconds / step_seconds)))
         if n_steps < MIN_STEPS:
             return False
@@ -146,9 +150,13 @@ def affordable_steps(model: Thinker, settings: Settings) -> int:
 
 
 def count_pairs(
-    loader: BatchLoader, settings: Settings, device: torch.device
+    loader: BatchLoader, settings: Settings, device: torch.device, seconds: float = math.inf
 ) -> tuple[PairCounts, PairCounts]:
-    """The pairs in the first batches, at most an epoch of them, and those in the held-out ones."""
+    """The pairs in the first batches, and those in the held-out ones.
+
+    At most an epoch of them, and as many as can be read in some seconds.
+    """
+    started = time.perf_counter()
     tokens_per_batch = loader.batch_size * settings.data.seq_len
     n_batches = max(2, MAX_TOKENS // tokens_per_batch)
     epochs = max(loader.epochs(n_batches))
@@ -156,6 +164,8 @@ def count_pairs(
         n_batches = max(2, int(n_batches / epochs))
     fitted, held_out = [], []
     for number in range(n_batches):
+        if number > HELD_OUT and time.perf_counter() - started > seconds:
+            break
         split = held_out if number % HELD_OUT == 1 else fitted
         split.append(loader.batch(number))
     vocab_size = settings.model.vocab_size
