@@ -97,18 +97,31 @@ def can_fit_bigrams(
     return problem is None and kind is Thinker and objective is next_token_loss
 
 
-def fit_bigrams(
-    model: Thinker,
-    loader: BatchLoader,
-    settings: Settings,
-    dist: DistContext,
-    is_asked_for: bool = False,
+def start_from_bigrams(
+    model: Thinker, loader: BatchLoader, settings: Settings, dist: DistContext, is_asked_for: bool
 ) -> bool:
     """Fit a new model to the pairs of tokens in its first training batches.
 
-    Returns whether it did: unless it is asked for, it may take SHARE_OF_RUN only. Each rank does
-    the same.
+    Returns whether it did: unless it is asked for, it may take SHARE_OF_RUN only. The main process
+    fits, and all ranks get its weights.
     """
+    weights = [model.embedding.weight, model.lm_head.weight]
+    fitted = None
+    if dist.is_main and fit_bigrams(model, loader, settings, is_asked_for):
+        fitted = [weight.detach().cpu() for weight in weights]
+    fitted = dist.broadcast_object(fitted)
+    if fitted is None:
+        return False
+    with torch.no_grad():
+        for weight, values in zip(weights, fitted):
+            weight.copy_(values)
+    return True
+
+
+def fit_bigrams(
+    model: Thinker, loader: BatchLoader, settings: Settings, is_asked_for: bool
+) -> bool:
+    """See start_from_bigrams()."""
     started = time.perf_counter()
     n_steps = MAX_STEPS
     if not is_asked_for:
@@ -118,22 +131,22 @@ def fit_bigrams(
     seconds = math.inf  # that the fit may take
     if settings.train.max_minutes is not None and not is_asked_for:
         seconds = SHARE_OF_RUN * 60 * settings.train.max_minutes
+
     counts, held_out = count_pairs(loader, settings, model.device, seconds / 3)
     before_loss = time.perf_counter()
     loss = pair_loss(model, held_out)
     if seconds < math.inf:
         step_seconds = 3 * (time.perf_counter() - before_loss)  # backward takes twice as long
         seconds -= before_loss - started
-        n_steps = dist.broadcast_object(min(n_steps, int(seconds / step_seconds)))
+        n_steps = min(n_steps, int(seconds / step_seconds))
         if n_steps < MIN_STEPS:
             return False
     loss = fit_weights(model, counts, held_out, n_steps, loss)
-    if dist.is_main:
-        print(
-            f"fitted the embedding and the LM head to {counts.total:,} pairs of tokens in "
-            f"{time.perf_counter() - started:.1f} s; loss on other pairs: {loss:.3f} nats",
-            file=sys.stderr,
-        )
+    print(
+        f"fitted the embedding and the LM head to {counts.total:,} pairs of tokens in "
+        f"{time.perf_counter() - started:.1f} s; loss on other pairs: {loss:.3f} nats",
+        file=sys.stderr,
+    )
     return True
 
 

@@ -17,7 +17,7 @@ from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 from thinker.runtime.registry import offers
-from thinker.training.bigram_fit import can_fit_bigrams, fit_bigrams
+from thinker.training.bigram_fit import can_fit_bigrams, start_from_bigrams
 from thinker.training.callback import Callback
 from thinker.training.callbacks.setup import callbacks_of_output, callbacks_of_weights
 from thinker.training.config.config import Config
@@ -137,7 +137,7 @@ def build_trainer(
         is_fitted = False
         if can_fit_bigrams(config, model_config, batches.loader.dataset, model, objective):
             is_asked_for = config.train.fit_bigrams is True
-            is_fitted = fit_bigrams(built, batches.loader, settings, dist, is_asked_for)
+            is_fitted = start_from_bigrams(built, batches.loader, settings, dist, is_asked_for)
         settings = settings.with_train(fit_bigrams=is_fitted)
         state.elapsed_s = time.perf_counter() - started
     all_callbacks = [
