@@ -15,28 +15,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thinker.data.batches.batch_loader import BatchLoader
-from thinker.data.batches.dataset import OrderedDataset
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.constants import IGNORE_INDEX
-from thinker.runtime.errors import UserError
 from thinker.runtime.ranks import DistContext
 from thinker.training.config.config import Config
 from thinker.training.metrics import flops_per_token
 from thinker.training.objective import Objective, next_token_loss
 from thinker.training.settings.settings import Settings
 
+SHARE_OF_RUN = 0.03  # of its FLOPs and of its time, that the fit may take
+MAX_SECONDS = 60.0
+MAX_VOCAB_SIZE = 1 << 16
 MAX_TOKENS = 4_000_000  # to count
 MAX_STEPS = 100
 MIN_STEPS = 10  # fewer end far from the pairs
-SHARE_OF_RUN = 0.03  # that the fit may take
-HELD_OUT = 10  # one of so many batches
+HELD_OUT_EVERY = 10  # batches
 CHECK_EVERY = 10  # steps
-DECAY_FRACTION = 0.6  # of the steps
 EMBEDDING_LR = 0.3
-HEAD_LR = 3.2  # times 1 / d_model
-STEPS_OF_BOTH = 0.75  # of the steps; in the others, only the LM head learns
-RANDOM_PART = 0.5
-ROWS = 1024  # of logits in memory
+HEAD_LR = 3.2  # divided by d_model
+DECAY_FRACTION = 0.6  # of the steps
+SHARE_OF_BOTH = 0.75  # of the steps; in the others, only the LM head learns
+RANDOM_SHARE = 0.5
+MAX_LOGITS = 1 << 22  # at a time
+TOLERANCE = 1e-4  # of the loss, by rounding
 
 
 class PairCounts:
@@ -48,7 +49,7 @@ class PairCounts:
     def __init__(
         self, batches: list[tuple[Tensor, Tensor]], vocab_size: int, device: torch.device
     ) -> None:
-        pairs = []
+        pairs = [torch.zeros(0, dtype=torch.int64)]
         for inputs, targets in batches:
             is_trained = targets != IGNORE_INDEX
             pairs.append(inputs[is_trained] * vocab_size + targets[is_trained])
@@ -68,121 +69,137 @@ class PairCounts:
 
 
 def can_fit_bigrams(
-    config: Config,
-    model_config: ThinkerConfig,
-    dataset: OrderedDataset,
-    kind: type[Thinker],
-    objective: Objective,
+    config: Config, model_config: ThinkerConfig, loader: BatchLoader, objective: Objective
 ) -> bool:
-    """Whether a new run may begin with the fit.
-
-    Raises UserError if train.fit_bigrams=true asks for it and it is impossible.
-    """
-    wanted = config.train.fit_bigrams
-    if wanted is False:
+    """Whether a new run may begin with the fit: it learns the text of its config, from tables that
+    start as usual."""
+    if config.train.fit_bigrams == "off" or config.run.init_from is not None:
         return False
-    problem = None
-    if config.run.init_from is not None:
-        problem = "run.init_from names the weights"
-    elif model_config.tie_embeddings:
-        problem = "with model.tie_embeddings=true, embedding and LM head are one table"
-    elif model_config.init != "fan_in" or model_config.head_init_std > 0:
-        problem = "model.init and model.head_init_std choose other weights"
-    elif dataset.is_endless:
-        problem = "the text is a stream"
-    if problem is not None and wanted is True:
-        raise UserError(f"train.fit_bigrams=true: {problem}; set it to false")
-    if wanted is True:
-        return True
-    return problem is None and kind is Thinker and objective is next_token_loss
+    if model_config.tie_embeddings or model_config.vocab_size > MAX_VOCAB_SIZE:
+        return False
+    if model_config.init != "fan_in" or model_config.head_init_std > 0:
+        return False
+    if loader.dataset.is_endless or not loader.reads_corpus:
+        return False
+    return objective is next_token_loss
 
 
 def start_from_bigrams(
-    model: Thinker, loader: BatchLoader, settings: Settings, dist: DistContext, is_asked_for: bool
+    model: Thinker, loader: BatchLoader, settings: Settings, dist: DistContext
 ) -> bool:
-    """Fit a new model to the pairs of tokens in its first training batches.
+    """Fit a new model to the pairs of tokens in its first training batches, on the main process.
+    DDP gives all ranks its weights. Returns whether the weights changed.
 
-    Returns whether it did: unless it is asked for, it may take SHARE_OF_RUN only. The main process
-    fits, and all ranks get its weights.
+    The model stays as it is if the fit would take more than SHARE_OF_RUN, or if its blocks have an
+    effect.
     """
-    weights = [model.embedding.weight, model.lm_head.weight]
-    fitted = None
-    if dist.is_main and fit_bigrams(model, loader, settings, is_asked_for):
-        fitted = [weight.detach().cpu() for weight in weights]
-    fitted = dist.broadcast_object(fitted)
-    if fitted is None:
-        return False
-    with torch.no_grad():
-        for weight, values in zip(weights, fitted):
-            weight.copy_(values)
-    return True
+    if dist.world_size > 1 and settings.train.parallel == "fsdp":
+        return False  # the model need not fit on a device
+    is_fitted = False
+    if dist.is_main:
+        is_fitted = fit_bigrams(model, loader, settings, dist.world_size)
+    return dist.broadcast_object(is_fitted)
 
 
 def fit_bigrams(
-    model: Thinker, loader: BatchLoader, settings: Settings, is_asked_for: bool
+    model: Thinker, loader: BatchLoader, settings: Settings, world_size: int = 1
 ) -> bool:
-    """See start_from_bigrams()."""
+    """Fit the model, see start_from_bigrams(). Prints how low the loss is then."""
     started = time.perf_counter()
-    n_steps = MAX_STEPS
-    if not is_asked_for:
-        n_steps = affordable_steps(model, settings)
+    n_steps = affordable_steps(model, settings, world_size)
     if n_steps < MIN_STEPS:
         return False
-    seconds = math.inf  # that the fit may take
-    if settings.train.max_minutes is not None and not is_asked_for:
-        seconds = SHARE_OF_RUN * 60 * settings.train.max_minutes
-
+    seconds = allowed_seconds(settings)
     counts, held_out = count_pairs(loader, settings, model.device, seconds / 3)
+    if counts.total == 0 or held_out.total == 0:
+        return False
+    if not is_bigram_model(model, loader, settings):
+        return False
+
     before_loss = time.perf_counter()
     loss = pair_loss(model, held_out)
+    now = time.perf_counter()
     if seconds < math.inf:
-        step_seconds = 3 * (time.perf_counter() - before_loss)  # backward takes twice as long
-        seconds -= before_loss - started
-        n_steps = min(n_steps, int(seconds / step_seconds))
-        if n_steps < MIN_STEPS:
-            return False
-    loss = fit_weights(model, counts, held_out, n_steps, loss)
+        step_seconds = 3 * (now - before_loss)  # with the backward pass
+        n_steps = min(n_steps, int((seconds - (now - started)) / step_seconds))
+    if n_steps < MIN_STEPS:
+        return False
+    fitted_loss = fit_weights(model, counts, held_out, n_steps, loss)
+    if fitted_loss >= loss:
+        return False
     print(
         f"fitted the embedding and the LM head to {counts.total:,} pairs of tokens in "
-        f"{time.perf_counter() - started:.1f} s; loss on other pairs: {loss:.3f} nats",
+        f"{time.perf_counter() - started:.1f} s; loss on held-out text: {fitted_loss:.3f} nats",
         file=sys.stderr,
     )
     return True
 
 
-def affordable_steps(model: Thinker, settings: Settings) -> int:
-    """How many steps of the fit have SHARE_OF_RUN of the FLOPs of the run; at most MAX_STEPS."""
+def affordable_steps(model: Thinker, settings: Settings, world_size: int) -> int:
+    """How many steps of the fit on one rank have SHARE_OF_RUN of the FLOPs of the run on all; at
+    most MAX_STEPS."""
     train = settings.train
     if train.max_steps is None:
         return MAX_STEPS
     seq_len = settings.data.seq_len
     n_tokens = train.max_steps * train.batch_size * seq_len
-    run_flops = flops_per_token(model, seq_len) * n_tokens
+    run_flops = flops_per_token(model, seq_len) * n_tokens / world_size
     fit_flops = 6 * model.config.vocab_size**2 * model.config.d_model  # of a step
     return min(MAX_STEPS, int(SHARE_OF_RUN * run_flops / fit_flops))
+
+
+def allowed_seconds(settings: Settings) -> float:
+    """How long the fit may take. With train.deterministic, no clock decides."""
+    train = settings.train
+    if train.deterministic:
+        return math.inf
+    if train.max_minutes is None:
+        return MAX_SECONDS
+    return min(MAX_SECONDS, SHARE_OF_RUN * 60 * train.max_minutes)
 
 
 def count_pairs(
     loader: BatchLoader, settings: Settings, device: torch.device, seconds: float = math.inf
 ) -> tuple[PairCounts, PairCounts]:
-    """The pairs in the first batches, and those in the held-out ones.
+    """The pairs in the first batches, and those in the held-out ones; none if the text is short.
 
     At most an epoch of them, and as many as can be read in some seconds.
     """
     started = time.perf_counter()
-    tokens_per_batch = loader.batch_size * settings.data.seq_len
-    n_batches = max(2, MAX_TOKENS // tokens_per_batch)
+    n_batches = MAX_TOKENS // (loader.batch_size * settings.data.seq_len)
     epochs = max(loader.epochs(n_batches))
     if epochs > 1:
-        n_batches = max(2, int(n_batches / epochs))
+        n_batches = int(n_batches / epochs)
     fitted, held_out = [], []
+    if n_batches < HELD_OUT_EVERY:
+        n_batches = 0
     for number in range(n_batches):
-        if number > HELD_OUT and time.perf_counter() - started > seconds:
-            break
-        split = held_out if number % HELD_OUT == 1 else fitted
+        split = held_out if number % HELD_OUT_EVERY == 1 else fitted
         split.append(loader.batch(number))
+        if len(held_out) > 0 and time.perf_counter() - started > seconds:
+            break
     vocab_size = settings.model.vocab_size
     return PairCounts(fitted, vocab_size, device), PairCounts(held_out, vocab_size, device)
+
+
+@torch.no_grad()
+def is_bigram_model(model: Thinker, loader: BatchLoader, settings: Settings) -> bool:
+    """Whether the loss of the whole model is that of its embedding and LM head alone, on the first
+    sequence and with another LM head."""
+    inputs, targets = loader.batch(0, slice(0, 1))
+    pairs = PairCounts([(inputs, targets)], settings.model.vocab_size, model.device)
+    if pairs.total == 0:
+        return False
+    head = model.lm_head.weight.clone()
+    noise = torch.rand(head.shape, generator=torch.Generator().manual_seed(1))
+    model.lm_head.weight.copy_(noise - 0.5)
+    was_training = model.training
+    model.eval()
+    total, _ = model(inputs.to(model.device), targets=targets.to(model.device))
+    of_pairs = pair_loss(model, pairs)
+    model.train(was_training)
+    model.lm_head.weight.copy_(head)
+    return abs(float(total) / pairs.total - of_pairs) <= TOLERANCE * of_pairs
 
 
 @torch.no_grad()
@@ -196,17 +213,17 @@ def fit_weights(
     row gets a part of its random start back, and the LM head learns the rest.
     """
     embedding, head = model.embedding.weight, model.lm_head.weight
-    head_lr = HEAD_LR / model.config.d_model
+    head_lr = HEAD_LR / model.config.d_model / model.config.logit_scale
     start = embedding.clone(), head.clone()
-    n_both = round(STEPS_OF_BOTH * n_steps)
+    n_both = round(SHARE_OF_BOTH * n_steps)
     rates = {embedding: EMBEDDING_LR, head: head_lr}
     if descend(model, rates, counts, held_out, n_both) >= loss:
         return loss
     rows = F.rms_norm(embedding, embedding.shape[-1:])
-    embedding.copy_(rows + RANDOM_PART * start[0])
-    fitted = descend(model, {head: head_lr}, counts, held_out, n_steps - n_both)
-    if fitted < loss:
-        return fitted
+    embedding.copy_(rows + RANDOM_SHARE * start[0])
+    fitted_loss = descend(model, {head: head_lr}, counts, held_out, n_steps - n_both)
+    if fitted_loss < loss:
+        return fitted_loss
     embedding.copy_(start[0])
     head.copy_(start[1])
     return loss
@@ -224,7 +241,7 @@ def descend(
     Returns this loss, nats per token.
     """
     groups = [{"params": [weight], "lr": rate} for weight, rate in rates.items()]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0, fused=True)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0)
     best = [weight.clone() for weight in rates]
     loss = pair_loss(model, held_out)
     for step in range(1, n_steps + 1):
@@ -236,7 +253,7 @@ def descend(
         if step % CHECK_EVERY and step < n_steps:
             continue
         new_loss = pair_loss(model, held_out)
-        if new_loss >= loss:  # what is learned now is the counted text by heart
+        if not new_loss < loss:  # the counted pairs are memorized now
             break
         loss = new_loss
         best = [weight.clone() for weight in rates]
@@ -246,9 +263,10 @@ def descend(
 
 
 def chunks(vocab_size: int) -> list[slice]:
-    """All tokens, in slices of at most ROWS."""
-    starts = range(0, vocab_size, ROWS)
-    return [slice(start, min(start + ROWS, vocab_size)) for start in starts]
+    """All tokens, in slices whose logits have at most MAX_LOGITS entries."""
+    size = max(1, MAX_LOGITS // vocab_size)
+    starts = range(0, vocab_size, size)
+    return [slice(start, min(start + size, vocab_size)) for start in starts]
 
 
 def bigram_logits(model: Thinker, tokens: slice) -> Tensor:

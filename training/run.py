@@ -129,17 +129,13 @@ def build_trainer(
 
     # Build batches, model and optimizers.
     batches, evaluator = build_batches(settings, corpus, device, dist, dataset)
-    memory = MemoryMeter(device)
     model_device = _model_device(settings, device, dist)
     built = build_model(model_config, settings.run.seed, model_device, initial_model, model)
-    if previous is None:
+    if previous is None and can_fit_bigrams(config, model_config, batches.loader, objective):
         started = time.perf_counter()
-        is_fitted = False
-        if can_fit_bigrams(config, model_config, batches.loader.dataset, model, objective):
-            is_asked_for = config.train.fit_bigrams is True
-            is_fitted = start_from_bigrams(built, batches.loader, settings, dist, is_asked_for)
-        settings = settings.with_train(fit_bigrams=is_fitted)
+        start_from_bigrams(built, batches.loader, settings, dist)
         state.elapsed_s = time.perf_counter() - started
+    memory = MemoryMeter(device)
     all_callbacks = [
         *its_callbacks,
         *callbacks_of_weights(settings),

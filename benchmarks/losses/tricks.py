@@ -35,7 +35,7 @@ DEFAULTS = "defaults"
 PAIRS = "model.bigram_rows={five_vocabularies}"
 TRICKS: dict[str, list[str]] = {
     DEFAULTS: [],
-    "no fit to pairs": ["train.fit_bigrams=false"],
+    "no fit to pairs": ["train.fit_bigrams=off"],
     "value embeddings": ["model.value_embeddings=true"],
     "embedding of pairs": [PAIRS],
     "both": ["model.value_embeddings=true", PAIRS],
@@ -80,6 +80,7 @@ class Cost:
     steps: list[float]
 
 
+START_ROUNDS = 3
 BUDGETS = ("time", "tokens")  # what a trick and the defaults have in common
 
 
@@ -120,9 +121,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for text in arguments.texts:
         step_times = time_steps(text, arguments.size, names, arguments.rounds)
         n_default = seconds / statistics.median(step_times[DEFAULTS])
-        costs = {}
-        for name, times in step_times.items():
-            costs[name] = Cost(time_start(name, text, arguments.size, n_default), times)
+        starts = time_starts(text, arguments.size, names, n_default)
+        costs = {name: Cost(starts[name], times) for name, times in step_times.items()}
         runs = plan_runs(arguments, text, costs, seconds)
         train_all(list(runs.values()), arguments.jobs)
         rows += compare(text, costs, runs, arguments)
@@ -168,13 +168,24 @@ def time_steps(text: str, size: str, names: list[str], rounds: int) -> dict[str,
     return dict(zip(names, time_alternately(steps, rounds, device)))
 
 
+def time_starts(text: str, size: str, names: list[str], n_steps: float) -> dict[str, float]:
+    """Seconds of training that runs of about `n_steps` steps have used before their first step:
+    medians of START_ROUNDS in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(START_ROUNDS):
+        for name in names:
+            seconds[name].append(time_start(name, text, size, n_steps))
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
 def time_start(name: str, text: str, size: str, n_steps: float) -> float:
-    """Seconds of training that a run of about `n_steps` steps has used before its first step."""
+    """See time_starts(); once, for one trick."""
     with tempfile.TemporaryDirectory() as folder:
         lengths = [f"train.max_steps={max(1, round(n_steps))}", "train.max_minutes=null"]
         config = config_of(name, text, size, [*lengths, f"run.dir={folder}/run"])
         trainer = build_trainer(config)
         trainer.batches.close()
+        trainer.run.unlock()
         return trainer.state.elapsed_s
 
 

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure steps of a run as a whole and in parts, alternately, and print a table."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"run.dir={folder}/run", "train.save_every=null", "train.eval_every=null", "train.max_minutes=null",
-                 "train.max_steps=1000000"]  # fmt: skip
+                 "train.max_steps=1000000", "train.fit_bigrams=off"]  # fmt: skip
         trainer = build_trainer(load_config(arguments.config, [*arguments.overrides, *fixed]))
         step, rounds = trainer.step, []
         for number in range(WARM_UP + arguments.rounds):

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure both kinds of steps and of saves alternately, in one process, and print medians."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"run.dir={folder}/run", "train.save_every=null", "train.eval_every=null", "train.max_minutes=null",
-                 "train.max_steps=1000000"]  # fmt: skip
+                 "train.max_steps=1000000", "train.fit_bigrams=off"]  # fmt: skip
         trainer = build_trainer(load_config(arguments.config, [*arguments.overrides, *fixed]))
         trainer.bar = tqdm(disable=True)
         for _ in range(3):  # memory allocation and compilation

@@ -94,6 +94,8 @@ def make_ladder_plan(
             "of model.size"
         )
     overrides = [*overrides, *(f"{key}=null" for key in OF_LADDER)]
+    # Only the larger sizes could afford it, and a law through both kinds would be wrong.
+    overrides.append("train.fit_bigrams=off")
     if read.train.max_steps is None:
         overrides.append("train.max_steps=1")  # each size sets its own
     corpus = prepare_training_data(read, None)

@@ -413,7 +413,7 @@ def test_time_ends_a_run_and_its_schedule(train_args, tmp_path):
     run = tmp_path / "run"
     done = run_script(*train_args, f"run.dir={run}", "train.max_steps=null", "train.max_minutes=0.02",
                       "train.warmup_steps=0", "train.schedule=cosine", "train.min_lr_ratio=0",
-                      "train.fit_bigrams=false", *NO_EVAL_NO_SAVE)  # fmt: skip
+                      "train.fit_bigrams=off", *NO_EVAL_NO_SAVE)  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [line for line in read_metrics(run) if "train_loss" in line]
     ends = [line["elapsed_s"] for line in lines]

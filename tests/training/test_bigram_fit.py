@@ -1,6 +1,8 @@
 """The fit to pairs of tokens before the first step: what it computes, and when it is done."""
 
 import math
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,11 +19,11 @@ from thinker.runtime.errors import UserError
 from thinker.training import bigram_fit
 from thinker.training.bigram_fit import PairCounts, add_gradients, fit_weights, pair_loss
 from thinker.training.config.config import Config
+from thinker.training.objective import next_token_loss
 from thinker.training.run import build_trainer
 
 V = 40
 CPU = torch.device("cpu")
-OVERRIDES = ["train.fit_bigrams=true"]
 
 
 class Chain:
@@ -75,6 +77,7 @@ MODELS = {
     "default": {},
     "value embeddings": {"value_embeddings": True},
     "capped logits": {"logit_softcap": 5.0, "logit_scale": 0.5},
+    "token shift": {"token_shift": True, "bigram_rows": 50},
     "scaled embedding": {"embedding_scale": 3.0},
     "LayerNorm": {"norm": "layernorm"},
     "both norms": {"block": "both_norms"},
@@ -87,7 +90,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_the_whole_model(name, rows, monkeypatch):
     """The blocks add nothing yet, so a pass over all tokens has the same loss."""
-    monkeypatch.setattr(bigram_fit, "ROWS", rows)
+    monkeypatch.setattr(bigram_fit, "MAX_LOGITS", rows * V)
     model = new_model(**MODELS[name]).double()
     with torch.no_grad():
         model.lm_head.weight.normal_(0, 0.5)
@@ -163,94 +166,131 @@ def test_pairs_that_say_nothing_leave_the_weights_alone():
 
 
 def test_one_epoch_is_counted_at_most(tmp_path):
-    trainer = build_trainer(small_config(tmp_path, "run"))
-    trainer.batches.close()
-    chain = Chain(50, seq_len=16)
-    loader = BatchLoader(ShuffledDataset(chain, seed=2), batch_size=4)
-    counts, held_out = bigram_fit.count_pairs(loader, trainer.settings, CPU)
-    assert held_out.total == 2 * 4 * 16  # of 12 batches, the last windows are in none
+    settings = small_settings(tmp_path)
+    loader = BatchLoader(ShuffledDataset(Chain(50, seq_len=16), seed=2), batch_size=4)
+    counts, held_out = bigram_fit.count_pairs(loader, settings, CPU)
+    assert held_out.total == 2 * 4 * 16  # of 12 batches; the last two windows are in none
     assert counts.total == 10 * 4 * 16
+    short = BatchLoader(ShuffledDataset(Chain(39, seq_len=16), seed=2), batch_size=4)
+    assert [part.total for part in bigram_fit.count_pairs(short, settings, CPU)] == [0, 0]
 
 
-def first_loss(folder):
-    return next(line["train_loss"] for line in read_metrics(folder) if "train_loss" in line)
+def test_reading_ends_with_the_time(tmp_path):
+    loader = BatchLoader(ShuffledDataset(Chain(400, seq_len=16), seed=2), batch_size=4)
+    counts, held_out = bigram_fit.count_pairs(loader, small_settings(tmp_path), CPU, seconds=0)
+    assert (counts.total, held_out.total) == (4 * 16, 4 * 16)
+
+
+# ---------------------------------------------------------------- runs
+
+# A small model that trains long enough for the fit to be cheap, on enough text for ten batches.
+LONG = ["train.batch_size=32", "train.max_steps=150"]
+BRIEFLY = ["train.save_every=null", "train.eval_every=null"]
+MESSAGE = "fitted the embedding and the LM head to"
+
+
+def small_settings(tmp_path):
+    trainer = build_trainer(small_config(tmp_path, "settings"))
+    trainer.batches.close()
+    return trainer.settings
+
+
+def is_fitted(capsys, tmp_path, *overrides, **arguments):
+    """Whether a run of these overrides begins with the fit."""
+    capsys.readouterr()
+    folder = tempfile.mkdtemp(dir=tmp_path)
+    trainer = build_trainer(small_config(Path(folder), "run", overrides), **arguments)
+    trainer.batches.close()
+    done = MESSAGE in capsys.readouterr().err
+    assert done == (pair_loss_of_first_batch(trainer) < 0.9 * math.log(256))
+    return done
+
+
+def pair_loss_of_first_batch(trainer):
+    batch = trainer.loader.batch(0)
+    return pair_loss(trainer.model, PairCounts([batch], trainer.settings.model.vocab_size, CPU))
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_that_is_fitted_resumes_bit_for_bit(tmp_path, monkeypatch, capsys):
-    whole = check_resumes(tmp_path, monkeypatch, OVERRIDES)
-    assert capsys.readouterr().err.count("fitted the embedding and the LM head") == 1
-    assert first_loss(whole) < 0.7 * math.log(256)
-    config = (whole / "config.yaml").read_text()
-    assert "fit_bigrams: true" in config
+    monkeypatch.setattr(bigram_fit, "SHARE_OF_RUN", 1e9)
+    whole = check_resumes(tmp_path, monkeypatch)
+    assert capsys.readouterr().err.count(MESSAGE) == 1
+    losses = [line["train_loss"] for line in read_metrics(whole) if "train_loss" in line]
+    assert losses[0] < 0.7 * math.log(256)
+    # One that is stopped before its first checkpoint begins with the same fit.
+    again = build_trainer(small_config(tmp_path, "again"))
+    again.batches.close()
+    again.run.unlock()
+    same = build_trainer(small_config(tmp_path, "again"))
+    same.batches.close()
+    for name, tensor in again.model.state_dict().items():
+        assert torch.equal(tensor, same.model.state_dict()[name]), name
+    # The key is no switch of a run that has begun.
+    with pytest.raises(UserError, match="train.fit_bigrams"):
+        build_trainer(small_config(tmp_path, "whole", ["train.fit_bigrams=off"]))
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_have_the_losses_of_one(parallel, tmp_path):
-    check_ranks(tmp_path, [*OVERRIDES, f"train.parallel={parallel}"])
+def test_two_ranks_have_the_losses_of_one(tmp_path):
+    # Half of 3% of its FLOPs is enough for all steps of the fit, so that one rank makes as many.
+    long = ["model.d_ff=1024", "train.batch_size=64", "train.max_steps=80"]
+    check_ranks(tmp_path, [*long, *BRIEFLY])
+    for n_ranks in (1, 2):
+        lines = read_metrics(tmp_path / f"ranks-{n_ranks}")
+        losses = [line["train_loss"] for line in lines if "train_loss" in line]
+        assert losses[0] < 0.8 * math.log(256)
 
 
-def fitted(tmp_path, name, *overrides, **arguments):
-    """Whether a run of these overrides begins with the fit."""
-    trainer = build_trainer(small_config(tmp_path, name, overrides), **arguments)
-    trainer.batches.close()
-    return trainer.settings.train.fit_bigrams
+def test_long_runs_of_ordinary_models_are_fitted(tmp_path, capsys):
+    def fitted(*overrides, **arguments):
+        return is_fitted(capsys, tmp_path, *LONG, *overrides, **arguments)
+
+    assert fitted()
+    assert fitted("train.deterministic=true")
+    assert not fitted("train.fit_bigrams=off")
+    assert not fitted("train.max_steps=3")
+    assert not fitted("train.max_minutes=1e-6")
+    assert fitted("train.max_steps=null", "train.max_minutes=1000")
+    assert not fitted("model.tie_embeddings=true")
+    assert not fitted("model.init=normal")
+    assert not fitted("model.head_init_std=0.1")
+    assert not fitted("model.positions=sinusoidal")
+    assert not fitted("data.buffer_tokens=8192")
+    assert not fitted("train.batch_size=256")
 
 
-LONG = "train.max_steps=100000"
-
-
-def test_auto_fits_only_long_runs_of_untied_models(tmp_path):
-    assert not fitted(tmp_path, "short")
-    assert fitted(tmp_path, "long", LONG)
-    assert not fitted(tmp_path, "off", LONG, "train.fit_bigrams=false")
-    assert not fitted(tmp_path, "tied", LONG, "model.tie_embeddings=true")
-    assert not fitted(tmp_path, "normal", LONG, "model.init=normal")
-    assert not fitted(tmp_path, "copies", LONG, "model.head_init_std=0.1")
-    assert not fitted(tmp_path, "stream", LONG, "data.buffer_tokens=1600")
-    minutes = ["train.max_steps=null", "train.max_minutes=1000"]
-    assert fitted(tmp_path, "minutes", *minutes)
-    assert not fitted(tmp_path, "seconds", "train.max_steps=null", "train.max_minutes=0.001")
-
-
-def test_auto_leaves_classes_and_objectives_of_the_user_alone(tmp_path):
-    class OwnThinker(Thinker):
+def test_what_the_user_brings(tmp_path, capsys):
+    class SameThinker(Thinker):
         pass
 
-    def objective(model, batch):
-        from thinker.training.objective import next_token_loss
+    class OtherThinker(Thinker):
+        """Its blocks have an effect from the start."""
 
+        def init_weights(self, generator=None):
+            super().init_weights(generator)
+            self.blocks[0].mlp.down_proj.weight.data.normal_(0, 0.1)
+
+    def objective(model, batch):
         return next_token_loss(model, batch)
 
-    assert not fitted(tmp_path, "class", LONG, model=OwnThinker)
-    assert not fitted(tmp_path, "objective", LONG, objective=objective)
-    assert fitted(tmp_path, "asked", LONG, *OVERRIDES, objective=objective)
+    dataset = Chain(2000, seq_len=16)
+    assert is_fitted(capsys, tmp_path, *LONG, model=SameThinker)
+    assert not is_fitted(capsys, tmp_path, *LONG, model=OtherThinker)
+    assert not is_fitted(capsys, tmp_path, *LONG, objective=objective)
+    assert not is_fitted(capsys, tmp_path, *LONG, dataset=dataset)
 
 
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        ("model.tie_embeddings=true", "embedding and LM head are one table"),
-        ("model.init=normal", "choose other weights"),
-        ("data.buffer_tokens=1600", "the text is a stream"),
-    ],
-)
-def test_asking_for_the_impossible_is_refused(override, problem, tmp_path):
-    with pytest.raises(UserError, match=problem):
-        fitted(tmp_path, "run", *OVERRIDES, override)
-
-
-def test_it_is_refused_for_an_initial_model(tiny_run, tmp_path):
-    overrides = [*OVERRIDES, f"run.init_from={tiny_run}", "data.tokenizer=null"]
+def test_it_is_no_part_of_fine_tuning(tiny_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bigram_fit, "SHARE_OF_RUN", 1e9)
+    overrides = [f"run.init_from={tiny_run}", "data.tokenizer=null"]
     tree = small_config(tmp_path, "run", overrides).model_dump(exclude_unset=True)
     del tree["model"]
-    config = Config.model_validate(tree)
-    with pytest.raises(UserError, match="run.init_from names the weights; set it to false"):
-        build_trainer(config)
+    build_trainer(Config.model_validate(tree)).batches.close()
+    assert MESSAGE not in capsys.readouterr().err
 
 
 def test_its_time_counts_as_training(tmp_path):
-    trainer = build_trainer(small_config(tmp_path, "run", OVERRIDES))
+    trainer = build_trainer(small_config(tmp_path, "run", LONG))
     trainer.batches.close()
     assert 0 < trainer.state.elapsed_s < 60

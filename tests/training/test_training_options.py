@@ -134,8 +134,6 @@ def overrides(case, run, cache, tiny_run, n_steps=4, device="cpu"):
     # In the same cases as token shift, as more options would need more cases.
     if keys.get("model.token_shift") == "true" and case["prune"] != "gates":
         choices += TABLES
-        if not is_lora and case["sources"] != "streamed":
-            choices += ["train.fit_bigrams=true"]
     return [*start, *shape, *lengths, *fixed, *written, *choices, f"run.dir={run}"]
 
 

@@ -242,10 +242,10 @@ class TrainConfig(ConfigSection):
     """Keep activations in host memory until the backward pass (CUDA only)."""
     warmup_steps: Natural = 10
     """Number of steps of linear learning-rate warmup."""
-    fit_bigrams: bool | Literal["auto"] = "auto"
+    fit_bigrams: Literal["auto", "off"] = "auto"
     """Before the first step, fit the embedding and the LM head to the counts of all pairs of
-    adjacent tokens. auto: if the blocks start without an effect and it takes at most 3% of the
-    run."""
+    adjacent tokens. auto: if the blocks start without an effect and it takes at most 3% of the run.
+    off: never."""
     schedule: Literal["wsd", "cosine"] = "wsd"
     """Learning-rate schedule after the warmup: warmup-stable-decay, or cosine."""
     decay_fraction: Fraction | None = None

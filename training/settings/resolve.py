@@ -68,7 +68,6 @@ def resolve_settings(
         "precision": precision,
         "save_sharded": _saves_sharded(train, model_config, dist),
         "async_save": _saves_in_background(train, model_config, device, previous, dist),
-        "fit_bigrams": previous is not None and previous.train.fit_bigrams,
         "micro_batch_size": 1,  # for now, like the next one
         "compile": False,
     }

@@ -21,7 +21,6 @@ class TrainSettings(sections.TrainConfig):
     micro_batch_size: Positive
     async_save: bool
     save_sharded: bool
-    fit_bigrams: bool = False
 
 
 def _read_architecture(value: Any) -> Any:

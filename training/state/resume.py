@@ -28,7 +28,7 @@ from thinker.training.step import TrainingStep
 FIXED_KEYS = {
     "optimizer": ("name",),
     "run": ("seed", "init_from"),
-    "train": ("batch_size", "lora_rank", "lora_alpha", "ema_decay"),
+    "train": ("batch_size", "lora_rank", "lora_alpha", "ema_decay", "fit_bigrams"),
 }
 # In data; they affect neither text nor batches.
 DATA_KEYS_OF_THE_MACHINE = ("cache_dir", "num_workers", "streaming")
