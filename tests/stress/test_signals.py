@@ -28,7 +28,8 @@ from training_runs import (
 from thinker.runtime.process import interrupts
 from thinker.training.signals import SignalHandler
 
-LONG = ["train.max_steps=100000", "train.eval_every=null", "train.save_every=null"]
+LONG = ["train.max_steps=100000", "train.eval_every=null", "train.save_every=null",
+        "train.fit_bigrams=off"]  # fmt: skip
 
 
 def test_sigterm_at_random_moments_loses_no_step(train_args, tmp_path, stress):
