@@ -120,7 +120,7 @@ def fit_bigrams(
     loss = pair_loss(model, held_out)
     now = time.perf_counter()
     if seconds < math.inf:
-        step_seconds = 3 * (now - before_loss)  # with the backward pass
+        step_seconds = 5 * (now - before_loss)  # with the backward pass, AdamW and checks
         n_steps = min(n_steps, int((seconds - (now - started)) / step_seconds))
     if n_steps < MIN_STEPS:
         return False
