@@ -165,6 +165,19 @@ def test_pairs_that_say_nothing_leave_the_weights_alone():
         assert model.get_parameter(name).grad is None
 
 
+def test_a_fit_that_ends_above_the_start_is_undone(monkeypatch):
+    """As if the random part reversed what was fitted, and the LM head had no steps to follow."""
+    monkeypatch.setattr(bigram_fit, "RANDOM_SHARE", -1e6)
+    monkeypatch.setattr(bigram_fit, "SHARE_OF_BOTH", 1.0)
+    chain, model = Chain(), new_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    counts, held_out = counts_of(chain, (0, 0.9)), counts_of(chain, (0.9, 1))
+    start = pair_loss(model, held_out)
+    assert fit_weights(model, counts, held_out, 40, start) == start
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
 def test_one_epoch_is_counted_at_most(tmp_path):
     settings = small_settings(tmp_path)
     loader = BatchLoader(ShuffledDataset(Chain(50, seq_len=16), seed=2), batch_size=4)
