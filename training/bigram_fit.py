@@ -214,18 +214,18 @@ def fit_weights(
     """
     embedding, head = model.embedding.weight, model.lm_head.weight
     head_lr = HEAD_LR / model.config.d_model / model.config.logit_scale
-    start = embedding.clone(), head.clone()
+    start_embedding, start_head = embedding.clone(), head.clone()
     n_both = round(SHARE_OF_BOTH * n_steps)
     rates = {embedding: EMBEDDING_LR, head: head_lr}
     if descend(model, rates, counts, held_out, n_both) >= loss:
         return loss
     rows = F.rms_norm(embedding, embedding.shape[-1:])
-    embedding.copy_(rows + RANDOM_SHARE * start[0])
+    embedding.copy_(rows + RANDOM_SHARE * start_embedding)
     fitted_loss = descend(model, {head: head_lr}, counts, held_out, n_steps - n_both)
     if fitted_loss < loss:
         return fitted_loss
-    embedding.copy_(start[0])
-    head.copy_(start[1])
+    embedding.copy_(start_embedding)
+    head.copy_(start_head)
     return loss
 
 
