@@ -83,6 +83,7 @@ config = {
     "train": {
         "device": "cpu", "max_steps": 12 if is_fast() else 700, "batch_size": 14,
         "eval_every": 100,  # measure the validation loss after so many steps
+        "fit_bigrams": "off",  # start from random weights, to see the whole curve
     },
     "run": {"dir": folder.name + "/run"},
 }  # fmt: skip

@@ -97,6 +97,7 @@ def fit(name, n_steps, run=None, **sections):
     data = {"source": "tales", "max_documents": n_docs, "seq_len": 256}
     data |= {"cache_dir": folder.name} | ({} if run else {"tokenizer": "bpe:1024"})
     steps = {"device": "cpu", "precision": "fp32", "batch_size": 8, "max_steps": n_steps}
+    steps["fit_bigrams"] = "off"  # start from random weights
     sections["train"] = steps | {"eval_sequences": n_val} | sections.get("train", {})
     run = {"dir": f"{folder.name}/{name}"} | (run or {})
     with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
