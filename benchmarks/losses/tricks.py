@@ -8,10 +8,11 @@ So lengths are fixed before training starts, and other work on the machine chang
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--folder",
         type=Path,
         default=Path("runs/tricks"),
-        help="folder for runs; finished runs are reused",
+        help="folder for runs and costs; finished runs and measured costs are reused",
     )
 
 
@@ -119,14 +120,39 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     seconds = arguments.seconds or SIZES[arguments.size].seconds
     rows = []
     for text in arguments.texts:
-        step_times = time_steps(text, arguments.size, names, arguments.rounds)
-        n_default = seconds / statistics.median(step_times[DEFAULTS])
-        starts = time_starts(text, arguments.size, names, n_default)
-        costs = {name: Cost(starts[name], times) for name, times in step_times.items()}
+        costs = saved_costs(arguments, text, names, seconds)
         runs = plan_runs(arguments, text, costs, seconds)
         train_all(list(runs.values()), arguments.jobs)
         rows += compare(text, costs, runs, arguments)
     return {"size": arguments.size, "seconds": seconds, "seeds": arguments.seeds, "rows": rows}
+
+
+def saved_costs(
+    arguments: argparse.Namespace, text: str, names: list[str], seconds: float
+) -> dict[str, Cost]:
+    """The costs of runs of `seconds`, from a file in the folder of the runs, which is written if it
+    lacks one of them. So runs that were cut off have the same lengths as before."""
+    path = arguments.folder / f"costs-{arguments.size}-{text}-{seconds:g}.json"
+    costs = {}
+    if path.exists():
+        for name, values in json.loads(path.read_text(encoding="utf-8")).items():
+            costs[name] = Cost(**values)
+    if not costs.keys() >= set(names):
+        costs = measure_costs(text, arguments.size, names, arguments.rounds, seconds)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values = {name: asdict(cost) for name, cost in costs.items()}
+        path.write_text(json.dumps(values), encoding="utf-8")
+    return {name: costs[name] for name in names}
+
+
+def measure_costs(
+    text: str, size: str, names: list[str], rounds: int, seconds: float
+) -> dict[str, Cost]:
+    """The costs of runs of `seconds`, measured in turns."""
+    step_times = time_steps(text, size, names, rounds)
+    n_default = seconds / statistics.median(step_times[DEFAULTS])
+    starts = time_starts(text, size, names, n_default)
+    return {name: Cost(starts[name], times) for name, times in step_times.items()}
 
 
 def overrides_of(name: str, text: str, size: str) -> list[str]:
@@ -229,7 +255,8 @@ def plan_runs(
                 runs[name, budget, seed] = TrainingProcess(
                     label, path, own, arguments.folder / f"{folder}-{seed}"
                 )
-    return runs
+    by_seed = sorted(runs, key=lambda key: key[2])  # so that each comparison begins early
+    return {key: runs[key] for key in by_seed}
 
 
 def compare(

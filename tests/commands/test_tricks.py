@@ -1,10 +1,12 @@
 """The benchmark of tricks: how long its runs are, and a run of it."""
 
+import argparse
 import json
 
 import pytest
 
-from thinker.benchmarks.losses.tricks import DEFAULTS, Cost, relative_time, run_lengths
+from thinker.benchmarks.losses import tricks
+from thinker.benchmarks.losses.tricks import DEFAULTS, Cost, relative_time, run_lengths, saved_costs
 
 
 def test_runs_of_equal_time_and_of_equal_tokens():
@@ -15,6 +17,24 @@ def test_runs_of_equal_time_and_of_equal_tokens():
     assert run_lengths(costs, DEFAULTS, 110.0, 1.0) == {"time": 200, "tokens": 200}
     assert run_lengths(costs, "trick", 110.0, 1.0) == {"time": 110, "tokens": 200}
     assert run_lengths(costs, "trick", 110.0, 0.5) == {"time": 110, "tokens": 400}
+
+
+def test_costs_are_measured_again_only_for_new_tricks(monkeypatch, tmp_path):
+    measured = []
+
+    def measure(text, size, names, rounds, seconds):
+        measured.append(names)
+        return {name: Cost(len(measured), [0.5, 0.25]) for name in names}
+
+    monkeypatch.setattr(tricks, "measure_costs", measure)
+    arguments = argparse.Namespace(folder=tmp_path / "runs", size="2m", rounds=2)
+    first = saved_costs(arguments, "tales", [DEFAULTS, "a"], 60.0)
+    assert saved_costs(arguments, "tales", [DEFAULTS, "a"], 60.0) == first
+    assert saved_costs(arguments, "tales", [DEFAULTS], 60.0) == {DEFAULTS: first[DEFAULTS]}
+    assert measured == [[DEFAULTS, "a"]]
+    assert saved_costs(arguments, "tales", [DEFAULTS, "b"], 60.0)["b"].start == 2
+    saved_costs(arguments, "tales", [DEFAULTS, "a"], 30.0)
+    assert len(measured) == 3
 
 
 @pytest.mark.more
