@@ -7,6 +7,7 @@ changed on the instance, are copied as they are; the matrices in them are still 
 import copy
 from collections.abc import Collection, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -257,13 +258,17 @@ def is_patched(module: nn.Module) -> bool:
 
     What training replaces, for compilation and checkpointing, does not count.
     """
-    if "project" in vars(module):
-        return True
-    forward = vars(module).get("forward")
-    if forward is None:
-        return False
+    for name, value in vars(module).items():
+        is_of_training = name == "forward" and _is_of_training(value)
+        if callable(getattr(type(module), name, None)) and not is_of_training:
+            return True
+    return False
+
+
+def _is_of_training(forward: Any) -> bool:
+    """Whether a module's forward() was replaced for compilation or checkpointing."""
     is_checkpointed = isinstance(forward, partial) and forward.func is checkpoint
-    return not is_checkpointed and not hasattr(forward, "_torchdynamo_orig_callable")
+    return is_checkpointed or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def is_known_attention(attention: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from thinker.benchmarks.speed.decode import matrix_bytes
 from thinker.generation.decoders.inference_linear import FewRowsLinear, NativeLinear
 from thinker.generation.decoders.inference_model import fuse_for_inference
+from thinker.generation.decoders.native_decoder import NativeDecoder
 from thinker.generation.decoders.quantized_linear import QuantizedLinear
 from thinker.model.layers import Linear
 from thinker.native.compiler import has_compiler
@@ -57,6 +58,47 @@ def test_logits_equal_the_models(random_model, qk_norm, tied, n_kv_heads, native
     cache = copied.new_cache(3, 24)
     pieces = [copied(chunk, cache=cache) for chunk in tokens.split([7, 1, 1, 1, 2, 12], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-5)
+
+
+REPLACED = {  # methods that an experiment may replace on one module, by its path
+    "blocks.1.attention": ("query_key_value", "project", "attend", "forward"),
+    "blocks.1.mlp": ("forward",),
+    "blocks.0": ("forward",),
+    "": ("embed", "forward_blocks"),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "method"), [(path, method) for path in REPLACED for method in REPLACED[path]]
+)
+@pytest.mark.parametrize("native", KERNELS)
+def test_methods_replaced_on_a_module_are_run(random_model, path, method, native):
+    model = random_model()
+    module = model.get_submodule(path)
+    original, calls = getattr(module, method), []
+
+    def twice(*arguments, **options):
+        calls.append(method)
+        result = original(*arguments, **options)
+        if isinstance(result, tuple):
+            return tuple(2 * each for each in result)
+        return 2 * result
+
+    tokens = random_tokens(1, 9)
+    with torch.no_grad():
+        plain = model(tokens)
+        setattr(module, method, twice)
+        expected = model(tokens)
+        assert not torch.allclose(expected, plain)
+        copied = fuse_for_inference(model, native=native)
+        calls.clear()
+        torch.testing.assert_close(copied(tokens), expected, rtol=0, atol=1e-5)
+        assert calls
+        decoder = NativeDecoder(copied)
+        cache = copied.new_cache(1, 12)
+        copied(tokens[:, :8], cache=cache)
+        found = decoder.step(tokens[:, 8:], cache)
+    torch.testing.assert_close(found, expected[:, 8:], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", [{}, {"dtype": torch.bfloat16}, {"bits": 8}, {"bits": 4}], ids=str)
