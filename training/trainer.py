@@ -140,6 +140,7 @@ class Trainer:
         state = self.state
         started = time.perf_counter()
         multiplier = lr_multiplier(self.train_config, state.step, self.progress())
+        self.step.optimizers.set_momentum(state.step)
         seed_step(self.settings.run.seed, state.step, self.dist.rank)
         loss, grad_norm = self.step(self.batch, multiplier)
         if self.batch.n_targets:

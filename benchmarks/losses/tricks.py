@@ -37,6 +37,8 @@ PAIRS = "model.bigram_rows={five_vocabularies}"
 TRICKS: dict[str, list[str]] = {
     DEFAULTS: [],
     "no fit to pairs": ["train.fit_bigrams=off"],
+    "constant momentum": ["optimizer.momentum_warmup_steps=0"],
+    "no fit, constant momentum": ["train.fit_bigrams=off", "optimizer.momentum_warmup_steps=0"],
     "value embeddings": ["model.value_embeddings=true"],
     "embedding of pairs": [PAIRS],
     "both": ["model.value_embeddings=true", PAIRS],

@@ -205,8 +205,8 @@ def test_momenta_are_updated_by_one_compiled_program_too(monkeypatch, dtype, nes
     compiled = muon._compiled_momenta.__wrapped__()
     monkeypatch.setattr(muon, "_compiled_momenta", lambda: compiled)
     skip = None if is_bad is None else torch.tensor(is_bad)
-    for shape in [(8, 5), (5, 8), (6, 9)]:
-        group = {"momentum": 0.95, "nesterov": nesterov}
+    for shape, momentum in [((8, 5), 0.85), ((5, 8), 0.9), ((6, 9), 0.95)]:
+        group = {"momentum": momentum, "nesterov": nesterov}
         found = {}
         for name in ("_momentum_updates", "_compiled_momentum_updates"):
             parameters, states = _momentum_case(shape, is_bad)

@@ -1,15 +1,17 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_contract import check_resumes
+from training_contract import N_STEPS, check_resumes, small_config
 from training_runs import train_losses
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
+from thinker.training.callback import Callback
 from thinker.training.config.load import validate_config
 from thinker.training.config.sections import OptimizerConfig
 from thinker.training.optim.optimizers import Optimizers, resolve_learning_rates
 from thinker.training.optim.registry import OPTIMIZERS
+from thinker.training.run import train
 
 SHAPE = {
     "vocab_size": 61,
@@ -79,6 +81,7 @@ def test_rates_that_are_left_out_follow_the_width(width):
 
 def test_rates_that_are_given_stay():
     given = {"lr": 0.5, "embedding_lr": 0.4, "head_lr": 0.3, "norm_lr": 0.2, "momentum": 0.1}
+    given["momentum_warmup_steps"] = 0  # as a momentum is given
     assert resolve_learning_rates(OptimizerConfig(**given), config(), 16) == OptimizerConfig(
         **given
     )
@@ -151,6 +154,26 @@ def test_the_schedule_scales_every_rate(random_model):
         group["lr"] for optimizer in optimizers.optimizers for group in optimizer.param_groups
     )
     assert found == [0.1, 0.15, 0.2, 0.25]
+
+
+def test_a_run_sets_the_momentum_of_each_step(tmp_path):
+    found = []
+
+    class Reader(Callback):
+        def after_step(self, info):
+            for group in self.parts.optimizers.optimizers[0].param_groups:
+                found.append((info.step, group["momentum"]))
+
+        def setup(self, parts):
+            self.parts = parts
+
+    config = small_config(tmp_path, "run", ["optimizer.momentum_warmup_steps=4"])
+    assert train(config, callbacks=[Reader()]) == 0
+    n_groups = 2  # of Muon: the matrices, and the LM head
+    rising = [0.9, 0.9125, 0.925, 0.9375, 0.95, 0.95]
+    expected = [(step + 1, rising[step]) for step in range(N_STEPS) for _ in range(n_groups)]
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    assert [momentum for _, momentum in found] == pytest.approx([m for _, m in expected])
 
 
 class SignMomentum(torch.optim.Optimizer):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinker.training.config.sections import TrainConfig
-from thinker.training.optim.schedule import lr_multiplier
+from thinker.training.optim.schedule import lr_multiplier, momentum_at
 
 COSINE = TrainConfig(schedule="cosine", warmup_steps=0, min_lr_ratio=0.1)
 WSD = TrainConfig(schedule="wsd", warmup_steps=3, decay_fraction=0.5, min_lr_ratio=0.2)
@@ -37,3 +37,10 @@ def test_a_decay_that_is_left_out_takes_the_last_six_tenths():
     train = TrainConfig(schedule="wsd", warmup_steps=0)
     assert lr_multiplier(train, 9, 0.4) == 1
     assert lr_multiplier(train, 9, 0.7) == pytest.approx(0.5)
+
+
+def test_momentum_rises_to_its_value_and_stays():
+    found = [momentum_at(step, 1.0, 100) for step in (0, 50, 99, 100, 5000)]
+    assert found == pytest.approx([0.9, 0.95, 0.999, 1, 1])
+    assert [momentum_at(step, 0.95, 0) for step in (0, 1)] == [0.95, 0.95]
+    assert [momentum_at(step, 0.6, 100) for step in (0, 50, 100)] == [0.6] * 3

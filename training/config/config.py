@@ -110,12 +110,14 @@ class Config(ConfigSection):
         is_contiguous = data.packing == "contiguous"
         has_head = not self.model.tie_embeddings
         decay = "optimizer.cautious_weight_decay"
+        momentum_warmup = "optimizer.momentum_warmup_steps"
         rules = [  # key, value, whether it is read, what reads it
             ("train.lora_alpha", train.lora_alpha, has_lora, "train.lora_rank"),
             ("train.keep_every", train.keep_every, saves, "train.save_every"),
             ("train.sample_prompt", train.sample_prompt, has_samples, "train.sample_every"),
             ("train.decay_fraction", train.decay_fraction, decays, "train.schedule=wsd"),
             ("optimizer.momentum", optimizer.momentum, is_muon, "optimizer.name=muon"),
+            (momentum_warmup, optimizer.momentum_warmup_steps, is_muon, "optimizer.name=muon"),
             (decay, is_cautious, is_muon, "optimizer.name=muon"),
             (decay, is_cautious, optimizer.weight_decay > 0, "optimizer.weight_decay"),
             ("data.shift_windows", data.shift_windows, is_contiguous, "data.packing=contiguous"),

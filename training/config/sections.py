@@ -210,6 +210,9 @@ class OptimizerConfig(ConfigSection):
     """Decay a weight only in steps whose update also moves it toward zero (Muon only)."""
     momentum: Beta | None = None
     """Momentum of Muon; not allowed with adamw. null: 0.95."""
+    momentum_warmup_steps: Annotated[int, Field(ge=0, le=10**9)] | None = None
+    """Steps in which the momentum of Muon rises from 0.9; not allowed with adamw. null: 500, or 0
+    if optimizer.momentum is set."""
 
 
 @with_feature_keys("train")

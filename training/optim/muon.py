@@ -183,7 +183,9 @@ class Muon(torch.optim.Muon):
         buffers = [state["momentum_buffer"] for state in states]
         momenta = torch.stack(buffers)  # (n, rows, columns)
         grads = torch.stack([parameter.grad for parameter in parameters])
-        options = (group["momentum"], group["nesterov"], skip, self.dtype)
+        # A number would be compiled again in each step in which it changes.
+        momentum = momenta.new_full((), group["momentum"])
+        options = (momentum, group["nesterov"], skip, self.dtype)
         new_momenta, updates = _compiled_momenta()(grads.flatten(), momenta.flatten(), *options)
         torch._foreach_copy_(buffers, new_momenta.view(momenta.shape).unbind())
         return updates.view(momenta.shape)
@@ -209,6 +211,8 @@ def muon_and_adamw(parts: OptimizerParts) -> list[torch.optim.Optimizer]:
         is_fused=parts.is_fused and model.embedding.weight.dtype == torch.float32,
         momentum=config.momentum,
     )
+    for group in muon.param_groups:
+        group["final_momentum"] = config.momentum  # see Optimizers.set_momentum()
     return [muon, adamw_of(rest, parts)]
 
 
@@ -275,7 +279,7 @@ def _compiled() -> Callable:
 def next_momenta(
     grads: Tensor,
     momenta: Tensor,
-    momentum: float,
+    momentum: Tensor,
     nesterov: bool,
     skip: Tensor | None,
     dtype: torch.dtype,

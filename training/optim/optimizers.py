@@ -14,6 +14,7 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.registry import import_offer
 from thinker.training.config.sections import OptimizerConfig
 from thinker.training.optim.registry import OPTIMIZERS
+from thinker.training.optim.schedule import momentum_at
 
 # Parameters of modules that are no matrices of blocks, by the start of their names.
 KINDS = {
@@ -61,8 +62,8 @@ def resolve_learning_rates(
     batch_size: int,
     lr_scale: float = 1.0,
 ) -> OptimizerConfig:
-    """Fill in the learning rates that the config leaves null (docs/explanations/learning-rates.md
-    has the rules).
+    """Fill in the learning rates and the momentum that the config leaves null
+    (docs/explanations/learning-rates.md has the rules).
 
     Muon moves a matrix of any size by its learning rate in every direction, so lr and head_lr do
     not depend on the width. AdamW moves every entry by its learning rate, and a matrix adds up
@@ -78,7 +79,9 @@ def resolve_learning_rates(
         embedding_lr = 2.0 / model_config.d_model if is_tied else 0.3
         rates = {"lr": 0.04, "embedding_lr": embedding_lr, "head_lr": 0.05, "norm_lr": 0.01}
         defaults = {name: rate * scale for name, rate in rates.items()}
+        is_given = optimizer_config.momentum is not None
         defaults["momentum"] = 0.95
+        defaults["momentum_warmup_steps"] = 0 if is_given else 500
     else:
         lr = optimizer_config.lr or 1.0 / model_config.d_model * scale
         defaults = {"lr": lr, "embedding_lr": lr, "head_lr": lr, "norm_lr": lr}
@@ -107,12 +110,21 @@ class Optimizers:
         parts = OptimizerParts(model, groups, optimizer_config, is_fused)
         self.optimizers: list[torch.optim.Optimizer] = factory(parts)
         self.lr = optimizer_config.lr
+        self.momentum_warmup_steps = optimizer_config.momentum_warmup_steps
 
     def set_lr(self, multiplier: float) -> None:
         """Set every group's learning rate to `multiplier` times its peak."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * multiplier
+
+    def set_momentum(self, step: int) -> None:
+        """Set the momentum of Muon for a step (from 0)."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                final = group.get("final_momentum")
+                if final is not None:
+                    group["momentum"] = momentum_at(step, final, self.momentum_warmup_steps)
 
     def step(self, skip: Tensor | None = None) -> None:
         """Update all parameters, unless `skip` (a scalar on the device, read by GPU kernels) is

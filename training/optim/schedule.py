@@ -1,10 +1,11 @@
-"""Learning-rate schedules."""
+"""The learning rate and the momentum in the course of a run."""
 
 import math
 
 from thinker.training.config.sections import TrainConfig
 
 DEFAULT_DECAY_FRACTION = 0.6
+FIRST_MOMENTUM = 0.9
 
 
 def lr_multiplier(train: TrainConfig, step: int, progress: float) -> float:
@@ -29,3 +30,14 @@ def _stable_then_linear(progress: float, decay_fraction: float | None) -> float:
     if decay_fraction == 0:
         return 1.0
     return min(1.0, (1 - progress) / decay_fraction)
+
+
+def momentum_at(step: int, momentum: float, warmup_steps: int) -> float:
+    """Momentum of Muon in a step (from 0). It rises linearly from 0.9 to `momentum`.
+
+    The first gradients soon point elsewhere, so a short memory of them is better; later gradients
+    change slowly and are noisy, so a long one is.
+    """
+    if step >= warmup_steps or momentum <= FIRST_MOMENTUM:
+        return momentum
+    return FIRST_MOMENTUM + (momentum - FIRST_MOMENTUM) * step / warmup_steps

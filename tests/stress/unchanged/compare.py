@@ -77,7 +77,8 @@ class Comparison:
             folder = self.new_folder(case.name, tree.name)
             command = ["train.py", "small.yaml", *case.overrides]
             if tree is self.trees.new:
-                command.append("train.fit_bigrams=off")  # which the old tree does not have
+                # which the old tree does not have
+                command += ["train.fit_bigrams=off", "optimizer.momentum_warmup_steps=0"]
             if case.n_ranks == 1:
                 done = tree.run(*command, cwd=folder)
             else:
