@@ -412,7 +412,7 @@ def comparisons(rows: list[dict[str, Any]]) -> Results:
     """For each plain GPT: when Thinker reaches its final loss, and the difference at the end.
 
     `certain_s`: when the 95% interval of the difference, taken block by block, is at most zero. A
-    side that was stopped is not compared, as its schedule did not end.
+    side that was stopped is not compared, as its schedule did not end, nor are sides on two cards.
     """
     curves = {}
     for side in SIDES:
@@ -425,6 +425,8 @@ def comparisons(rows: list[dict[str, Any]]) -> Results:
         if side not in curves:
             continue
         target = curves[side][-1]
+        if target.get("card") != curves[THINKER][-1].get("card"):
+            continue
         reached = certain = None
         for row in curves[THINKER]:
             difference = difference_of(row, target)

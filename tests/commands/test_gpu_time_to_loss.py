@@ -422,6 +422,18 @@ def test_a_stopped_side_is_not_compared_and_its_next_run_is():
     assert (found["reached_s"], found["thinker_loss"]) == (80, 2.9)
 
 
+def test_sides_on_two_cards_are_not_compared():
+    cards = {"adamw": "NVIDIA H100 80GB HBM3", "thinker": "NVIDIA H200"}
+    rows = []
+    for side, card in cards.items():
+        for row in rows_of(side, [4.0, 3.0], 120):
+            rows.append(row | {"card": card})
+    assert list(comparisons(rows)) == []
+    rows += [row | {"card": cards["thinker"]} for row in rows_of("adamw", [4.5, 3.5], 120)]
+    [found] = comparisons(rows)
+    assert found["plain_loss"] == 3.5
+
+
 def test_only_data_vocabulary_and_length_differ_from_the_config(overrides):
     """With the warmup: 50 steps would be half of a run of 80 seconds."""
     changed = gpu_time_to_loss.data_overrides(Path(overrides[1].removeprefix("data.path=")))
