@@ -86,19 +86,18 @@ def can_fit_bigrams(
 
 def start_from_bigrams(
     model: Thinker, loader: BatchLoader, settings: Settings, dist: DistContext
-) -> bool:
+) -> None:
     """Fit a new model to the pairs of tokens in its first training batches, on the main process.
-    DDP gives all ranks its weights. Returns whether the weights changed.
+    DDP gives all ranks its weights.
 
     The model stays as it is if the fit would take more than SHARE_OF_RUN, or if its blocks have an
     effect.
     """
     if dist.world_size > 1 and settings.train.parallel == "fsdp":
-        return False  # the model need not fit on a device
-    is_fitted = False
+        return  # the model need not fit on a device
     if dist.is_main:
-        is_fitted = fit_bigrams(model, loader, settings, dist.world_size)
-    return dist.broadcast_object(is_fitted)
+        fit_bigrams(model, loader, settings, dist.world_size)
+    dist.broadcast_object()  # the other ranks wait
 
 
 def fit_bigrams(
