@@ -184,7 +184,7 @@ class Muon(torch.optim.Muon):
         momenta = torch.stack(buffers)  # (n, rows, columns)
         grads = torch.stack([parameter.grad for parameter in parameters])
         # A number would be compiled again in each step in which it changes.
-        momentum = momenta.new_full((), group["momentum"])
+        momentum = torch.full((), group["momentum"], dtype=momenta.dtype, device=momenta.device)
         options = (momentum, group["nesterov"], skip, self.dtype)
         new_momenta, updates = _compiled_momenta()(grads.flatten(), momenta.flatten(), *options)
         torch._foreach_copy_(buffers, new_momenta.view(momenta.shape).unbind())
