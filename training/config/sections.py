@@ -211,8 +211,8 @@ class OptimizerConfig(ConfigSection):
     momentum: Beta | None = None
     """Momentum of Muon; not allowed with adamw. null: 0.95."""
     momentum_warmup_steps: Annotated[int, Field(ge=0, le=10**9)] | None = None
-    """Steps in which the momentum of Muon rises from 0.9; not allowed with adamw. null: 500, or 0
-    if optimizer.momentum is set."""
+    """Steps in which the momentum of Muon rises from 0.9, if it is higher; not allowed with adamw.
+    null: 500, or 0 if optimizer.momentum is set."""
 
 
 @with_feature_keys("train")
