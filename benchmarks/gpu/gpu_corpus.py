@@ -15,6 +15,7 @@ import lzma
 import shutil
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -187,27 +188,31 @@ def open_data(file: BinaryIO, path: Path) -> tuple[BinaryIO, str]:
 
 
 def read_tar(archive: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
-    """The texts in an archive, and in archives in it."""
+    """The texts in an archive, and in archives in it. Raises UserError for one that is damaged."""
     try:
-        opened = tarfile.open(fileobj=archive, mode="r|*")  # noqa: SIM115 - closed below
-    except tarfile.ReadError as error:
+        with tarfile.open(fileobj=archive, mode="r|*") as opened:
+            yield from read_members(opened)
+    except (tarfile.ReadError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"{name} cannot be read: {error}") from error
-    with opened:
-        for member in opened:
-            if not member.isfile():
-                continue
-            file = opened.extractfile(member)
-            if ".tar." in member.name:
-                yield from read_tar(file, member.name)
-                continue
-            text_name = member.name.removesuffix(".gz")
-            if not text_name.endswith(PROSE + CODE):
-                continue
-            data = file.read()
-            if member.name.endswith(".gz"):
-                data = gzip.decompress(data)
-            if is_text(data):
-                yield text_name, data
+
+
+def read_members(archive: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
+    """See read_tar()."""
+    for member in archive:
+        if not member.isfile():
+            continue
+        file = archive.extractfile(member)
+        if ".tar." in member.name:
+            yield from read_tar(file, member.name)
+            continue
+        text_name = member.name.removesuffix(".gz")
+        if not text_name.endswith(PROSE + CODE):
+            continue
+        data = file.read()
+        if member.name.endswith(".gz"):
+            data = gzip.decompress(data)
+        if is_text(data):
+            yield text_name, data
 
 
 def is_text(data: bytes) -> bool:

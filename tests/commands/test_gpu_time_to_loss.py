@@ -193,10 +193,13 @@ def test_documents_with_the_lowest_hashes_are_kept():
 
 def test_mistakes_with_packages(packages, corpus, tmp_path):
     (tmp_path / "broken_1_all.deb").write_bytes(b"no archive")
+    whole = (packages / "manuals_1.0_all.deb").read_bytes()
+    (tmp_path / "short_1_all.deb").write_bytes(whole[: len(whole) // 2])
     cases = {
         "lacks nothing; run `apt-get download nothing` there": ("--names", "nothing"),
         "exists; remove it": ("--folder", corpus),
         "is not a package of Debian": ("--packages", tmp_path, "--names", "broken"),
+        "data.tar.xz cannot be read": ("--packages", tmp_path, "--names", "short"),
     }
     for message, arguments in cases.items():
         with pytest.raises(UserError, match=message):
