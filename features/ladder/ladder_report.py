@@ -40,12 +40,13 @@ class LadderReport:
             times = {rung.name: self.plan.seconds(rung) for rung in set(left)}
             seconds = sum(times[rung.name] for rung in left)
         target = self.plan.target
+        epochs = self.plan.epochs(target)
         if self.as_json:
             rows = [rung.as_row() for rung in self.plan.rungs]
             runs = len(sweep.runs)
             print_event(
-                "start", sizes=rows, target=target.as_row(), runs=runs, left=len(left),
-                seconds=seconds,
+                "start", sizes=rows, target=target.as_row() | {"epochs": epochs}, runs=runs,
+                left=len(left), seconds=seconds,
             )  # fmt: skip
             return
         lines = [f"{'size':<12} {'parameters':>12} {'steps':>8} {'tokens':>14} {'FLOPs':>9}"]
@@ -61,7 +62,6 @@ class LadderReport:
         if target not in shown:
             text = f"then: the loss of {target.name} after {target.steps:,} steps"
             lines.append(f"{text}, {target.flops:.2e} FLOPs")
-        epochs = self.plan.epochs(target)
         if epochs is not None and epochs > GOOD_EPOCHS:
             lines.append(
                 f"advice: {target.name} would read the text {epochs:.0f} times. Repeated text "

@@ -18,6 +18,7 @@ from thinker.features.ladder.power_law import PowerLawFit
 from thinker.features.ladder.rungs import make_rung, plan_rungs
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
+from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.metrics import flops_per_token
 
 fork_processes = in_process.fork_processes
@@ -145,6 +146,10 @@ def test_the_loss_is_predicted_and_checked(ladder, tiny_config, tmp_path):
     again = ladder(tiny_config, *SMALL, "--json")
     start, done = events(again.out)
     assert (start["event"], start["left"], start["runs"]) == ("start", 0, 4)
+    corpus = prepare_training_data(load_config(tiny_config, []), None)
+    text_tokens = sum(len(shard.tokens) for shard in corpus.train.shards)
+    epochs = start["target"]["tokens"] / text_tokens
+    assert start["target"]["epochs"] == pytest.approx(epochs, rel=0.05)
     assert (done["event"], done["predicted"]) == ("done", result["predicted"])
     assert done["loss"] is None
 
