@@ -367,6 +367,36 @@ def comm_volume(results: Results) -> Table:
 
 
 @table
+def tricks(results: Results) -> Table:
+    """Losses of tricks, and their differences from the defaults at equal time and at equal
+    tokens."""
+    runs = results["tricks"]
+    rows = []
+    columns = {
+        "parameters": "{size}",
+        "text": "`{text}`",
+        "trick": "{trick}",
+        "seeds": "{seeds}",
+        "loss": "{loss:.3f}",
+    }
+    for run in runs:
+        for row in run["rows"]:
+            cells = row | {"size": run["size"].upper(), "seeds": run["seeds"]}
+            for budget in ("time", "tokens"):
+                if budget not in row:
+                    continue
+                measured = row[budget]
+                cells["loss"] = statistics.fmean(measured["losses"])
+                if row["trick"] != "defaults":
+                    difference = with_interval(measured["difference"], measured["interval"], 3)
+                    cells[f"equal_{budget}"] = difference
+                    columns[f"at equal {budget}"] = f"{{equal_{budget}}}"
+            rows.append(cells)
+    columns["time of a step"] = "{step_time:.2f}"
+    return rows_table(runs, rows, columns)
+
+
+@table
 def accumulation(results: Results) -> Table:
     """Errors of loss and gradients for every division of a batch."""
     [run] = results["accumulation"]
