@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from thinker.data.text.sources import SOURCES
 from thinker.data.tokenizers.saved_tokenizer import load_tokenizer
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.data.tokenizers.tokenizer_factory import check_spec, is_path
@@ -17,8 +18,6 @@ from thinker.runtime.reading import read_text
 from thinker.training.config.config import ARCHITECTURE, Config
 from thinker.training.config.load import validate_config
 from thinker.training.settings.settings import Settings
-
-WITH_CONVERSATIONS = ("jsonl", "parquet", "hub")  # sources whose rows may be conversations
 
 # Keys that may differ from the initial model's; `init` and `head_init_std` have no effect in
 # fine-tuning.
@@ -188,7 +187,8 @@ def _with_answer_end(
     trained."""
     if tokenizer is None or tokenizer.chat_template is None:
         return tokenizer
-    if not any(source.source in WITH_CONVERSATIONS for source in config.data.text_sources()):
+    kinds = [SOURCES.get(source.source) for source in config.data.text_sources()]
+    if not any(kind.has_conversations for kind in kinds):
         return tokenizer
     from thinker.data.chat import chat  # texts do not need it
 

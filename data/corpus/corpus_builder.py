@@ -88,6 +88,8 @@ def build_corpus(
             if document.messages is not None:
                 report.add(document, encoded)
                 n_conversations[split] += 1
+            elif document.encode is not None:
+                n_conversations[split] += 1
             elif loses_text(tokenizer, document.text, encoded[0][0]):
                 n_lost += 1
             bar.update(document, n_bytes, sum(len(ids) for ids, _ in encoded))
@@ -109,7 +111,7 @@ def build_corpus(
     digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
     notes = [*report.unread, *report.lines()]
     index = {"train": train.files, "val": val.files, "sha256": digest, "notes": notes}
-    if report.n_conversations:
+    if any(n_conversations.values()):
         index["n_conversations"] = n_conversations
     if document_filter is not None:
         index["dropped"] = document_filter.report

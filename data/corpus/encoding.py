@@ -67,7 +67,8 @@ def check_kinds(documents: list[Document], assistant_only_loss: bool) -> None:
         raise UserError(
             "the rows mix conversations and text; put them in separate sources (data.sources)"
         )
-    if documents[0].messages is None and assistant_only_loss:
+    has_text = documents[0].messages is None and documents[0].encode is None
+    if has_text and assistant_only_loss:
         raise UserError(
             "data.assistant_only_loss=true needs conversations; set data.column to the column "
             "that has them"
@@ -82,6 +83,11 @@ def encode_document(
     assistant_only_loss: the targets of a conversation are its answers; otherwise they are all
     tokens, each in one row.
     """
+    if document.encode is not None:
+        try:
+            return document.encode(tokenizer)
+        except UserError as error:
+            raise _located(error, document) from error
     if document.messages is None:
         ids = tokenizer.encode_array(document.text, continues=document.continues)
         return [(ids, None)]
@@ -101,10 +107,15 @@ def encode_document(
     try:
         rows = chat.encode(tokenizer, conversation, all_tokens=not assistant_only_loss)
     except UserError as error:
-        if not document.where:
-            raise
-        raise UserError(f"{document.where}: {error}") from error
+        raise _located(error, document) from error
     return [(row.ids, row.is_target) for row in rows]
+
+
+def _located(error: UserError, document: Document) -> UserError:
+    """The error, with the table row of the document if that is known."""
+    if not document.where:
+        return error
+    return UserError(f"{document.where}: {error}")
 
 
 def _encode_chunk(

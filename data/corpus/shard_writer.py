@@ -61,6 +61,7 @@ class ShardWriter:
         self.files: list[str] = []
         self.digest = hashlib.sha256()  # of all tokens
         self.started = False  # whether a document has been added
+        self._may_begin_shard = True
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._bos = np.array([tokenizer.bos_id], self._dtype).tobytes()
         self._eos = b""
@@ -148,15 +149,18 @@ class ShardWriter:
     ) -> None:
         """Append a text, or the rows of a conversation as documents of their own; see add().
 
-        rows: ids and loss mask of each. The bytes count in the first one.
+        rows: ids and loss mask of each. The bytes count in the first one. All are in one shard.
         """
-        for ids, loss_mask in rows:
+        for number, (ids, loss_mask) in enumerate(rows):
+            self._may_begin_shard = number == 0
             self.add(ids, n_bytes, log_prob, continues, loss_mask)
             n_bytes = 0
+        self._may_begin_shard = True
 
     def _begin_document(self, log_prob: float | None, has_mask: bool) -> None:
         self._finish_document()
-        if self._file is not None and self.n_tokens >= self.shard_tokens:
+        is_full = self.n_tokens >= self.shard_tokens
+        if self._file is not None and is_full and self._may_begin_shard:
             self.close()
         if self._file is None:
             self._open()

@@ -1,9 +1,17 @@
 """A document of a corpus, and the error for text that is missing."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinker.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from thinker.data.tokenizers.tokenizer import Tokenizer
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}; the template defines the roles
 
@@ -21,6 +29,8 @@ BEGIN: Start = (0, None)
 class Document:
     """A text, or a conversation in `messages`, whose JSON is `text`.
 
+    encode: makes the rows of the document instead of text and messages: for each the ids without a
+    BOS token, and which of them are targets.
     tools, template_kwargs: variables of the chat template, which some conversations have.
     allow_special: names of special tokens in messages are these tokens.
     unread: what is said about the columns of its row that are not read, or "".
@@ -38,6 +48,7 @@ class Document:
     share_read: float | None = None  # of the source, up to and with this document, if known
     number: int = 0  # in the source
     position: Any = None  # in the files of the source, as JSON; None if the number is enough
+    encode: Callable[[Tokenizer], list[tuple[np.ndarray, np.ndarray | None]]] | None = None
 
     @property
     def start(self) -> Start:

@@ -11,7 +11,7 @@ from typing import Any
 
 from thinker.data.text.document import BEGIN, Document, Start
 from thinker.runtime.errors import UserError, did_you_mean
-from thinker.runtime.registry import Registry, import_offer
+from thinker.runtime.registry import Registry, features, import_offer
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,13 @@ class SourceKind:
 
     open: a function (name, SourceOptions) -> Source, or "module:function" to import it when it is
     used. options: the options that it reads, besides max_documents, seed and first_bytes.
+    has_conversations: documents may be conversations, whose answers end with a token.
     """
 
     open: str | Callable[[str, SourceOptions], Source]
     options: tuple[str, ...] = ()
     path_means: str = "a file, folder or glob"
+    has_conversations: bool = False
 
 
 SOURCES: Registry[SourceKind] = Registry("data.source")
@@ -67,7 +69,7 @@ SOURCES: Registry[SourceKind] = Registry("data.source")
 register_source()."""
 
 _OF_ROWS = ("path", "column", "allow_special_tokens")
-_TABLE = SourceKind("thinker.data.text.tables.rows:open_tables", _OF_ROWS)
+_TABLE = SourceKind("thinker.data.text.tables.rows:open_tables", _OF_ROWS, has_conversations=True)
 _HUB_OPTIONS = (*_OF_ROWS, "config", "split", "streaming")
 SOURCES.register("tales", SourceKind("thinker.data.text.generated_text:open_tales"))
 SOURCES.register("pysource", SourceKind("thinker.data.text.files.text_files:open_standard_library"))
@@ -84,7 +86,10 @@ SOURCES.register("parquet", _TABLE)
 SOURCES.register(
     "hub",
     SourceKind(
-        "thinker.data.text.tables.rows:open_hub", _HUB_OPTIONS, "the name or folder of a dataset"
+        "thinker.data.text.tables.rows:open_hub",
+        _HUB_OPTIONS,
+        "the name or folder of a dataset",
+        has_conversations=True,
     ),
 )
 
@@ -145,6 +150,8 @@ def open_source(
 def _check_options(source: str, given: dict[str, Any], max_documents: int | None) -> SourceKind:
     """The kind of a source. Raises UserError if it is unknown, or for an option that does not fit
     it."""
+    if source not in SOURCES:
+        features()  # some add sources
     if source not in SOURCES:
         names = SOURCES.names()
         hint = did_you_mean(source, names)

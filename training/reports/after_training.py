@@ -74,8 +74,10 @@ def after_training(
     baselines: dict[str, float] | None = None,
 ) -> list[str]:
     """Advice for a finished run, from its final state, the lines of metrics.jsonl and
-    evaluation.text_baselines."""
+    evaluation.text_baselines; none if no line can be compared."""
     validations = evaluations(lines)
+    if not validations:
+        return []
     last = validations[-1]
     advice = []
     vocab_size = state.settings.model.vocab_size

@@ -35,7 +35,7 @@ def before_training(
         lines.append(_describe_characters(corpus.tokenizer.vocab_size))
 
     advice = [
-        *_too_many_cut(settings, corpus.train),
+        *_too_many_cut(settings, corpus.train, loader),
         _too_long_warmup(settings),
         _too_few_to_validate(corpus.val),
     ]
@@ -79,11 +79,11 @@ def _describe_characters(vocab_size: int) -> str:
     )
 
 
-def _too_many_cut(settings: Settings, tokens: TokenShards) -> list[str]:
+def _too_many_cut(settings: Settings, tokens: TokenShards, loader: BatchLoader) -> list[str]:
     """Advice if many documents are longer than a sequence."""
     seq_len = settings.data.seq_len
     if tokens.has_conversations:
-        return _lost_targets(settings, tokens)
+        return _lost_targets(settings, tokens, loader)
     if settings.data.packing == "contiguous":
         return []
     n_cut = 0
@@ -97,11 +97,13 @@ def _too_many_cut(settings: Settings, tokens: TokenShards) -> list[str]:
     ]
 
 
-def _lost_targets(settings: Settings, tokens: TokenShards) -> list[str]:
+def _lost_targets(settings: Settings, tokens: TokenShards, loader: BatchLoader) -> list[str]:
     """Advice if targets of conversations do not fit into a sequence, or are in a prefix."""
     seq_len = settings.data.seq_len
     prefix_len = settings.model.prefix
-    windows = PackedDataset(tokens, seq_len, settings.data.packing, prefix_len=prefix_len)
+    windows = getattr(loader.dataset, "dataset", None)
+    if not isinstance(windows, PackedDataset):  # of several sources
+        windows = PackedDataset(tokens, seq_len, settings.data.packing, prefix_len=prefix_len)
     lost = windows.lost_targets()
     lines = lost.lines(f"data.seq_len={seq_len}", prefix_len)
     if lost.n_cut:

@@ -87,6 +87,8 @@ def _summarize(
     if fit is not None:
         verdict = fit.verdict
         fit_line = describe_fit(fit)
+    has_template = corpus.tokenizer.chat_template is not None
+    is_chat = corpus.train.has_conversations and has_template
     comparison = ""
     if baselines:
         comparison = describe_baselines(last, baselines)
@@ -97,7 +99,7 @@ def _summarize(
         comparison=comparison,
         estimates=estimates or "",
         advice=after_training(lines, compared_state, epochs, baselines),
-        next_commands=[sampling_hint(path, state, corpus.train.has_conversations)],
+        next_commands=[sampling_hint(path, state, is_chat)],
         baselines=baselines or {},
         values=_values(last, fit, state, epochs, baselines or {}),
     )

@@ -26,6 +26,9 @@ from thinker.runtime.errors import UserError, did_you_mean
 
 # A row, and the share of the file that has been read, if known.
 Row = tuple[dict[str, Any], float | None]
+# Makes the document of a row from its column, its number and the name of its file, or raises
+# UserError.
+ReadRow = Callable[[dict[str, Any], str, int, str], Document]
 
 # Libraries whose errors are about the network, and have no common class.
 NETWORK_LIBRARIES = (
@@ -42,18 +45,48 @@ EXTENSIONS = {"jsonl": ROW_EXTENSIONS, "parquet": (".parquet",)}
 READERS = {"jsonl": jsonl.read_rows, "parquet": parquet.read_rows}
 
 
-def open_tables(name: str, options: SourceOptions) -> Source:
+def _read_row(row: dict[str, Any], column: str, number: int, where: str) -> Document:
+    """The document in a row. Raises UserError."""
+    name = f"row {number} of {where}"
+    if column == PAIR:
+        value = join_pair(row, name)
+    elif column in row:
+        value = row[column]
+    else:
+        hint = ""
+        if number == 0:  # otherwise earlier rows have it
+            hint = did_you_mean(column, row)
+        hint = hint_of_form(row, column) or hint
+        raise UserError(f"data.column={column} is not in {name} (has {', '.join(row)}){hint}")
+    if value is None:
+        return Document("")
+    if isinstance(value, str):
+        return Document(value)
+    name = f"data.column={column}: {name}"
+    if isinstance(value, list):
+        messages = check_messages(value, name)
+        messages, tools, variables = read_beside(row, column, messages, name)
+        content: Any = messages
+        if tools or variables:
+            content = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
+        text = json.dumps(content, ensure_ascii=False)
+        unread = describe_unread(row, column, name)
+        return Document(text, None, messages, tools, variables, unread=unread, where=name)
+    raise UserError(f"{name} is {type(value).__name__}, not text")
+
+
+def open_tables(name: str, options: SourceOptions, read_row: ReadRow = _read_row) -> Source:
     """JSON or Parquet files, with a document per row."""
     files = find_files(name, options.path, EXTENSIONS[name])
     content = [stamps(files), options.column or "text", options.max_documents]
-    documents = partial(read_tables, name, files, options.column)
+    documents = partial(read_tables, name, files, options.column, read_row=read_row)
     if options.allow_special_tokens:
         content.append("allow_special_tokens")
         documents = partial(_with_special, documents)
     return bounded_source(name, documents, content, options, options.max_documents)
 
 
-def open_hub(name: str, options: SourceOptions) -> Source:
+def open_hub(name: str, options: SourceOptions, read_row: ReadRow = _read_row) -> Source:
     """A dataset on the Hugging Face hub, or in a folder."""
     path = options.path
     # No files if the dataset is on the hub. `streaming` changes no text.
@@ -67,6 +100,7 @@ def open_hub(name: str, options: SourceOptions) -> Source:
         options.split,
         options.column,
         options.streaming is not False,
+        read_row=read_row,
     )
     if options.allow_special_tokens:
         content.append("allow_special_tokens")
@@ -84,7 +118,11 @@ def _with_special(
 
 
 def read_tables(
-    source: str, files: list[str], column: str | None, start: Start = BEGIN
+    source: str,
+    files: list[str],
+    column: str | None,
+    start: Start = BEGIN,
+    read_row: ReadRow = _read_row,
 ) -> Iterator[Document]:
     """Yield a document per row of some files.
 
@@ -100,7 +138,8 @@ def read_tables(
         part = (sum(sizes[:number]) / total, sizes[number] / total)
         rows = partial(READERS[source], file)
         fills_nulls = source == "parquet"
-        documents = read_rows(f"data.path={file}", column, rows, part, fills_nulls)
+        where = f"data.path={file}"
+        documents = read_rows(where, column, rows, part, fills_nulls, read_row)
         for row, document in enumerate(documents):
             document.position = (number, row)
             if number > first or row >= n_before:
@@ -114,6 +153,7 @@ def read_dataset(
     column: str | None,
     streaming: bool,
     start: Start = BEGIN,
+    read_row: ReadRow = _read_row,
 ) -> Iterator[Document]:
     """Yield a document per row of a dataset.
 
@@ -121,7 +161,7 @@ def read_dataset(
     """
     positions: list[Any] = []  # of the row that is being read
     rows = partial(_load_rows, path, config, split, streaming, start, positions)
-    for document in read_rows(f"data.path={path}", column, rows):
+    for document in read_rows(f"data.path={path}", column, rows, read_row=read_row):
         document.position = positions[-1]
         yield document
 
@@ -237,6 +277,7 @@ def read_rows(
     rows: Callable[[], Iterable[Row]],
     part: tuple[float, float] = (0.0, 1.0),
     fills_nulls: bool = True,
+    read_row: ReadRow = _read_row,
 ) -> Iterator[Document]:
     """Yield a document per row: the column's text or conversation.
 
@@ -252,7 +293,7 @@ def read_rows(
                 column = find_column(row)
             if fills_nulls:
                 row = _without_nulls(row)
-            document = _read_row(row, column, number, where)
+            document = read_row(row, column, number, where)
             if share is not None:
                 document.share_read = share_before + share_of_rows * share
             yield document
@@ -269,33 +310,3 @@ def read_rows(
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """A row without the nulls within its columns, for keys that only other rows have."""
     return {key: without_nulls(value) for key, value in row.items()}
-
-
-def _read_row(row: dict[str, Any], column: str, number: int, where: str) -> Document:
-    """The document in a row. Raises UserError."""
-    name = f"row {number} of {where}"
-    if column == PAIR:
-        value = join_pair(row, name)
-    elif column in row:
-        value = row[column]
-    else:
-        hint = ""
-        if number == 0:  # otherwise earlier rows have it
-            hint = did_you_mean(column, row)
-        hint = hint_of_form(row, column) or hint
-        raise UserError(f"data.column={column} is not in {name} (has {', '.join(row)}){hint}")
-    if value is None:
-        return Document("")
-    if isinstance(value, str):
-        return Document(value)
-    name = f"data.column={column}: {name}"
-    if isinstance(value, list):
-        messages = check_messages(value, name)
-        messages, tools, variables = read_beside(row, column, messages, name)
-        content: Any = messages
-        if tools or variables:
-            content = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
-        text = json.dumps(content, ensure_ascii=False)
-        unread = describe_unread(row, column, name)
-        return Document(text, None, messages, tools, variables, unread=unread, where=name)
-    raise UserError(f"{name} is {type(value).__name__}, not text")
