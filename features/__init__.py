@@ -20,4 +20,5 @@ FEATURES = [
     "ladder",
     "ollama",
     "eval_suites",
+    "preferences",
 ]
