@@ -49,7 +49,6 @@ def check_preferences(config: Config) -> None:
         raise ValueError(f"train.dpo needs pairs of answers; set data.source={SOURCE}")
     source = data.text_sources()[0]
     conflicts = {
-        "data.sources": len(data.text_sources()) > 1,
         "data.buffer_tokens": getattr(source, "buffer_tokens", None) is not None,
         "data.clean": getattr(data, "clean", None) is not None,
         "data.val_tokens": data.val_tokens is not None,

@@ -7,6 +7,7 @@ import pytest
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from installed import if_installed
 
 from thinker.data.chat import chat
 from thinker.data.corpus.corpus import prepare_corpus
@@ -172,6 +173,8 @@ GOOD = ["data.source=preferences", "data.path=x.jsonl", "run.init_from=x", "trai
     [
         (["data.source=preferences", "data.path=x.jsonl"], "needs train.dpo"),
         (["train.dpo.beta=0.1", "run.init_from=x"], "train.dpo needs pairs of answers"),
+        *if_installed("streams", ([*GOOD, "data.buffer_tokens=100000"], "with data.buffer_tokens")),
+        *if_installed("pruning", ([*GOOD, "train.prune.weights=0.5"], "with train.prune")),
         ([*GOOD, "data.val_tokens=x"], "cannot be combined with data.val_tokens"),
         ([*GOOD, "train.micro_batch_size=auto"], "with train.micro_batch_size=auto"),
         ([*GOOD, "data.packing=documents"], "cannot be combined with data.packing=documents"),
