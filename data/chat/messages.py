@@ -182,6 +182,18 @@ def _say_unread(where: str, columns: tuple[str, ...]) -> str:
 
 
 def check_messages(value: list, where: str) -> list[Message]:
+    """The messages of a conversation in a table row, as check_roles(). Raises UserError if none of
+    them is an answer."""
+    messages = check_roles(value, where)
+    if not any(message["role"] == "assistant" for message in messages):
+        roles = list(dict.fromkeys(message["role"] for message in messages))
+        if hint := misspelled(roles, ["assistant"]):
+            raise UserError(f"{where} has no answer, only the roles {' and '.join(roles)}{hint}")
+        raise UserError(f"{where} has no answer; add a message with the role assistant")
+    return messages
+
+
+def check_roles(value: list, where: str) -> list[Message]:
     """Return the messages of a table row without null values.
 
     Messages of ShareGPT, {"from": "human", "value": ...}, are converted. Raises UserError with the
@@ -197,11 +209,6 @@ def check_messages(value: list, where: str) -> list[Message]:
     for message in messages:
         _check_content(message, where)
         _check_weight(message, where)
-    if not any(message["role"] == "assistant" for message in messages):
-        roles = list(dict.fromkeys(message["role"] for message in messages))
-        if hint := misspelled(roles, ["assistant"]):
-            raise UserError(f"{where} has no answer, only the roles {' and '.join(roles)}{hint}")
-        raise UserError(f"{where} has no answer; add a message with the role assistant")
     return messages
 
 

@@ -45,6 +45,7 @@ class Document:
     continues: bool = False  # the text of the document before, in one whole text
     unread: str = ""
     where: str = ""  # the table row, for messages about a conversation
+    row: dict[str, Any] | None = None  # the table row that it comes from
     share_read: float | None = None  # of the source, up to and with this document, if known
     number: int = 0  # in the source
     position: Any = None  # in the files of the source, as JSON; None if the number is enough

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import glob
 import json
-import os
-import re
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,7 +12,7 @@ import numpy as np
 from thinker.data.chat.messages import check_messages, describe_unread, read_beside
 from thinker.data.text.document import Document, Message
 from thinker.data.text.sources import Source, SourceOptions, source_key
-from thinker.data.text.tables.rows import open_hub, open_tables
+from thinker.data.text.tables.any_rows import open_rows
 from thinker.data.tokenizers.common_prefix import common_prefix
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError, did_you_mean
@@ -23,9 +20,6 @@ from thinker.runtime.errors import UserError, did_you_mean
 FORMAT = 2  # changes with the tokens of pairs
 SIDES = ("chosen", "rejected")
 PROMPT = "prompt"
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".gz", ".zst", ".bz2", ".xz", ".txt", ".csv", ".tsv")
-SAVED_DATASET = ("dataset_dict.json", "state.json")
 
 Row = tuple[np.ndarray, np.ndarray]  # ids without BOS, and which of them are targets
 
@@ -118,39 +112,9 @@ def _text_row(tokenizer: Tokenizer, prompt: str, answer: str) -> Row:
 
 def open_pairs(name: str, options: SourceOptions) -> Source:
     """A file, folder, glob or dataset with a pair in each row."""
-    kind = _kind(options.path)
     read_row = partial(_read_row, allow_special=bool(options.allow_special_tokens))
-    options = replace(options, column=SIDES[0])
-    if kind == "hub":
-        source = open_hub(kind, options, read_row)
-    else:
-        for option in ("config", "split", "streaming"):
-            if getattr(options, option) is not None:
-                raise UserError(
-                    f"data.{option} has no effect with data.path={options.path}, a file; remove it"
-                )
-        source = open_tables(kind, options, read_row)
+    source = open_rows(replace(options, column=SIDES[0]), read_row)
     return replace(source, name=name, key=source_key(name, FORMAT, source.key))
-
-
-def _kind(path: str) -> str:
-    """The source that reads the rows of a path: jsonl, parquet or hub."""
-    if any(os.path.isfile(os.path.join(path, name)) for name in SAVED_DATASET):
-        return "hub"
-    pattern = os.path.join(path, "**") if os.path.isdir(path) else path
-    files = [file for file in glob.glob(pattern, recursive=True) if os.path.isfile(file)]
-    is_parquet = [file.lower().endswith(".parquet") for file in files]
-    if any(is_parquet) and not all(is_parquet):
-        raise UserError(
-            f"data.path={path} has Parquet files and others; choose some with a glob such as "
-            "'folder/*.parquet'"
-        )
-    if any(is_parquet):
-        return "parquet"
-    is_name = HUB_NAME.fullmatch(path) and not path.lower().endswith(FILE_ENDINGS)
-    if not files and is_name:
-        return "hub"
-    return "jsonl"
 
 
 def _read_row(

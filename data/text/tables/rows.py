@@ -61,7 +61,7 @@ def _read_row(row: dict[str, Any], column: str, number: int, where: str) -> Docu
     if value is None:
         return Document("")
     if isinstance(value, str):
-        return Document(value)
+        return Document(value, row=row)
     name = f"data.column={column}: {name}"
     if isinstance(value, list):
         messages = check_messages(value, name)
@@ -71,7 +71,7 @@ def _read_row(row: dict[str, Any], column: str, number: int, where: str) -> Docu
             content = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
         text = json.dumps(content, ensure_ascii=False)
         unread = describe_unread(row, column, name)
-        return Document(text, None, messages, tools, variables, unread=unread, where=name)
+        return Document(text, None, messages, tools, variables, unread=unread, where=name, row=row)
     raise UserError(f"{name} is {type(value).__name__}, not text")
 
 

@@ -11,9 +11,10 @@ from installed import if_installed
 
 from thinker.data.chat import chat
 from thinker.data.corpus.corpus import prepare_corpus
+from thinker.data.text.tables.any_rows import _kind
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.features.preferences.pair_windows import PADDING, PairWindows
-from thinker.features.preferences.pairs import _kind, read_pair
+from thinker.features.preferences.pairs import read_pair
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
