@@ -1,9 +1,9 @@
 """An accuracy with its interval and its chance level, and the table of several."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+
+from thinker.evaluation.wilson import wilson_interval
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,6 @@ class Accuracy:
     n_items: int
     version: str = ""  # of the task
     shots: int = 0  # examples before each item
-
-
-def wilson_interval(share: float, n_items: int, confidence: float) -> tuple[float, float]:
-    """The confidence interval of a share (Wilson 1927), which stays between 0 and 1."""
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    center = share + z * z / (2 * n_items)
-    spread = z * math.sqrt(share * (1 - share) / n_items + z * z / (4 * n_items**2))
-    scale = 1 + z * z / n_items
-    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
 
 
 def share_of_items(

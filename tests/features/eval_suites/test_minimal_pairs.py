@@ -11,7 +11,8 @@ from thinker import interop
 from thinker.commands import eval_command
 from thinker.data.tokenizers import tokenizer_conversion
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
-from thinker.features.eval_suites.accuracy import share_of_items, wilson_interval
+from thinker.evaluation.wilson import wilson_interval
+from thinker.features.eval_suites.accuracy import share_of_items
 from thinker.features.eval_suites.minimal_pairs import (
     MinimalPair,
     PairScores,

@@ -11,7 +11,7 @@ from conftest import ROOT, examples, run_script
 
 from thinker.data.text import tales
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
-from thinker.features.eval_suites.accuracy import wilson_interval
+from thinker.evaluation.wilson import wilson_interval
 from thinker.features.eval_suites.minimal_pairs import score_pairs
 from thinker.features.eval_suites.tales_pairs import PHENOMENA, VERSION, tales_pairs
 from thinker.interop import load
