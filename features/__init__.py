@@ -21,4 +21,5 @@ FEATURES = [
     "ollama",
     "eval_suites",
     "preferences",
+    "rewards",
 ]

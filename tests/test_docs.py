@@ -200,7 +200,7 @@ def run_line(line, variables, folder):
     words += [word for name, more in SMALLER.items() if name in line for word in more]
     if "--score" in words:
         words = words[: -len(SMALLER["generate.py"])]
-    if "--suite" in words or "--pairs" in words:  # no text
+    if {"--suite", "--pairs", "--verifier"} & set(words):  # no text
         words = [*words[: -len(SMALLER["eval.py"])], "--limit", "2"]
     if program == "torchrun":
         words[words.index("train.py")] = str(ROOT / "train.py")

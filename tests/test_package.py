@@ -20,7 +20,9 @@ NOT_IN_A_WHEEL = {".venv", "build", "tests"}  # `pip install .` leaves build
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 FOLDERS = [path.parent.relative_to(ROOT) for path in ROOT.rglob("__init__.py")]
 PACKAGES = [folder for folder in FOLDERS if not {*folder.parts} & NOT_IN_A_WHEEL]
-FEATURES = [folder for folder in PACKAGES if folder.parent.name == "features"]
+FEATURES = [
+    folder for folder in PACKAGES if folder.parts[:1] == ("features",) and len(folder.parts) > 1
+]
 
 
 def test_a_wheel_holds_every_package():

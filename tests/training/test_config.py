@@ -35,7 +35,7 @@ def installed_configs(folder):
 
 OF_FEATURES = sorted(ROOT.glob("features/*/*.yaml"))
 CONFIGS = [*installed_configs("configs"), *OF_FEATURES]
-NEEDS_A_FEATURE = {"dpo.yaml", "mixture.yaml"}  # in configs/
+NEEDS_A_FEATURE = {"dpo.yaml", "grpo.yaml", "mixture.yaml"}  # in configs/
 LOAD_WITHOUT_FEATURES = """
 import sys
 

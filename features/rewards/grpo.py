@@ -1,0 +1,222 @@
+"""Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300).
+
+The model answers each prompt several times, verifiers reward the answers, and answers that are
+better than the others of their group become more probable.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from thinker.data.batches.prefetch import Batch
+from thinker.features.rewards.keys import GRPOConfig
+from thinker.features.rewards.policy_loss import policy_losses
+from thinker.features.rewards.prompts import Prompt
+from thinker.features.rewards.reference_policy import ReferencePolicy
+from thinker.features.rewards.rollout_dataset import RolloutDataset
+from thinker.features.rewards.rollouts import Rollouts, Sampler, empty_rollouts, make_rollouts
+from thinker.features.rewards.token_log_probs import token_log_probs
+from thinker.features.rewards.verifiers.verifier_process import VerifierProcess
+from thinker.runtime.constants import IGNORE_INDEX
+from thinker.runtime.errors import RunError, UserError
+from thinker.runtime.files import make_folder
+from thinker.training.callback import Callback, StepInfo, TrainingParts, TrainingRun
+from thinker.training.objective import Loss
+
+TENSORS = ("inputs", "targets", "sampled", "reference", "advantages", "is_used")
+LOG = "verifiers.log"  # in the run directory: what verifiers print
+
+
+class GRPOLoss(Callback):
+    """The loss of sampled answers: an objective of training.
+
+    As a callback it samples new answers after every train.grpo.updates steps. `train_loss` in the
+    log is the cross-entropy of the answers in nats per token.
+    """
+
+    def __init__(self, options: GRPOConfig) -> None:
+        self.options = options
+        self.rollouts: Rollouts  # of the next step
+        self.prompts: list[Prompt] = []
+        self.answer_metrics: dict[str, float] = {}  # of the step before
+        self.reference: ReferencePolicy | None = None
+        self.has_signal = False  # in any step of this process
+
+    def setup(self, parts: TrainingParts) -> None:
+        """Load the reference, if there is one."""
+        if parts.dist.world_size > 1 and parts.settings.train.parallel == "fsdp":
+            raise UserError("train.grpo needs whole models to sample; set train.parallel=ddp")
+        self.parts = parts
+        self.n_answers = parts.settings.train.batch_size
+        self.first = -1  # the number of the first of the answers; -1: there are none
+        self.rollouts = empty_rollouts(self.n_answers, parts.settings.data.seq_len)
+        self.mismatch = torch.zeros((), device=parts.model.device)  # of the newest answers
+        if self.options.kl:
+            self.reference = ReferencePolicy(
+                parts.settings.run.init_from, parts.model, self.options.temperature
+            )
+
+    def on_start(self, run: TrainingRun) -> None:
+        """Load prompts and verifiers, and sample the first answers."""
+        self.dataset: RolloutDataset = run.loader.dataset
+        self.prompts = self.dataset.prompts
+        make_folder(run.directory.path, "run.dir")  # of several ranks, the first may be later
+        verifiers = VerifierProcess(
+            list(self.options.rewards), self.options.timeout, run.directory.path / LOG
+        )
+        seed = self.parts.settings.run.seed
+        self.sampler = Sampler(self.options, run.corpus.tokenizer, verifiers, seed)
+        self.dataset.sampler = self.sampler
+        try:
+            # A run that could not sample is saved with the answers of the step before.
+            if self.first != self._first_answer(run.state.step):
+                self._sample(run.state.step)
+        except BaseException:
+            verifiers.close()
+            raise
+        self.dataset.rollouts = self.rollouts
+
+    def after_step(self, info: StepInfo) -> None:
+        """Check the mismatch, and sample the answers of the next step, if they are due."""
+        if self._is_first(info.step - 1):
+            mismatch = self._check_mismatch(info.step)
+            self.rollouts.metrics["policy_mismatch"] = mismatch
+        self.answer_metrics = self.rollouts.metrics
+        self.has_signal = self.has_signal or bool(self.rollouts.is_used.any())
+        if info.progress < 1 and self._is_first(info.step):
+            self._sample(info.step)
+            self.dataset.rollouts = self.rollouts
+
+    def metrics(self) -> dict[str, float]:
+        """The answers of the step, and how their probabilities differ from those of sampling."""
+        return self.answer_metrics
+
+    def on_end(self, is_complete: bool) -> None:
+        """End the verifiers, and say how many answers they could not judge."""
+        failures = self.sampler.verifiers.failures
+        for reason, n in failures.most_common():
+            print(f"{n:,} answers had no reward: {reason}", file=sys.stderr)
+        if is_complete and not self.has_signal:
+            print(
+                "advice: nothing was learned, as all answers to the same prompt had the same "
+                "reward; reward a part of the way to a right answer",
+                file=sys.stderr,
+            )
+        self.sampler.verifiers.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the log says about the answers of the next step."""
+        digest = "" if self.reference is None else self.reference.digest
+        return {
+            "grpo_first": self.first,
+            "grpo_metrics": self.rollouts.metrics,
+            "grpo_reference": digest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what was saved. Raises UserError if the reference has other weights."""
+        self.first = state["grpo_first"]
+        self.loaded_metrics = state["grpo_metrics"]
+        if self.reference is not None:
+            self.reference.check(state["grpo_reference"])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The answers of the next step. Token ids are exact in fp32."""
+        return {f"grpo.{name}": getattr(self.rollouts, name).float() for name in TENSORS}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take the answers of the next step."""
+        found = {name: tensors[f"grpo.{name}"].cpu() for name in TENSORS}
+        for name in ("inputs", "targets"):
+            found[name] = found[name].long()
+        found["is_used"] = found["is_used"].bool()
+        self.rollouts = Rollouts(**found, metrics=self.loaded_metrics)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Loss:
+        """The loss of the answers in a micro-batch."""
+        device = batch.inputs.device
+        is_target = batch.targets != IGNORE_INDEX  # (B, T)
+        log_probs, entropy = token_log_probs(
+            model, batch.inputs, batch.targets, self.options.temperature
+        )
+        if batch.windows is None:  # random tokens, to measure the time of a step
+            return Loss(-log_probs.sum(), is_target.sum())
+        rollouts = self.rollouts
+        rows = batch.windows
+        sampled = rollouts.sampled[rows].to(device)
+        losses = policy_losses(
+            log_probs,
+            sampled,
+            rollouts.advantages[rows].to(device)[:, None],
+            self.options.clip,
+            self.options.kl,
+            rollouts.reference[rows].to(device) if self.options.kl else None,
+        )
+        difference = ((log_probs.detach() - sampled).abs() * is_target).max()
+        self.mismatch = torch.maximum(self.mismatch, difference.float())
+        weights = self._token_weights()[rows].to(device)[:, None] * is_target
+        n_tokens = is_target.sum()
+        parts = {
+            "policy_loss": (losses.loss * weights, weights),
+            "policy_entropy": (entropy, is_target),
+            "clipped": (losses.is_clipped * is_target, is_target),
+        }
+        if self.options.kl:
+            parts["policy_kl"] = (losses.kl * is_target, is_target)
+        sums = {}
+        for name, (values, counts) in parts.items():
+            sums[name] = (values.detach().sum(), counts.sum())
+        # The step divides by the targets of the whole batch; the weights are those of a mean.
+        total = (losses.loss * weights).sum() * batch.n_targets
+        return Loss(total, n_tokens, sums, -log_probs.detach().sum())
+
+    def _token_weights(self) -> Tensor:
+        """How much a token of each answer of the batch counts, (R,) fp32."""
+        rollouts = self.rollouts
+        n_used = rollouts.is_used.sum().clamp(min=1)
+        lengths = (rollouts.targets != IGNORE_INDEX).sum(1).clamp(min=1)
+        if self.options.normalize == "none":
+            lengths = torch.full_like(lengths, self.options.max_new_tokens)
+        return rollouts.is_used / (lengths * n_used)
+
+    def _first_answer(self, step: int) -> int:
+        """The number of the first answer that a step (from 0) learns from."""
+        return step // self.options.updates * self.n_answers
+
+    def _is_first(self, step: int) -> bool:
+        """Whether a step (from 0) is the first with its answers."""
+        return step % self.options.updates == 0
+
+    def _check_mismatch(self, step: int) -> float:
+        """The largest difference of ln P between sampling and the first update, of all ranks."""
+        gathered = self.parts.dist.all_gather_scalars(float(self.mismatch))
+        largest = float(np.max([values[0] for values in gathered]))  # NaN if one is
+        limit = self.options.max_mismatch
+        if limit is not None and not largest <= limit:
+            raise RunError(
+                f"step {step}: ln P of a sampled token differs by {largest:.2g} between sampling "
+                f"and training, more than train.grpo.max_mismatch={limit:g}"
+            )
+        return largest
+
+    def _sample(self, step: int) -> None:
+        """Answer the prompts that come next."""
+        self.mismatch = torch.zeros_like(self.mismatch)
+        first = self._first_answer(step)
+        self.rollouts = make_rollouts(
+            self.sampler,
+            self.parts.model,
+            self.prompts,
+            first,
+            self.n_answers,
+            self.parts.settings.data.seq_len,
+            self.parts.dist,
+        )
+        if self.reference is not None:
+            self.reference.add(self.rollouts)
+        self.first = first

@@ -1,0 +1,1 @@
+"""What verifiers say about the answers of a finished model."""

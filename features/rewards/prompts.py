@@ -1,0 +1,118 @@
+"""The prompts that a run answers: in rows of their own, before the last answer of conversations, or
+the beginnings of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from thinker.data.text.document import Document
+from thinker.data.text.sources import open_source
+from thinker.data.text.split import split_documents
+from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.runtime.errors import UserError
+from thinker.training.settings.settings import Settings
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt: its tokens with BOS, its text, and the row that it comes from."""
+
+    tokens: list[int]
+    text: str
+    row: Mapping[str, Any]
+
+
+def load_prompts(settings: Settings, tokenizer: Tokenizer, split: str) -> tuple[list[Prompt], int]:
+    """The prompts of a split, and the number of those that are too long for an answer. Raises
+    UserError if the training split has none."""
+    data, grpo = settings.data, settings.train.grpo
+    source = open_source(**data.source_options(), seed=settings.run.seed)
+    pieces = split_documents(source, data.val_fraction)
+    documents = (document for place, document in pieces if place == split)
+    longest = min(settings.model.max_seq_len, data.seq_len) - grpo.max_new_tokens + 1
+    prompts, n_too_long = read_prompts(documents, tokenizer, grpo.prompt_tokens, longest)
+    if not prompts and split == "train":
+        raise UserError(
+            f"no prompt of {data.describe_text()} is short enough ({n_too_long} are not): "
+            f"data.seq_len={data.seq_len} leaves {max(longest, 0)} tokens beside "
+            f"train.grpo.max_new_tokens={grpo.max_new_tokens}"
+        )
+    return prompts, n_too_long
+
+
+def read_prompts(
+    documents: Iterable[Document], tokenizer: Tokenizer, prompt_tokens: int | None, longest: int
+) -> tuple[list[Prompt], int]:
+    """The prompts of at most `longest` tokens in documents, and the number of those that are
+    longer."""
+    prompts = []
+    n_too_long = 0
+    for document in documents:
+        prompt = read_prompt(document, tokenizer, prompt_tokens)
+        if prompt is None:
+            continue
+        if len(prompt.tokens) <= longest:
+            prompts.append(prompt)
+        else:
+            n_too_long += 1
+    return prompts, n_too_long
+
+
+def read_prompt(
+    document: Document, tokenizer: Tokenizer, prompt_tokens: int | None
+) -> Prompt | None:
+    """The prompt in a document; None for a text that is shorter than one."""
+    is_row = document.encode is not None
+    if prompt_tokens is not None and (is_row or document.messages is not None):
+        raise UserError(
+            "train.grpo.prompt_tokens (in thinker eval, --prompt-tokens) is for texts, but these "
+            "rows have prompts; remove it"
+        )
+    if is_row:
+        return _of_row(document, tokenizer)
+    if document.messages is not None:
+        return _of_conversation(document, tokenizer)
+    if prompt_tokens is None:
+        raise UserError(
+            "prompts are the beginnings of these texts; set their length in tokens, "
+            "train.grpo.prompt_tokens (in thinker eval, --prompt-tokens)"
+        )
+    ids = tokenizer.encode(document.text)
+    if len(ids) < prompt_tokens:
+        return None
+    ids = ids[:prompt_tokens]
+    row = {"text": document.text, **(document.row or {})}
+    return Prompt([*tokenizer.bos_prefix, *ids], tokenizer.decode(ids), row)
+
+
+def _of_row(document: Document, tokenizer: Tokenizer) -> Prompt:
+    """The prompt of a row of data.source=prompts."""
+    ((ids, _),) = document.encode(tokenizer)
+    prompt = document.row["prompt"]
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return Prompt([*tokenizer.bos_prefix, *ids.tolist()], text, document.row)
+
+
+def _of_conversation(document: Document, tokenizer: Tokenizer) -> Prompt:
+    """What is before the last answer of a conversation."""
+    from thinker.data.chat import chat  # texts do not need it
+
+    messages = document.messages
+    places = [place for place, each in enumerate(messages) if each["role"] == "assistant"]
+    if not places:
+        raise UserError(
+            f"{document.where} has no answer; use data.source=prompts for prompts alone"
+        )
+    last = places[-1]
+    tokens = chat.encode_prompt(
+        tokenizer,
+        messages[:last],
+        tools=document.tools,
+        template_kwargs=document.template_kwargs,
+        allow_special=document.allow_special,
+    )
+    text = messages[last - 1]["content"] if last else ""
+    row = {"answer": messages[last].get("content", ""), **(document.row or {})}
+    return Prompt(tokens, text, row)

@@ -1,0 +1,1 @@
+"""Verifiers, and the process in which they run."""

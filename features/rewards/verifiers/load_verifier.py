@@ -1,0 +1,55 @@
+"""Find a verifier by its name, or in a file of the user."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from thinker.features.rewards.verifiers.verifier import VERIFIERS, Verifier
+from thinker.runtime.errors import UserError, did_you_mean
+
+
+def load_verifier(name: str) -> Verifier:
+    """The verifier that a config names: one in VERIFIERS, or FILE.py:FUNCTION.
+
+    Raises UserError if there is none.
+    """
+    check_verifier(name)
+    path, _, function = name.rpartition(":")
+    if not path:
+        return VERIFIERS.get(name)
+    found = getattr(_load_module(path), function, None)
+    if not callable(found):
+        hint = did_you_mean(function, vars(_load_module(path)))
+        raise UserError(f"{path} has no function {function}{hint}")
+    return found
+
+
+def check_verifier(name: str) -> None:
+    """Raise UserError for an unknown name or a missing file. Runs no code of the file."""
+    path, _, _ = name.rpartition(":")
+    if name.endswith(".py"):
+        raise UserError(f"{name} names no function; use FILE.py:FUNCTION")
+    if not path.endswith(".py"):
+        from thinker.features.rewards.verifiers import built_in
+
+        built_in.check_packages(VERIFIERS.get(name))
+    elif not Path(path).is_file():
+        raise UserError(f"{path} is not a file; use FILE.py:FUNCTION")
+
+
+@cache
+def _load_module(path: str) -> ModuleType:
+    """The module in a file, which may import its neighbours."""
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    name = Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(name, module)
+    spec.loader.exec_module(module)
+    return module
