@@ -40,6 +40,7 @@ BENCHMARKS = {  # by room and name, the arguments of two examples
     "losses.regularization": ("my.txt", "a.txt b.txt --epochs 4 16 --seeds 3 --jobs 2"),
     "losses.rates": ("--png rates.png", "--widths 64 128 --batches 16 --tokens 65536"),
     "speed.retrieval": ("", "--shape 110m --repeats 3"),
+    "systems.rollouts": ("runs/quickstart", "runs/quickstart --answers 16 --repeats 3"),
     "systems.serving": ("", "--precision bf16 --clients 8 --transformers /opt/peer/bin/transformers"),
     "losses.short_context": ("", "--tokens 32 --minutes 1 3"),
     "losses.size_rule": ("my.txt", "my.txt --characters 100000 --minutes 1 --jobs 2"),

@@ -825,6 +825,21 @@ def monitoring(results: Results) -> Table:
 
 
 @table
+def rollouts(results: Results) -> Table:
+    """Tokens per second of answers with rewards, and of the engine alone."""
+    runs = results["rollouts"]
+    columns = {
+        "verifier": "`{verifier}`",
+        "answers": "{answers}",
+        "tokens per answer": "{answer_tokens:.1f}",
+        "the engine, tokens/s": "{engine_tokens_per_second:,.0f}",
+        "rollouts, tokens/s": "{rollout_tokens_per_second:,.0f}",
+        "share": "{ratio:.2f}",
+    }
+    return rows_table(runs, runs, columns)
+
+
+@table
 def serving(results: Results) -> Table:
     """Tokens per second of the server, the engine and transformers serve."""
     runs = results["serving"]
