@@ -63,6 +63,11 @@ class Callback:
         not as training."""
         return {}
 
+    def progress_text(self) -> str:
+        """What is shown beside the progress bar, after the loss, such as "reward 0.500"; "" for
+        nothing."""
+        return ""
+
     def on_log(self, line: Mapping[str, Any]) -> None:
         """A line was written to metrics.jsonl. While one with `val_loss` is, the model has the
         evaluated weights."""

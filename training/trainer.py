@@ -313,6 +313,10 @@ class Trainer:
         text = f"step {line['step']}, epoch {self.epochs:.2f}, loss {line['train_loss']:.3f}"
         if self.last_evaluation is not None:
             text += f", validation {self.last_evaluation.loss:.3f}"
+        for callback in self.callbacks:
+            more = callback.progress_text()
+            if more:
+                text += f", {more}"
         processed = line["tokens_per_second"]
         text += f", {processed:,.0f} tokens/s"
         text += format_trained(processed, line["trained_tokens_per_second"], " ({} trained on)")

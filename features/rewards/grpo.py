@@ -96,6 +96,12 @@ class GRPOLoss(Callback):
         """The answers of the step, and how their probabilities differ from those of sampling."""
         return self.answer_metrics
 
+    def progress_text(self) -> str:
+        """The mean reward of the answers of the step."""
+        if "reward" not in self.answer_metrics:
+            return ""
+        return f"reward {self.answer_metrics['reward']:.3f}"
+
     def on_end(self, is_complete: bool) -> None:
         """End the verifiers, and say how many answers they could not judge."""
         failures = self.sampler.verifiers.failures

@@ -92,7 +92,12 @@ def test_hooks_run_in_the_order_of_the_list(tmp_path, monkeypatch):
     calls = []
     config = small_config(tmp_path, "run", ["train.max_steps=1", "train.save_every=null"])
     assert train(config, callbacks=[Recorder("a", calls), Recorder("b", calls)]) == 0
-    asked = {"has_final_form", "state_dict", "tensors"}  # at any time, as they change nothing
+    asked = {
+        "has_final_form",
+        "progress_text",
+        "state_dict",
+        "tensors",
+    }  # at any time, as they change nothing
     calls = [call for call in calls if call.split(".")[1] not in asked]
     assert calls == [
         *("a.setup", "b.setup", "a.on_start", "b.on_start"),

@@ -465,4 +465,5 @@ def test_a_run_that_learns_nothing_says_so(start, tmp_path):
     done = run_script("train.py", BASE, *own, "train.grpo.rewards=exact")
     assert done.returncode == 0
     assert "advice: nothing was learned" in done.stderr
+    assert ", reward 0.000, " in done.stderr  # beside the progress bar
     assert "these answers were cut" in done.stdout, done.stdout
