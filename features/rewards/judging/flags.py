@@ -151,9 +151,10 @@ def _load_before(arguments: argparse.Namespace) -> tuple[Thinker, Tokenizer]:
 
 
 def _judge(
-    arguments: argparse.Namespace, options: GRPOConfig, models: dict[str, tuple[Thinker, Tokenizer]]
-) -> dict[str, Judged]:
-    """Sample and judge the answers of each model."""
+    arguments: argparse.Namespace, options: GRPOConfig, models: list[tuple[str, Thinker, Tokenizer]]
+) -> list[tuple[str, Judged]]:
+    """Sample and judge the answers of each model, with its name. Raises UserError if models read
+    different prompts, or if no answer could be judged."""
     from thinker.features.rewards.judging.judge_model import judge_model, mean_reward
     from thinker.features.rewards.rollouts import Sampler
     from thinker.features.rewards.verifiers.verifier_process import VerifierProcess
