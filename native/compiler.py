@@ -60,6 +60,7 @@ SIGNATURES = {
     "run": "pipi",
     "sample": "piiippppppp",
     "sample_steps": "pippipiipppppi",
+    "log_probs": "piiipp",
     "max_rows": "",
 }
 

@@ -254,6 +254,20 @@ def sample(
     return list(tokens), list(logprobs)
 
 
+def log_probs(logits: Tensor, n_ids: int, tokens: list[int]) -> Tensor:
+    """ln P of a token after each row of contiguous logits (N, V) in fp32, of which the first
+    `n_ids` are valid: (N,) fp32, with the bits that sample() returns for sampled tokens."""
+    n_rows = len(tokens)
+    assert logits.is_contiguous()
+    assert len(logits) == n_rows
+    found = torch.empty(n_rows, dtype=torch.float32, device="cpu")
+    chosen = (c_int64 * n_rows)(*tokens)
+    load_library().log_probs(
+        logits.data_ptr(), n_rows, logits.stride(0), n_ids, chosen, found.data_ptr()
+    )
+    return found
+
+
 def linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
     """x (N, n_in) fp32 -> (N, n_out) fp32; the weight as in linear_operation()."""
     operation = linear_operation(weight, bias)

@@ -70,6 +70,17 @@ INLINE double sum_of_exponentials(const float *logits, int64_t n, double largest
     return sum_doubles(total);
 }
 
+/* ln P of a token, among n. Not inlined, so that it has the same bits wherever it is computed. */
+static __attribute__((noinline)) float log_prob(const float *logits, int64_t n, double largest, int64_t token) {
+    return logits[token] - largest - log(sum_of_exponentials(logits, n, largest, 1, NULL));
+}
+
+/* ln P of one token of each row of logits (n_rows, stride), as sample() has it for the tokens that it samples. */
+void log_probs(const float *logits, int64_t n_rows, int64_t stride, int64_t n, const int64_t *tokens, float *logprobs) {
+    for (int64_t row = 0; row < n_rows; row++, logits += stride)
+        logprobs[row] = log_prob(logits, n, logits[argmax(logits, n)], tokens[row]);
+}
+
 /* Sample one token of each row of logits (n_rows, stride), of which n are valid. temperature 0: the likeliest one.
    `terms`: work space of n doubles, padded to a multiple of 32. logprobs: under the unmodified model. `allowed`: NULL,
    or a bit per token of each row (n / 32 numbers, rounded up); others are not sampled. `masked`: work space for n
@@ -80,7 +91,6 @@ void sample(const float *logits, int64_t n_rows, int64_t stride, int64_t n, cons
     for (int64_t row = 0; row < n_rows; row++, logits += stride) {
         int64_t best = argmax(logits, n), token = best;
         double largest = logits[best], temperature = temperatures[row];
-        double plain = sum_of_exponentials(logits, n, largest, 1, NULL);
         const float *choices = logits;
         double largest_choice = largest;
         if (allowed) {
@@ -97,6 +107,6 @@ void sample(const float *logits, int64_t n_rows, int64_t stride, int64_t n, cons
             for (token = 0; token < n - 1 && !(terms[token] > target) && terms[token] < cumulative; token++) {}
         }
         tokens[row] = token;
-        logprobs[row] = logits[token] - largest - log(plain);
+        logprobs[row] = log_prob(logits, n, largest, token);
     }
 }

@@ -62,8 +62,9 @@ class NativeDecoder:
     """Runs a model on a CPU without torch's overhead for each operation (see Decoder).
 
     Activations are in fp32. If `is_batch_invariant`, which needs full attention and a processor
-    with AVX-512, all passes are native, and a position is computed alike in each: its logits, keys
-    and values have the same bits whatever the batch, and however the text is split into passes.
+    with AVX-512, or `for_all_passes`, all passes are native, and a position is computed alike in
+    each: its logits, keys and values have the same bits whatever the batch, and however the text is
+    split into passes.
     Otherwise the model runs the first pass of a cache, those of many rows, and those of several
     positions if a layer has a mask. It also runs all passes with recorded or patched activations,
     linear attention or choice by content, learned or sinusoidal positions, token shift,
@@ -79,8 +80,9 @@ class NativeDecoder:
     tokens_per_step = TOKENS_PER_STEP
     rows_problem = ""
 
-    def __init__(self, model: Thinker) -> None:
-        """`model`: from fuse_for_inference(native=True)."""
+    def __init__(self, model: Thinker, for_all_passes: bool = False) -> None:
+        """`model`: from fuse_for_inference(native=True). `for_all_passes`: run those, too, that
+        torch runs faster on processors without AVX-512."""
         self.model = model
         config = model.config
         unknown = list(dict.fromkeys(_unknown(model)))
@@ -91,9 +93,8 @@ class NativeDecoder:
         has_causal_masks = all(pattern == CAUSAL for pattern in config.patterns)
         self.is_causal = has_causal_masks and config.positions != "alibi"
         self.max_rows = native.max_rows()
-        self.is_batch_invariant = (
-            self.is_supported and self.is_causal and self.max_rows >= MIN_ROWS_TO_PREFILL
-        )
+        runs_all = for_all_passes or self.max_rows >= MIN_ROWS_TO_PREFILL
+        self.is_batch_invariant = self.is_supported and self.is_causal and runs_all
         # Hooks of torch, which a user or an open record() has registered.
         self._hooks: list[dict] = []
         for module in model.modules():
