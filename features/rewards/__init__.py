@@ -26,5 +26,7 @@ FEATURE = Feature(
     describe_data="thinker.features.rewards.grpo_option:describe_data",
     fixed_keys={"train.grpo": "thinker.features.rewards.resume_rules:grpo_reason"},
     python_api=("thinker.features.rewards.verifiers.verifier:Answer",),
+    generator_options=("exact",),
+    decoder="thinker.features.rewards.exact.exact_decoder:make_decoder",
     arguments={"eval": "thinker.features.rewards.judging.flags:VerifierFlags"},
 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from thinker.data.batches.prefetch import Batch
+from thinker.features.rewards.exact.engine_log_probs import EngineLogProbs, with_values
 from thinker.features.rewards.keys import GRPOConfig
 from thinker.features.rewards.policy_loss import policy_losses
 from thinker.features.rewards.prompts import Prompt
@@ -39,8 +40,10 @@ class GRPOLoss(Callback):
     log is the cross-entropy of the answers in nats per token.
     """
 
-    def __init__(self, options: GRPOConfig) -> None:
+    def __init__(self, options: GRPOConfig, engine: EngineLogProbs | None = None) -> None:
+        """`engine`: with train.exact, the kernels that sample."""
         self.options = options
+        self.engine = engine
         self.rollouts: Rollouts  # of the next step
         self.prompts: list[Prompt] = []
         self.answer_metrics: dict[str, float] = {}  # of the step before
@@ -70,7 +73,9 @@ class GRPOLoss(Callback):
             list(self.options.rewards), self.options.timeout, run.directory.path / LOG
         )
         seed = self.parts.settings.run.seed
-        self.sampler = Sampler(self.options, run.corpus.tokenizer, verifiers, seed)
+        self.sampler = Sampler(
+            self.options, run.corpus.tokenizer, verifiers, seed, exact=self.engine is not None
+        )
         self.dataset.sampler = self.sampler
         try:
             # A run that could not sample is saved with the answers of the step before.
@@ -152,6 +157,9 @@ class GRPOLoss(Callback):
         )
         if batch.windows is None:  # random tokens, to measure the time of a step
             return Loss(-log_probs.sum(), is_target.sum())
+        if self.engine is not None:
+            values = self.engine(self.parts.model, batch.inputs, batch.targets)
+            log_probs = with_values(log_probs, values)
         rollouts = self.rollouts
         rows = batch.windows
         sampled = rollouts.sampled[rows].to(device)
@@ -202,6 +210,12 @@ class GRPOLoss(Callback):
         """The largest difference of ln P between sampling and the first update, of all ranks."""
         gathered = self.parts.dist.all_gather_scalars(float(self.mismatch))
         largest = float(np.max([values[0] for values in gathered]))  # NaN if one is
+        if self.engine is not None and largest != 0:
+            raise RunError(
+                f"step {step}: ln P of a sampled token differs by {largest:.2g} between sampling "
+                "and training, although train.exact is set; after a move to another processor, go "
+                "on with train.exact=false"
+            )
         limit = self.options.max_mismatch
         if limit is not None and not largest <= limit:
             raise RunError(
@@ -224,5 +238,5 @@ class GRPOLoss(Callback):
             self.parts.dist,
         )
         if self.reference is not None:
-            self.reference.add(self.rollouts)
+            self.reference.add(self.rollouts, self.engine)
         self.first = first

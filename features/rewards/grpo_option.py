@@ -50,9 +50,13 @@ def make_objective(
         )
     if objective is not next_token_loss:
         raise UserError("train.grpo cannot be combined with another objective; remove one of them")
+    from thinker.features.rewards.exact.engine_log_probs import EngineLogProbs
     from thinker.features.rewards.grpo import GRPOLoss
 
-    return GRPOLoss(config.train.grpo)
+    engine = None
+    if config.train.exact:
+        engine = EngineLogProbs(corpus.tokenizer, config.train.grpo.temperature)
+    return GRPOLoss(config.train.grpo, engine)
 
 
 def make_dataset(options: DatasetOptions) -> OrderedDataset | None:

@@ -67,6 +67,9 @@ class RewardKeys(ConfigSection):
     grpo: GRPOConfig | None = None
     """Learn from rewards, such as `{rewards: exact}` (features/rewards/guide.md). null: from
     text."""
+    exact: bool = False
+    """With train.grpo on a CPU in fp32: sample and train on the same kernels, so that
+    policy_mismatch is 0, and stop the run if it is not."""
 
 
 def complete_config(tree: dict[str, Any]) -> None:
@@ -74,12 +77,17 @@ def complete_config(tree: dict[str, Any]) -> None:
     if tree["train"].get("grpo") is not None:
         tree["data"].setdefault("num_workers", 0)
         tree["model"].setdefault("dropout", 0.0)
+    if tree["train"].get("exact"):
+        tree["train"].setdefault("device", "cpu")
+        tree["train"].setdefault("precision", "fp32")
 
 
 def check_grpo(config: Config) -> None:
     """Raise ValueError if other keys contradict train.grpo."""
     data, train = config.data, config.train
     grpo = train.grpo
+    if train.exact:
+        check_exact(config)
     if grpo is None:
         if SOURCE in [source.source for source in data.text_sources()]:
             raise ValueError(
@@ -114,3 +122,13 @@ def check_grpo(config: Config) -> None:
             f"train.grpo.temperature={grpo.temperature:g} cannot be combined with "
             "train.lora_rank; set it to 1"
         )
+
+
+def check_exact(config: Config) -> None:
+    """Raise ValueError if other keys contradict train.exact."""
+    train = config.train
+    if train.grpo is None:
+        raise ValueError("train.exact needs train.grpo; set train.grpo.rewards")
+    for key, wanted in {"device": "cpu", "precision": "fp32"}.items():
+        if getattr(train, key) != wanted:
+            raise ValueError(f"train.exact needs train.{key}={wanted}")

@@ -6,6 +6,7 @@ import hashlib
 
 import torch
 
+from thinker.features.rewards.exact.engine_log_probs import EngineLogProbs
 from thinker.features.rewards.rollouts import Rollouts
 from thinker.features.rewards.token_log_probs import token_log_probs
 from thinker.interop import load
@@ -39,8 +40,11 @@ class ReferencePolicy:
             )
 
     @torch.no_grad()
-    def add(self, rollouts: Rollouts) -> None:
-        """Put the log-probabilities of answers into them."""
+    def add(self, rollouts: Rollouts, engine: EngineLogProbs | None = None) -> None:
+        """Put the log-probabilities of answers into them, those of an engine if there is one."""
+        if engine is not None:
+            rollouts.reference = engine(self.model, rollouts.inputs, rollouts.targets)
+            return
         found = []
         for inputs, targets in zip(rollouts.inputs.split(ROWS), rollouts.targets.split(ROWS)):
             device = self.model.device

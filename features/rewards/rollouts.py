@@ -62,9 +62,16 @@ class Sampler:
     """Lets a model answer prompts, and judges the answers."""
 
     def __init__(
-        self, options: GRPOConfig, tokenizer: Tokenizer, verifiers: VerifierProcess, seed: int
+        self,
+        options: GRPOConfig,
+        tokenizer: Tokenizer,
+        verifiers: VerifierProcess,
+        seed: int,
+        exact: bool = False,
     ) -> None:
+        """`exact`: as the option of Generator()."""
         self.options = options
+        self.exact = exact
         self.tokenizer = tokenizer
         self.verifiers = verifiers
         self.seed = seed
@@ -73,7 +80,8 @@ class Sampler:
         self, model: Thinker, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> list[Answered]:
         """An answer to each prompt, sampled with its seed, and judged."""
-        generator = Generator(tempered(model, self.options.temperature), self.tokenizer)
+        policy = tempered(model, self.options.temperature)
+        generator = Generator(policy, self.tokenizer, exact=self.exact)
         completions = [Completion(prompt.text) for prompt in prompts]
         params = []
         for seed in seeds:
