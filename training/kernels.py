@@ -140,6 +140,26 @@ def fused_kernels(model: nn.Module, kernels: Kernels | None) -> Iterator[None]:
             del vars(module)[name]
 
 
+@contextlib.contextmanager
+def without_kernels(model: nn.Module, kernels: Kernels) -> Iterator[None]:
+    """Context in which the model runs as written, also within fused_kernels()."""
+    removed: list[tuple[nn.Module, str, partial]] = []
+    for module in model.modules():
+        form = kernels.forms.get(type(module))
+        if form is None:
+            continue
+        name, function = form
+        replaced = vars(module).get(name)
+        if isinstance(replaced, partial) and replaced.func is function:
+            removed.append((module, name, replaced))
+            del vars(module)[name]
+    try:
+        yield
+    finally:
+        for module, name, replaced in removed:
+            vars(module)[name] = replaced
+
+
 def is_known(module: nn.Module, method: str) -> bool:
     """Whether all that a form leaves out is of known types and unchanged on this instance."""
     if method in vars(module):

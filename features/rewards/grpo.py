@@ -27,6 +27,7 @@ from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.files import make_folder
 from thinker.training.callback import Callback, StepInfo, TrainingParts, TrainingRun
+from thinker.training.kernels import without_kernels
 from thinker.training.objective import Loss
 
 TENSORS = ("inputs", "targets", "sampled", "reference", "advantages", "is_used")
@@ -158,7 +159,9 @@ class GRPOLoss(Callback):
         if batch.windows is None:  # random tokens, to measure the time of a step
             return Loss(-log_probs.sum(), is_target.sum())
         if self.engine is not None:
-            values = self.engine(self.parts.model, batch.inputs, batch.targets)
+            policy = self.parts.model
+            with without_kernels(policy, self.parts.kernels):
+                values = self.engine(policy, batch.inputs, batch.targets)
             log_probs = with_values(log_probs, values)
         rollouts = self.rollouts
         rows = batch.windows

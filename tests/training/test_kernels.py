@@ -14,7 +14,7 @@ from thinker.model.transformer import MLP
 from thinker.native import compiler, training
 from thinker.native.compiler import has_compiler
 from thinker.training.config.load import validate_config
-from thinker.training.kernels import NATIVE, Kernels, choose_kernels, fused_kernels
+from thinker.training.kernels import NATIVE, Kernels, choose_kernels, fused_kernels, without_kernels
 from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
@@ -110,6 +110,10 @@ def test_only_the_step_uses_the_kernels(monkeypatch):
         return {type(each) for each in modules if {"forward", "project"} & set(vars(each))}
 
     with fused_kernels(step.model, step.kernels):
+        assert replaced() == {Attention, torch.nn.Dropout, MLP, RMSNorm}
+        step.model.blocks[1].mlp.forward = len  # of a user
+        with without_kernels(step.model, step.kernels):
+            assert replaced() == {MLP}
         assert replaced() == {Attention, torch.nn.Dropout, MLP, RMSNorm}
     assert replaced() == set()
     trained(step)
