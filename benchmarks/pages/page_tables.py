@@ -840,6 +840,23 @@ def rollouts(results: Results) -> Table:
 
 
 @table
+def exact_rewards(results: Results) -> Table:
+    """What train.exact costs and brings."""
+    runs = results["exact_rewards"]
+    columns = {
+        "verifier": "`{verifier}`",
+        "answers": "{answers}",
+        "tokens per answer": "{answer_tokens:.1f}",
+        "ordinary, tokens/s": "{ordinary_tokens_per_second:,.0f}",
+        "`train.exact`, tokens/s": "{exact_tokens_per_second:,.0f}",
+        "ratio": "{ratio:.2f}",
+        "largest mismatch": "{ordinary_mismatch:.1e}",
+        "with `train.exact`": "{exact_mismatch:.0f}",
+    }
+    return rows_table(runs, runs, columns)
+
+
+@table
 def serving(results: Results) -> Table:
     """Tokens per second of the server, the engine and transformers serve."""
     runs = results["serving"]
