@@ -40,6 +40,7 @@ NEEDED = {
     "train.dpo": "preferences",
     "configs/grpo.yaml": "rewards",
     "train.grpo": "rewards",
+    "train.exact": "rewards",
     "--verifier": "rewards",
     "model.size": "auto_size",
     "data.sources": "mixtures",
