@@ -455,23 +455,4 @@ check_choice("C")
 # Distillation: [arXiv:1503.02531](https://arxiv.org/abs/1503.02531). Scores for pruning:
 # [arXiv:1906.10771](https://arxiv.org/abs/1906.10771).
 #
-# ## What you can do now
-#
-# This was the last lesson. You can now
-#
-# - compute attention on paper, and check other people's numbers (lessons 1 to 3);
-# - say what heads, patterns and a cache cost, and measure what they bring (lessons 4 to 6);
-# - train a model, and judge its loss and its texts (lesson 7);
-# - explain what a part does, and test that by taking it away (lesson 8);
-# - make a model small, and compare it fairly with others (lesson 9).
-#
-# Next, train a model on your own text. About 1 MB of plain text is enough, such as a long book.
-# Save it as `my.txt` in Thinker's folder, and run these commands there. Training takes ten minutes.
-#
-# ```text
-# python train.py configs/small-text.yaml data.path=my.txt run.dir=runs/mine
-# python generate.py runs/mine --prompt "The first words"
-# ```
-#
-# `docs/getting-started.md` explains each step. `docs/guides/smaller-models.md` has the commands for
-# what this lesson did, and `docs/guides/inspecting.md` those for lesson 8.
+# The commands for what this lesson did are in `docs/guides/smaller-models.md`.
