@@ -29,8 +29,10 @@ from thinker.runtime.files import make_folder
 from thinker.training.callback import Callback, StepInfo, TrainingParts, TrainingRun
 from thinker.training.kernels import without_kernels
 from thinker.training.objective import Loss
+from thinker.training.reports.run_summary import RunSummary
 
 TENSORS = ("inputs", "targets", "sampled", "reference", "advantages", "is_used")
+PICTURE = "reward.png"  # in the run directory
 LOG = "verifiers.log"  # in the run directory: what verifiers print
 
 
@@ -67,6 +69,7 @@ class GRPOLoss(Callback):
 
     def on_start(self, run: TrainingRun) -> None:
         """Load prompts and verifiers, and sample the first answers."""
+        self.run = run
         self.dataset: RolloutDataset = run.loader.dataset
         self.prompts = self.dataset.prompts
         make_folder(run.directory.path, "run.dir")  # of several ranks, the first may be later
@@ -107,6 +110,17 @@ class GRPOLoss(Callback):
         if "reward" not in self.answer_metrics:
             return ""
         return f"reward {self.answer_metrics['reward']:.3f}"
+
+    def on_summary(self, summary: RunSummary) -> None:
+        """Draw the rewards of the run."""
+        lines = list(self.run.directory.read_metrics())
+        if not any("reward" in line for line in lines):
+            return
+        from thinker.features.rewards.judging.reward_plot import plot_rewards
+
+        path = self.run.directory.path / PICTURE
+        plot_rewards(lines, path, f"{path.parent.name}: rewards of sampled answers")
+        print(f"reward curve {path}", file=sys.stderr)
 
     def on_end(self, is_complete: bool) -> None:
         """End the verifiers, and say how many answers they could not judge."""

@@ -308,6 +308,7 @@ def test_a_run_goes_on_to_the_same_bits(start, updates):
     assert len(lines) == 6
     assert all(line["policy_mismatch"] < 2e-5 for line in lines)
     assert all(line["groups_with_signal"] > 0 and line["grad_norm"] > 0 for line in lines)
+    assert (whole / "reward.png").stat().st_size > 5000
     name = f"reward/{folder / 'my_rewards.py'}:score"
     assert all(line[f"{name}/hint"] <= 0.2 for line in lines)
     assert any(line["answers_failed"] > 0 for line in lines)
