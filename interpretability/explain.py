@@ -19,6 +19,7 @@ from thinker.interpretability.reports import (
 )
 from thinker.model import Thinker
 from thinker.model.attention import LinearAttention
+from thinker.model.config import BIASES
 from thinker.model.patterns.pattern import TokenInfo
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_json
@@ -99,7 +100,7 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
         output=z[head],
         sink=sink,
         has_cap=cap is not None,
-        has_bias=model.config.positions == "alibi",
+        has_bias=model.config.positions in BIASES,
     )
     data = {"layer": layer, "head": head, "q": q[head, query].tolist()}
     name = str(head)

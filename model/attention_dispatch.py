@@ -89,13 +89,15 @@ def choose_kernel(
     query: TokenInfo,
     aligned: bool,
     dtype: torch.dtype,
-    has_alibi: bool,
+    has_bias: bool,
     plain_scores: bool,
+    has_learned_bias: bool = False,
 ) -> str:
     """Select the fastest kernel that supports a pattern with these inputs, or check the requested
     kernel.
 
-    See MaskBuilder for the other arguments. Raises UserError if the requested kernel does not
+    has_bias: a bias by distance; has_learned_bias: one that needs a gradient. See MaskBuilder for
+    the other arguments. Raises UserError if the requested kernel does not
     support the pattern.
     """
     has_documents = query.document_id is not None
@@ -109,30 +111,32 @@ def choose_kernel(
         "blockwise": by_query and pattern.includes_self,
         "local": is_bounded and not pattern.by_content,
         "flex": aligned and not pattern.by_content,
-        "varlen": aligned and plain_scores and is_window and has_documents and not has_alibi,
+        "varlen": aligned and plain_scores and is_window and has_documents and not has_bias,
     }
+    if has_learned_bias:  # no other kernel has its gradient
+        supported = {name: supported[name] for name in ("reference", "sdpa")}
     if requested != "auto":
         if supported.get(requested, False):
             return requested
         hint = f"choose from: {', '.join(KERNELS)}"
-        if requested in supported:
+        if requested in KERNELS:
             hint = "use auto"
         raise UserError(
             f"the kernel {requested!r} does not support {pattern.text} with these inputs; {hint}"
         )
     T = query.position.shape[-1]
     if query.position.is_cuda:
-        is_plain = pattern == CAUSAL and plain_scores and not (has_documents or has_alibi)
+        is_plain = pattern == CAUSAL and plain_scores and not (has_documents or has_bias)
         if T >= 1024 and not is_plain:
             device = query.position.device
             is_half = dtype in (torch.bfloat16, torch.float16)
-            if supported["varlen"] and is_half and has_capability(device, FLASH_CAPABILITY):
+            if supported.get("varlen") and is_half and has_capability(device, FLASH_CAPABILITY):
                 return "varlen"
-            if supported["flex"] and has_capability(device, TRITON_CAPABILITY):
+            if supported.get("flex") and has_capability(device, TRITON_CAPABILITY):
                 return "flex"
-    elif supported["blockwise"] and dtype == torch.bfloat16 and T <= 1024:
+    elif supported.get("blockwise") and dtype == torch.bfloat16 and T <= 1024:
         return "blockwise"
-    elif supported["local"] and 2 * (pattern.max_distance + pattern.n_global) + 128 < T:
+    elif supported.get("local") and 2 * (pattern.max_distance + pattern.n_global) + 128 < T:
         return "local"
     return "sdpa" if supported["sdpa"] else "reference"
 

@@ -14,7 +14,8 @@ from thinker.runtime.errors import UserError
 if TYPE_CHECKING:
     from thinker.model.rope_scaling import RopeScaling
 
-POSITIONS = ("rope", "alibi", "learned", "sinusoidal", "none")
+POSITIONS = ("rope", "alibi", "relative", "learned", "sinusoidal", "none")
+BIASES = ("alibi", "relative")  # positions that add a number per head to the scores
 # Where the norms of a block are, and what attention and MLP read (model/transformer.py).
 BLOCKS = ("pre_norm", "post_norm", "both_norms", "parallel", "parallel_one_norm")
 QK_NORMS = ("rmsnorm", "rmsnorm_one_plus", "rmsnorm_width", "layernorm", "layernorm_per_head")
@@ -213,10 +214,10 @@ class ThinkerConfig:
         has_linear = any(pattern.n_features for pattern in patterns)
         has_scale = self.attention_scale is not None or temperature != 1
         has_changed_scores = has_scale or softcap or self.attention_sinks
-        if has_linear and (has_changed_scores or self.positions == "alibi"):
+        if has_linear and (has_changed_scores or self.positions in BIASES):
             raise UserError(
                 "linear attention does not support attention_temperature, attention_scale, "
-                "softcap, sinks or alibi"
+                "softcap, sinks, alibi or relative positions"
             )
 
     def _check_block(self) -> None:
@@ -252,10 +253,10 @@ class ThinkerConfig:
                 f"model.n_kv_heads_per_layer is {counts}; it must list {self.n_layers} numbers "
                 f"from 1 to {self.n_kv_heads}"
             )
-        if self.positions == "alibi" or any(pattern.by_head for pattern in patterns):
+        if self.positions in BIASES or any(pattern.by_head for pattern in patterns):
             raise UserError(
-                "model.n_kv_heads_per_layer does not work with alibi or per-head patterns; "
-                "remove it"
+                "model.n_kv_heads_per_layer does not work with alibi, relative positions or "
+                "per-head patterns; remove it"
             )
         if self.value_embeddings:
             raise UserError(
@@ -319,7 +320,7 @@ class ThinkerConfig:
                 return False
             if pattern.max_distance + pattern.n_global > self.max_seq_len:
                 return False
-        if self.positions not in ("rope", "alibi", "none"):
+        if self.positions not in ("rope", *BIASES, "none"):
             return False
         return self.max_cached_len == self.max_seq_len
 

@@ -43,8 +43,8 @@ class LayerCache:
             mask = cache.build_mask(pattern, positions, positions, aligned=True)
             return mask, CacheSlots(positions)
         slots = CacheSlots(positions, end)
-        has_alibi = cache.mask_builder.alibi_slopes is not None
-        if positions.shape == (1,) and pattern == CAUSAL and not has_alibi:
+        has_bias = cache.mask_builder.has_bias
+        if positions.shape == (1,) and pattern == CAUSAL and not has_bias:
             return AttentionMask(), slots  # the last position attends to every key
         keys = torch.arange(end, device=positions.device)
         return cache.build_mask(pattern, positions, keys), slots

@@ -13,7 +13,7 @@ from thinker.model.attention_dispatch import AttentionMask, choose_kernel
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels import load_kernel
 from thinker.model.patterns.pattern import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
-from thinker.model.positions import Rotation, alibi_slopes
+from thinker.model.positions import RelativeBias, Rotation, alibi_slopes
 
 
 @dataclass
@@ -55,6 +55,7 @@ class MaskBuilder:
     kernel: str = "auto"  # one of attention_dispatch.KERNELS; "reference" supports all patterns
     plain_scores: bool = True  # without attn_logit_softcap and sinks
     patterns: list[Pattern] = field(default_factory=list)  # one per layer
+    relative_bias: RelativeBias | None = None  # of the model that runs the pass
     # Length and masks of the last pass, replaced together because several threads may use a model.
     _last: tuple[int, dict[Pattern, AttentionMask]] = (0, {})
 
@@ -70,6 +71,11 @@ class MaskBuilder:
         return cls(config.n_heads, dtype, slopes, kernel, plain_scores, config.patterns)
 
     @property
+    def has_bias(self) -> bool:
+        """Whether scores get a bias by distance."""
+        return self.alibi_slopes is not None or self.relative_bias is not None
+
+    @property
     def by_token(self) -> bool:
         """Whether a pattern needs token ids."""
         return any(pattern.tokens for pattern in self.patterns)
@@ -79,7 +85,9 @@ class MaskBuilder:
         next pass."""
         T = query.position.shape[-1]
         length, masks = self._last
-        depends_on_length_alone = query.document_id is None and query.token_id is None
+        is_fixed = self.relative_bias is None  # what is learned changes, and needs its gradient
+        has_ids = query.document_id is not None or query.token_id is not None
+        depends_on_length_alone = is_fixed and not has_ids
         if length != T or not depends_on_length_alone:
             masks = {}
         if depends_on_length_alone:
@@ -108,9 +116,15 @@ class MaskBuilder:
         `aligned`: both have the same positions in the same order. Raises UserError if `kernel` does
         not support it.
         """
-        has_alibi = self.alibi_slopes is not None
         kernel = choose_kernel(
-            self.kernel, pattern, query, aligned, self.dtype, has_alibi, self.plain_scores
+            self.kernel,
+            pattern,
+            query,
+            aligned,
+            self.dtype,
+            self.has_bias,
+            self.plain_scores,
+            has_learned_bias=self.relative_bias is not None,
         )
         mask = AttentionMask(kernel=kernel, may_be_empty=not pattern.includes_self)
         if aligned:
@@ -132,7 +146,7 @@ class MaskBuilder:
             local.mask = AttentionMask(mask.allowed, may_be_empty=mask.may_be_empty)
             mask.compute = local
             return mask
-        if pattern == CAUSAL and aligned and query.document_id is None and not has_alibi:
+        if pattern == CAUSAL and aligned and query.document_id is None and not self.has_bias:
             mask.is_causal = True
         else:
             self._set_allowed(mask, pattern, _unsqueeze(query, -1), _unsqueeze(key, -2))
@@ -146,13 +160,15 @@ class MaskBuilder:
         """Mask for kernels that read `allowed`: query (..., T, 1), key (..., 1, S)."""
         device = query.position.device
         slopes = self.alibi_slopes
-        if pattern.by_head or slopes is not None:
+        if pattern.by_head or self.has_bias:
             head = torch.arange(self.n_heads, device=device)[:, None, None]  # (H, 1, 1)
         else:
             head = torch.zeros((), dtype=int, device=device)
         bias = None
+        distance = (query.position - key.position).abs()  # (T, S) or (B, 1, T, S)
+        if self.relative_bias is not None:
+            bias = self.relative_bias(distance)  # (H, T, S) or (B, H, T, S)
         if slopes is not None:
-            distance = (query.position - key.position).abs()  # (T, S) or (B, 1, T, S)
             bias = -slopes[:, None, None] * distance  # (H, T, S) or (B, H, T, S)
         if pattern.by_content:
             mask.allowed = bias

@@ -1,4 +1,5 @@
-"""Position encodings: rotary embeddings (RoPE), ALiBi and sinusoidal embeddings."""
+"""Position encodings: rotary embeddings (RoPE), ALiBi, relative biases and sinusoidal
+embeddings."""
 
 from __future__ import annotations
 
@@ -168,6 +169,41 @@ def alibi_slopes(n_heads: int, device: torch.device | str = "cpu") -> Tensor:
     # the power above.
     exponents += [8 * h / (2 * power) for h in range(1, 2 * (n_heads - power) + 1, 2)]
     return torch.tensor([2.0**-e for e in exponents], device=device)
+
+
+N_BUCKETS = 32
+MAX_DISTANCE = 128  # from here on, all distances share the last bucket
+
+
+def distance_bucket(distance: int) -> int:
+    """The bucket of a distance, as in T5 (Raffel et al. 2020, arXiv:1910.10683): one for each below
+    half of the buckets, then ever wider ones."""
+    n_exact = N_BUCKETS // 2
+    if distance < n_exact:
+        return distance
+    share = math.log(distance / n_exact) / math.log(MAX_DISTANCE / n_exact)
+    return min(N_BUCKETS - 1, n_exact + int(share * (N_BUCKETS - n_exact)))
+
+
+class RelativeBias(nn.Module):
+    """A learned number per head and bucket of distances, which is added to the scores; all layers
+    share it.
+
+    weight: (N_BUCKETS, H), zeros at first.
+    """
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(N_BUCKETS, n_heads))
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """(T, S) -> (H, T, S), or (B, 1, T, S) -> (B, H, T, S)."""
+        buckets = [distance_bucket(each) for each in range(MAX_DISTANCE + 1)]
+        by_distance = self.weight[torch.tensor(buckets, device=distance.device)]
+        bias = by_distance[distance.clamp(max=MAX_DISTANCE)]  # (..., T, S, H)
+        if distance.dim() == 4:
+            bias = bias[:, 0]  # (B, T, S, H)
+        return bias.movedim(-1, -3)
 
 
 def sinusoidal_embedding(positions: Tensor, width: int) -> Tensor:

@@ -30,7 +30,7 @@ from thinker.model.layers import (
 )
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns.pattern import Pattern, TokenInfo
-from thinker.model.positions import Rope, Rotation, sinusoidal_embedding
+from thinker.model.positions import RelativeBias, Rope, Rotation, sinusoidal_embedding
 from thinker.model.registries import ACTIVATIONS, MLPS, NORMS
 from thinker.runtime.checks import check_types
 from thinker.runtime.errors import UserError
@@ -232,6 +232,9 @@ class Thinker(nn.Module):
         if config.positions == "learned":
             table = _random(config.max_seq_len + config.position_offset, config.d_model)
             self.positions = LearnedPositions(table, config.position_offset)
+        self.relative_bias: RelativeBias | None = None
+        if config.positions == "relative":
+            self.relative_bias = RelativeBias(config.n_heads)
         self.rope_kinds = [config.rope_of_layer(layer) for layer in range(config.n_layers)]
         self.blocks = nn.ModuleList(
             new_block(config, pattern, layer) for layer, pattern in enumerate(config.patterns)
@@ -264,6 +267,8 @@ class Thinker(nn.Module):
                 parameter.fill_(0)
             elif is_vector:  # the weight of a norm
                 parameter.fill_(1)
+            elif name == "relative_bias.weight":
+                parameter.zero_()
             elif self.config.init == "normal" or name == "positions.weight":
                 parameter.normal_(0, 0.02, generator=generator)
             elif name == "embedding.weight":
@@ -398,6 +403,7 @@ class Thinker(nn.Module):
         if self.rope is not None and (cache is not None or document_ids is not None):
             self.rope.check_growth(end)
         if cache is not None:
+            cache.mask_builder.relative_bias = self.relative_bias
             context = cache.append(*inputs.shape[:2], tokens)
         else:
             positions = torch.arange(inputs.shape[1], device=inputs.device)  # (T,)
@@ -411,6 +417,7 @@ class Thinker(nn.Module):
             if built_for != self._built_for:
                 self.mask_builder = MaskBuilder.of_model(self.config, *built_for)
                 self._built_for = built_for  # set last because other threads may read it
+            self.mask_builder.relative_bias = self.relative_bias
             query = TokenInfo(positions, document_ids)
             if self.mask_builder.by_token:
                 query.token_id = tokens

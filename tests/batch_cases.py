@@ -31,6 +31,8 @@ KINDS = {  # model config, options of the Generator
     "windows in some layers": ({"attention": ["full", "window(6)"]}, {}),
     "linear": ({"attention": "linear(16)"}, {}),
     "alibi": ({"positions": "alibi"}, {}),
+    "relative": ({"positions": "relative"}, {}),
+    "packed relative": ({"positions": "relative"}, {"compile": False}),
     "learned": ({"positions": "learned"}, {}),
     "token shift": ({"token_shift": True}, {}),
     "value embeddings": ({"value_embeddings": True}, {}),

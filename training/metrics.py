@@ -94,6 +94,8 @@ def flops_per_token(model: Thinker, seq_len: int) -> int:
         looked_up.append(model.embedding.weight)
     if model.positions is not None:
         looked_up.append(model.positions.weight)
+    if model.relative_bias is not None:
+        looked_up.append(model.relative_bias.weight)
     if model.value_embeddings is not None:
         looked_up += model.value_embeddings.parameters()
     if model.bigram_embedding is not None:

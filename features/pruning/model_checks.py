@@ -26,7 +26,7 @@ def check_heads(config: ThinkerConfig) -> None:
         ThinkerConfig.from_dict(config.to_dict() | {"n_kv_heads_per_layer": counts})
     except UserError:
         raise UserError(
-            "train.prune.heads does not work with alibi, per-head patterns or "
+            "train.prune.heads does not work with alibi, relative positions, per-head patterns or "
             "model.value_embeddings; remove it"
         ) from None
 

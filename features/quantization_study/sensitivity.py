@@ -18,6 +18,7 @@ from thinker.evaluation.perplexity import estimate_ratio
 from thinker.evaluation.sequence_losses import sequence_losses
 from thinker.generation.decoders.fused_matrices import fused_matrices
 from thinker.model import Thinker
+from thinker.model.config import BIASES
 from thinker.model.layers import Linear
 from thinker.native.quantization import GROUP, quantize
 from thinker.runtime.errors import UserError
@@ -167,10 +168,10 @@ def head_changes(model: Thinker, bits: tuple[int, ...] = (8, 4, 1)) -> Changes:
     """
     config = model.config
     by_content = any(pattern.by_content or pattern.n_features for pattern in config.patterns)
-    if config.attention_sinks or config.positions == "alibi" or by_content:
+    if config.attention_sinks or config.positions in BIASES or by_content:
         raise UserError(
-            "scores can be rounded only without sinks, ALiBi, linear attention and choice by "
-            "content"
+            "scores can be rounded only without sinks, ALiBi, relative positions, linear attention "
+            "and choice by content"
         )
     changes: Changes = {}
     for layer, block in enumerate(model.blocks):

@@ -41,6 +41,7 @@ class PackedReader:
         """`model`: prepared for inference, and known to unsupported()."""
         self.model = model
         self.masks = MaskBuilder.of_model(model.config, model.dtype, model.device, "auto")
+        self.masks.relative_bias = model.relative_bias
         self.has_varlen = _has_varlen(model, self.masks)
 
     @torch.no_grad()
@@ -151,7 +152,7 @@ def _has_varlen(model: Thinker, masks: MaskBuilder) -> bool:
     """Whether torch's variable-length attention can read pieces of prompts."""
     if model.device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
         return False
-    is_plain = masks.plain_scores and masks.alibi_slopes is None
+    is_plain = masks.plain_scores and not masks.has_bias
     if not is_plain or any(pattern != CAUSAL for pattern in masks.patterns):
         return False
     return torch.cuda.get_device_capability(model.device) >= (8, 0)

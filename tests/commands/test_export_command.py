@@ -261,11 +261,13 @@ def test_nothing_stays_of_an_export_that_is_refused_or_proved_wrong(
     command, tiny_run, tmp_path, monkeypatch, random_model
 ):
     tokenizer = interop.load(tiny_run)[1]
-    odd = random_model(vocab_size=tokenizer.vocab_size, positions="alibi")
-    with monkeypatch.context() as patch:
-        patch.setattr(export_huggingface, "load", lambda *_, **__: (odd, tokenizer))
-        with pytest.raises(UserError, match="model.positions=alibi"):
-            command("export_hf", tiny_run, tmp_path / "model")
+    for positions in ("alibi", "relative"):
+        odd = random_model(vocab_size=tokenizer.vocab_size, positions=positions)
+        loaded = odd, tokenizer
+        with monkeypatch.context() as patch:
+            patch.setattr(export_huggingface, "load", lambda *_, found=loaded, **__: found)
+            with pytest.raises(UserError, match=f"model.positions={positions}"):
+                command("export_hf", tiny_run, tmp_path / "model")
     write = tokenizer_conversion.write
     with monkeypatch.context() as patch:
 

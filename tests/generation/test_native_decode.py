@@ -53,6 +53,7 @@ FORMS = {
 }
 UNSUPPORTED = {
     "learned": {"positions": "learned"},
+    "relative": {"positions": "relative"},
     "linear": {"attention": "linear(16)"},
     "top-k": {"attention": "topk(4)"},
     "retrieval": {"attention": "retrieve(4, 2)"},

@@ -24,7 +24,7 @@ OPTIONS = {
     "n_kv_heads": [1, 2, 4],
     "qk_norm": [True, False],
     "attention_bias": [False, True],
-    "positions": ["rope", "learned", "alibi", "sinusoidal", "none"],
+    "positions": ["rope", "learned", "alibi", "relative", "sinusoidal", "none"],
     "attn_logit_softcap": [None, 5.0],
     "attention_sinks": [False, True],
     "head_dim": [8, 12],

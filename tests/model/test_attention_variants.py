@@ -18,7 +18,7 @@ ATTENTION = ["full", "window(5)", "dilated(9, 2)", "window(4) | global(3)", "tok
              "longformer(3, 3, 2)", "bigbird(3, 2, 4, 1)", "prefix(6)", "topk(4)", "retrieve(4, 2)", "linear(16)",
              "heads(window(3), full)", "heads(retrieve(3, 1), topk(3)) | global(2)",
              "window(7) & strided(3)", ["window(4)", "linear(8)"], "LG"]  # fmt: skip
-POSITIONS = ["rope", "alibi", "learned", "sinusoidal", "none"]
+POSITIONS = ["rope", "alibi", "relative", "learned", "sinusoidal", "none"]
 MORE = [
     {},
     {"attn_logit_softcap": 2.0},
@@ -34,7 +34,8 @@ def goes_together(attention, positions, more):
     if "no_rope_layers" in more and positions != "rope":
         return False
     return "linear" not in str(attention) or (
-        positions != "alibi" and not {"attn_logit_softcap", "attention_sinks"} & more.keys()
+        positions not in ("alibi", "relative")
+        and not {"attn_logit_softcap", "attention_sinks"} & more.keys()
     )
 
 
@@ -462,6 +463,7 @@ def test_far_keys_alone_are_told_apart_in_16_bits(random_model):
         ({"attention": "linear(8)", "attention_temperature": 2.0}, "does not support"),
         ({"attention_temperature": 0.0}, "from 0.001 to 1000"),
         ({"attention": "linear(8)", "positions": "alibi"}, "does not support"),
+        ({"attention": "linear(8)", "positions": "relative"}, "does not support"),
         ({"positions": "rop"}, "choose from: rope, alibi"),
         (
             {"positions": "none", "rope_scaling": {"type": "linear", "factor": 2}},

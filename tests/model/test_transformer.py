@@ -327,7 +327,7 @@ def test_config_survives_json_and_refuses_strangers():
         ThinkerConfig.from_dict({})
 
 
-@pytest.mark.parametrize("positions", ["rope", "learned", "alibi"])
+@pytest.mark.parametrize("positions", ["rope", "learned", "alibi", "relative"])
 def test_building_on_the_meta_device_does_not_import_torchs_compiler(positions):
     """Every command that loads a model does this; the import takes longer than all the rest of
     it."""

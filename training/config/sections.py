@@ -85,8 +85,9 @@ class ModelConfig(ConfigSection):
     model.window, G: full)."""
     window: Size | None = None
     """Number of keys that each query attends to in layers with the letter L."""
-    positions: Literal["rope", "alibi", "learned", "sinusoidal", "none"] = "rope"
-    """Position encoding: rope, alibi, learned, sinusoidal or none."""
+    positions: Literal["rope", "alibi", "relative", "learned", "sinusoidal", "none"] = "rope"
+    """Position encoding: rope, alibi, relative (a learned bias per head and distance), learned,
+    sinusoidal or none."""
     rope_scaling: dict[str, Any] | None = None
     """RoPE scaling for longer contexts, such as `{type: yarn, factor: 4, original_max_seq_len:
     256}`. null: none."""

@@ -23,6 +23,7 @@ KINDS = {
     "value_embeddings": "embedding",
     "bigram_embedding": "embedding",
     "lm_head": "head",
+    "relative_bias": "norms",  # a number per head and distance
 }
 ParameterGroup = dict[str, Any]  # as torch's optimizers take it
 
