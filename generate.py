@@ -15,6 +15,7 @@ try:
     from thinker.generation.command_flags import CommandFlags, ModelSource, add_feature_flags
     from thinker.runtime.cli import ArgumentParser, parse_bits, unescape
     from thinker.runtime.errors import UserError, run_command
+    from thinker.runtime.files import output_file
     from thinker.runtime.process.invocation import other_command
 except ModuleNotFoundError:  # thinker itself: for packages of others, see run_command()
     print(
@@ -114,7 +115,7 @@ def run(parser: ArgumentParser, features: list[CommandFlags]) -> int:
     if arguments.interactive:
         from thinker.generation.chat.interactive import run_interactive
 
-        run_interactive(conversation, prompt, params)
+        run_interactive(conversation, prompt, params, arguments.conversation)
         return 0
     if arguments.json:
         from thinker.generation.command.json_samples import print_json_samples
@@ -147,6 +148,8 @@ def parse_arguments(parser: ArgumentParser, features: list[CommandFlags]) -> arg
     if arguments.interactive and arguments.prompt_file == "-":
         problem = "both read standard input; use a file"
         raise UserError(f"--prompt-file - cannot be combined with --interactive: {problem}")
+    if arguments.conversation is not None and not arguments.interactive:
+        raise UserError("--conversation needs --interactive; add it, or remove --conversation")
     if arguments.num_samples < 1:
         raise UserError(f"--num-samples is {arguments.num_samples}; use at least 1")
     if arguments.greedy:
@@ -175,6 +178,13 @@ def add_prompt_flags(parser: ArgumentParser) -> None:
     add("--allow-special-tokens", action="store_true", help=allow_help)
 
 
+def add_conversation_flag(parser: ArgumentParser) -> None:
+    """The flag --conversation, for sessions."""
+    file_help = "of a session: go on with the conversation in FILE if it is there, and save it"
+    add = parser.group("input and output").add_argument
+    add("--conversation", type=output_file, metavar="FILE", help=file_help)
+
+
 def add_output_flags(parser: ArgumentParser) -> None:
     """Flags for what is done with the prompt, and how the text is printed."""
     group = parser.group("input and output")
@@ -184,6 +194,7 @@ def add_output_flags(parser: ArgumentParser) -> None:
     mode = group.add_mutually_exclusive_group()
     interactive_help = "read prompts from the terminal, turn by turn"
     mode.add_argument("--interactive", action="store_true", help=interactive_help)
+    add_conversation_flag(parser)
     score_help = "print the likelihood of the text in FILE (UTF-8; - for stdin)"
     mode.add_argument("--score", metavar="FILE", help=score_help)
     logprobs_help = "print the log-probability of each token and of the N most likely"

@@ -18,5 +18,6 @@ def main() -> int:
     generate.add_prompt_flags(parser)
     generate.add_sampling_flags(parser)
     generate.add_performance_flags(parser)
+    generate.add_conversation_flag(parser)
     parser.set_defaults(**MODE, **UNUSED)
     return generate.run(parser, add_feature_flags(parser, "generate"))

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from thinker.model.kernels.linear_attention import LinearState
 
 
+@dataclass(frozen=True)
+class CacheMemory:
+    """What a file keeps of a cache: the options that it was made with, and its tensors by name."""
+
+    options: dict[str, int]
+    tensors: dict[str, Tensor]
+
+
 @dataclass
 class LayerCache:
     """One layer's keys and values, (B, K, max_len, D) each."""
@@ -282,6 +290,15 @@ class KVCache:
             query.token_id = self.tokens[rows, queries]
             key.token_id = self.tokens[rows, keys]
         return self.mask_builder.build(pattern, query, key, aligned)
+
+    def memory(self) -> CacheMemory | None:
+        """What a file keeps of the cache, so that a later process goes on with the same bits; None:
+        nothing, as a cache can be filled again from the text."""
+        return None
+
+    def remember(self, tensors: dict[str, Tensor], length: int) -> None:
+        """Take the tensors of memory() of an equal cache with one row of this length."""
+        raise NotImplementedError
 
     def truncate(self, lengths: list[int]) -> None:
         """Shorten each row to its new length. Raises UserError if keys that it needs have been

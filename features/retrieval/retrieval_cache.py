@@ -12,7 +12,7 @@ from torch import Tensor
 from thinker.features.retrieval.block_store import BlockStore
 from thinker.model import Thinker
 from thinker.model.attention_dispatch import AttentionMask
-from thinker.model.kv_cache import KVCache, RingLayer
+from thinker.model.kv_cache import CacheMemory, KVCache, RingLayer
 from thinker.model.masks import ForwardContext
 from thinker.model.patterns.pattern import INVALID_POSITION, Pattern
 from thinker.model.positions import Rotation, apply_rotary_emb
@@ -279,6 +279,34 @@ class RetrievalCache(KVCache):
             n_stored_by_row=n_stored_by_row,
             eviction=eviction,
         )
+
+    def memory(self) -> CacheMemory:
+        """As KVCache.memory(): the window of each layer and the blocks of its store."""
+        options = {
+            "window": self.window,
+            "sinks": self.sinks,
+            "retrieve": self.retrieve,
+            "retrieve_block": self.block,
+        }
+        tensors = {}
+        for index, layer in enumerate(self.layers):
+            for part, owner in (("ring", layer), ("store", layer.store)):
+                for name in owner.tensors:
+                    tensors[f"layers.{index}.{part}.{name}"] = getattr(owner, name)
+        return CacheMemory(options, tensors)
+
+    def remember(self, tensors: dict[str, Tensor], length: int) -> None:
+        """As KVCache.remember()."""
+        for index, layer in enumerate(self.layers):
+            for part, owner in (("ring", layer), ("store", layer.store)):
+                for name in owner.tensors:
+                    old = getattr(owner, name)
+                    new = tensors[f"layers.{index}.{part}.{name}"]
+                    setattr(owner, name, new.to(old.device))
+        self.lengths = [length]
+        self.high_water = [length]
+        self.high_water_before = [length]
+        self.n_moves += 1
 
     def select(self, rows: list[int]) -> None:
         """As KVCache.select."""

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from typing import Any
 
 from thinker.data.chat import chat
 from thinker.data.text.document import Message
@@ -9,6 +10,7 @@ from thinker.generation.chat.conversation import Conversation
 from thinker.generation.engine import Generator
 from thinker.generation.sampling_params import SamplingParams
 from thinker.generation.sequence import Completion
+from thinker.model import KVCache
 from thinker.runtime.errors import UserError
 
 ANSWER_SHARE = 1 / 4  # largest part of the context to reserve for an answer
@@ -24,6 +26,7 @@ class ChatConversation(Conversation):
     greeting = "Type a message; /help lists the commands."
     description = "Each line that you type is a message, and the model answers it."
     continues_text = False
+    kind = "chat"
 
     def __init__(
         self, generator: Generator, system: str | None = None, allow_special: bool = False
@@ -39,6 +42,22 @@ class ChatConversation(Conversation):
         super().reset()
         self.messages: list[Message] = list(self.system)
         self._n_unseen = 0  # turns dropped from the context in the last answer
+
+    def state(self) -> dict[str, Any]:
+        """As Conversation.state()."""
+        return super().state() | {"messages": self.messages}
+
+    def restore(self, state: dict[str, Any], cache: KVCache | None, read: list[int]) -> None:
+        """As Conversation.restore(). The system message is the saved one.
+
+        Raises UserError if another one was given.
+        """
+        saved = [each for each in state["messages"][:1] if each["role"] == "system"]
+        if self.system and self.system != saved:
+            raise UserError("the saved chat has another system message; leave out --system")
+        super().restore(state, cache, read)
+        self.messages = state["messages"]
+        self.system = saved
 
     @property
     def text(self) -> str:

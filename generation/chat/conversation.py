@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ class Conversation:
         "and the model continues it."
     )
     continues_text = True  # user and model write the same text
+    kind = "text"  # for messages about files
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
@@ -38,6 +40,29 @@ class Conversation:
         self.tokens = list(self.generator.tokenizer.bos_prefix)
         self.turn_starts: list[int] = []  # the number of tokens before each turn
         self._said: set[str] = set()
+
+    def state(self) -> dict[str, Any]:
+        """What is saved of the conversation, as JSON values; the cache is saved apart."""
+        return {"tokens": self.tokens, "turn_starts": self.turn_starts}
+
+    def restore(self, state: dict[str, Any], cache: KVCache | None, read: list[int]) -> None:
+        """Go on from what state() returned. `cache`: filled with the tokens `read`, or None."""
+        self.tokens = state["tokens"]
+        self.turn_starts = state["turn_starts"]
+        self._cache = cache
+        self._read = [*read, 0]  # the last one counts as not read
+
+    @property
+    def cache_len(self) -> int:
+        """Positions of the cache. One without a ring buffer needs no more."""
+        generator = self.generator
+        return generator.config.max_seq_len + generator.max_drafts + 1
+
+    def filled_cache(self) -> tuple[KVCache, list[int]] | None:
+        """The cache and the tokens that it has read; None before the first turn."""
+        if self._cache is None or not self._read:
+            return None
+        return self._cache, self._read[: self._cache.lengths[0]]
 
     @property
     def text(self) -> str:
@@ -117,9 +142,7 @@ class Conversation:
             n_cached = 0  # a bidirectional prefix must be read in one pass
         self._read = []  # invalid until the passes are done
         if cache is None or not cache.can_truncate([n_cached]):
-            # A cache without a ring buffer needs no more than that.
-            max_len = generator.config.max_seq_len + generator.max_drafts + 1
-            cache = generator.new_cache(1, max_len)
+            cache = generator.new_cache(1, self.cache_len)
             n_cached = 0
         cache.truncate([n_cached])
         logits = generator.prefill([tokens[n_cached:]], cache)

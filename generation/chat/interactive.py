@@ -5,6 +5,7 @@ import dataclasses
 import json
 import signal
 import sys
+from pathlib import Path
 
 from thinker.generation.chat.conversation import Conversation
 from thinker.generation.command.terminal import log, print_text
@@ -20,8 +21,31 @@ HELP = r"""Type \n for a line break, and // for / at the start of a line. Ctrl-C
 COMMANDS = ("/undo", "/reset", "/show", "/set", "/help", "/quit")
 
 
-def run_interactive(conversation: Conversation, prompt: str, params: SamplingParams) -> None:
-    """Run a text or chat in turns until the user quits."""
+def run_interactive(
+    conversation: Conversation, prompt: str, params: SamplingParams, file: Path | None = None
+) -> None:
+    """Run a text or chat in turns until the user quits.
+
+    `file`: go on with the conversation in it if it is there, and save the conversation in it at the
+    end. Raises UserError if it cannot be read.
+    """
+    if file is None:
+        _run_turns(conversation, prompt, params)
+        return
+    from thinker.generation.chat.saved_conversation import load_conversation, save_conversation
+
+    if file.exists():
+        load_conversation(conversation, file)
+        log(f"going on with {file}, {len(conversation.turn_starts)} turns; /show prints them")
+    try:
+        _run_turns(conversation, prompt, params)
+    finally:
+        save_conversation(conversation, file)
+        log(f"saved in {file}")
+
+
+def _run_turns(conversation: Conversation, prompt: str, params: SamplingParams) -> None:
+    """As run_interactive(), without a file."""
     sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty()
     if is_terminal:
