@@ -2,11 +2,14 @@
 gradients are those of the ordinary mode."""
 
 import math
+import random
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from batch_cases import PROMPTS as TEXTS
+from batch_cases import TOKENIZER, check_equal, random_params, run_batch
 from conftest import random_model, run_script
 from test_grpo import (
     BASE,
@@ -202,6 +205,17 @@ def test_texts_have_the_same_bits_in_any_batch():
         (alone,) = generator.generate([prompt], [one])
         assert alone.token_ids == completion.token_ids
         assert alone.logprobs == completion.logprobs
+
+
+def test_requests_of_a_continuous_batch_have_the_bits_of_each_alone():
+    """Which share passes of any sizes, as in the server."""
+    numbers = random.Random(0)
+    model = random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=160)
+    generator = Generator(model, TOKENIZER, exact=True)
+    requests = [(numbers.choice(TEXTS), random_params(numbers, index)) for index in range(12)]
+    sequences = run_batch(generator, requests, numbers)
+    assert len(sequences) == len(requests)
+    check_equal(generator, sequences)
 
 
 @pytest.mark.parametrize(
