@@ -17,16 +17,26 @@ def main() -> int:
         help="do not measure speed and memory (default: run 4 steps)",
     )
     group.add_argument(
+        "--operations",
+        action="store_true",
+        help="also print the FLOPs and bytes of each operation (--json always has them)",
+    )
+    group.add_argument(
         "--json", action="store_true", help="print one JSON object instead of a table"
     )
     arguments = parser.parse_command_line()
     from thinker.training.config.load import load_config
+    from thinker.training.reports.operations import format_operations
     from thinker.training.reports.plan import make_plan
     from thinker.training.reports.plan_table import format_plan
 
     plan = make_plan(
         load_config(arguments.config, arguments.overrides), measure=not arguments.no_steps
     )
-    text = json.dumps(plan) if arguments.json else format_plan(plan)
-    print(text)
+    if arguments.json:
+        print(json.dumps(plan))
+        return 0
+    print(format_plan(plan))
+    if arguments.operations:
+        print(f"\n{format_operations(plan['operations'])}")
     return 0

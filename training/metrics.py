@@ -109,15 +109,20 @@ def flops_per_token(model: Thinker, seq_len: int) -> int:
     return flops + 12 * heads * model.config.head_dim * seq_len
 
 
-def planned_flops_per_token(settings: Settings) -> int:
-    """flops_per_token() of the model that settings describe, with its adapters."""
+def planned_model(settings: Settings) -> Thinker:
+    """The model that settings describe, with its adapters, on the meta device."""
     with torch.device("meta"):
         model = Thinker(settings.model)
         if settings.train.lora_rank is not None:
             from thinker.model.lora import add_lora
 
             add_lora(model, settings.train.lora_rank)
-    return flops_per_token(model, settings.data.seq_len)
+    return model
+
+
+def planned_flops_per_token(settings: Settings) -> int:
+    """flops_per_token() of the model that settings describe, with its adapters."""
+    return flops_per_token(planned_model(settings), settings.data.seq_len)
 
 
 def format_trained(n_processed: float, n_trained: float, text: str) -> str:

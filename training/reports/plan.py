@@ -24,8 +24,9 @@ from thinker.training.config.config import Config
 from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.data.training_batches import open_loader
 from thinker.training.initial_model import load_initial_model
-from thinker.training.metrics import MemoryMeter, peak_flops, planned_flops_per_token
+from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops, planned_model
 from thinker.training.objective import Objective, build_objective, next_token_loss
+from thinker.training.reports.operations import describe_operations
 from thinker.training.reports.plan_table import OPTIMAL_TOKENS, recommendation
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction
@@ -139,7 +140,10 @@ def _describe_run(settings: Settings, device: torch.device) -> dict[str, Any]:
     plan["free_bytes"] = free_memory(device)
     plan["usable_bytes"] = int(usable_fraction(device) * free_memory(device))
     plan["cache_bytes"] = cache.nbytes
-    plan["flops_per_token"] = planned_flops_per_token(settings)
+    with_adapters = planned_model(settings)
+    seq_len = settings.data.seq_len
+    plan["flops_per_token"] = flops_per_token(with_adapters, seq_len)
+    plan["operations"] = describe_operations(with_adapters, seq_len, DTYPES[train.precision])
     return plan
 
 
