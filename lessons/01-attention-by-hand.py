@@ -19,6 +19,7 @@ import math
 
 import torch
 
+from thinker.lessons.diagrams import attention_head
 from thinker.lessons.pictures import Heatmap, SideBySide, show
 from thinker.model.attention_dispatch import AttentionMask, attend
 
@@ -53,6 +54,12 @@ torch.set_printoptions(precision=4, sci_mode=False)
 # - Every word, *sat* too, has a **key** with as many numbers. It says what the word has to offer.
 # - The **score** of a word is the dot product of query and key: multiply number by number, then
 #   add.
+#
+# It is a little like a **library**. A reader comes with a question: the query. The titles on the
+# spines are the keys. The content of the books is what we will call values. The better a title fits
+# the question, the more the reader takes from that book. There the analogy ends. A reader picks a
+# few books, but a word always gets one mixture of *all* books: much of some, little of others. And
+# each word is a reader and a book at the same time.
 #
 # Where do queries and keys come from? In a model, each token is a vector x. Three matrices, which
 # training has found, turn it into a query, a key and, later in this lesson, a value. For example,
@@ -153,6 +160,18 @@ assert torch.allclose(causal_weights, torch.tensor([0.2245, 0.4124, 0.3631, 0.0,
 #
 # </details>
 #
+# This is the whole way, for the one word *sat*. A model does it for each word:
+
+# %% tags=["folded"]
+show(
+    attention_head(),
+    "The vector of sat, times a matrix, is the query. The vectors of all words, times two other "
+    "matrices, are keys and values. Query and keys give scores, divided by the root of D. The "
+    "causal mask and the softmax turn them into weights. The output is the sum of the values, each "
+    "times its weight.",
+)
+
+# %% [markdown]
 # ## A whole sentence at once
 #
 # Every word asks at the same time, so queries, keys and values are matrices with one row per word.
@@ -201,6 +220,58 @@ print("scaled:    ", scaled_weights[2])
 assert torch.allclose(scaled_weights[2], torch.tensor([0.2483, 0.2483, 0.5035]), atol=1e-4)
 
 # %% [markdown]
+# ## Four words on paper
+#
+# With well-chosen numbers, even scaled weights are simple fractions. e to the power of 0.693 is 2,
+# and 0.98 / √2 = 0.693. So each 0.98 in a score doubles the exponential. Take **Big dogs chase
+# cats**. The first number of a key says whether a word is a thing, and the second whether it is an
+# action:
+#
+# | word | query | key | value |
+# |---|---|---|---|
+# | Big | (0.98, 0) | (0, 0) | (4, 0) |
+# | dogs | (0, 1.96) | (1, 0) | (2, 2) |
+# | chase | (1.96, 0) | (0, 1) | (0, 4) |
+# | cats | (0, 1.96) | (1, 0) | (1, 3) |
+#
+# So *chase* looks for things. Its score is 1.96 with *dogs*, and 0 with *Big* and itself. *cats*
+# is hidden. 1.96 is 2 · 0.98, so the exponentials are 1, 4 and 1. Their sum is 6, and the weights
+# are 1/6, 4/6 and 1/6.
+#
+# The first number of the output is (1 · 4 + 4 · 2 + 1 · 0) / 6 = 2. The second is 2, too. Compute
+# the row of *cats* before you look:
+
+# %%
+unit = math.sqrt(2) * math.log(2)  # 0.98
+sentence = ["Big", "dogs", "chase", "cats"]
+q = unit * torch.tensor([[1.0, 0.0], [0.0, 2.0], [2.0, 0.0], [0.0, 2.0]])
+k = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+v = torch.tensor([[4.0, 0.0], [2.0, 2.0], [0.0, 4.0], [1.0, 3.0]])
+
+hidden = torch.ones(4, 4).triu(1).bool()
+exponentials = (q @ k.T / math.sqrt(2)).masked_fill(hidden, -torch.inf).exp()
+weights = exponentials / exponentials.sum(dim=-1, keepdim=True)  # by the sum of each row
+
+show(
+    SideBySide(
+        Heatmap("exponentials", exponentials, sentence, sentence, digits=0),
+        Heatmap("weights", weights, sentence, sentence, digits=3, shade=1.0),
+        Heatmap("output", weights @ v, sentence, ["1st", "2nd"], digits=0),
+    )
+)
+
+# %% tags=["check"]
+assert round(unit, 2) == 0.98
+assert round(0.98 / math.sqrt(2), 3) == round(math.log(2), 3) == 0.693
+rows = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 4, 1, 0], [1, 1, 4, 1]])
+assert torch.allclose(exponentials, rows.float())
+assert torch.allclose(weights @ v, torch.tensor([[4.0, 0], [3, 1], [2, 2], [1, 3]]), atol=1e-5)
+
+# %% [markdown]
+# *cats* looks for actions. Its exponentials are 1, 1, 4 and 1, so *chase* gets 4/7. *dogs* looks
+# for actions, too, but *chase* comes later. So *dogs* divides its weight equally between the two
+# words that it sees.
+#
 # ## Five lines, and the library
 #
 # This is all of attention:
@@ -367,14 +438,15 @@ def my_attention(q, k, v):
 check_attention(my_attention)
 
 # %% [markdown]
-# **2. A row on paper.** The query is (1, 1), and the keys are (0, 0), (0, 2) and (1, 0). No mask.
-# Scale by √2. Which weights do the three keys get? Three decimals are enough.
+# **2. Two words on paper.** Two words have the queries (0.98, 0.98) and (0.98, 0), the keys (1, 0)
+# and (0, 3), and the values (15, 0) and (0, 15). Scale by √2. No mask, so each word sees both. What
+# are the two outputs? All results are whole numbers.
 
 # %% tags=["exercise"]
-from thinker.lessons.checks.attention_by_hand import check_row
+from thinker.lessons.checks.attention_by_hand import check_two_words
 
-my_row = ...  # such as [0.2, 0.5, 0.3]
-check_row(my_row)
+my_outputs = ...  # a row for each word, such as [[1, 2], [3, 4]]
+check_two_words(my_outputs)
 
 # %% [markdown]
 # **3. Another divisor.** The entries of queries and keys are independent, with mean 0 and standard
@@ -392,8 +464,9 @@ check_divisor(my_divisor)
 # %% tags=["solution"]
 check_attention(five_lines)
 
-# The scores are 0, 2 and 1. Divided by √2: 0, 1.414 and 0.707. Exponentials: 1, 4.113 and 2.028, in all 7.141.
-check_row([1 / 7.141, 4.113 / 7.141, 2.028 / 7.141])
+# The scores are 0.98 and 2.94, then 0.98 and 0. So the exponentials are 2 and 8, then 2 and 1.
+# The weights are 1/5 and 4/5, then 2/3 and 1/3. The values are 15 times (1, 0) and (0, 1).
+check_two_words([[3, 12], [10, 5]])
 
 # An entry has the variance 4, a product 4 · 4 = 16, and a sum of 64 products 64 · 16 = 1,024 = 32².
 check_divisor(32)

@@ -8,9 +8,11 @@ import torch
 from thinker.lessons.exercise import call, exercise, is_near
 from thinker.model.attention_dispatch import AttentionMask, attend
 
-SCORES = torch.tensor(
-    [0.0, 2.0, 1.0], dtype=torch.float64
-)  # of the query (1, 1) with the keys (0, 0), (0, 2), (1, 0)
+UNIT = math.sqrt(2) * math.log(2)  # 0.98: after scaling, it doubles an exponential
+QUERIES = UNIT * torch.tensor([[1.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
+KEYS = torch.tensor([[1.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
+VALUES = torch.tensor([[15.0, 0.0], [0.0, 15.0]], dtype=torch.float64)
+ROUNDING = 0.05  # of numbers on paper
 
 
 def attention(
@@ -49,24 +51,32 @@ def check_attention(answer: Any) -> str | None:
 
 
 @exercise
-def check_row(answer: Any) -> str | None:
-    """The weights of the query (1, 1) for the keys (0, 0), (0, 2), (1, 0), scaled, no mask."""
-    right = (SCORES / math.sqrt(2)).softmax(dim=0)
-    if is_near(answer, right):
+def check_two_words(answer: Any) -> str | None:
+    """The outputs (2, 2) of the two words above, scaled, no mask."""
+    raw = QUERIES @ KEYS.T
+    scores = raw / math.sqrt(2)
+    weights = scores.softmax(dim=-1)
+    if is_near(answer, weights @ VALUES, ROUNDING):
         return None
-    if is_near(answer, SCORES.softmax(dim=0)):
-        return "Not yet: these weights come from scores that were not divided by √2."
-    if is_near(answer, (SCORES / 2).softmax(dim=0)):
-        return "Not yet: the scores were divided by 2, but √D is √2 = 1.414."
-    exponentials = (SCORES / math.sqrt(2)).exp()
-    if is_near(answer, exponentials):
-        return f"Not yet: these are the exponentials. Divide each by their sum, {exponentials.sum():.3f}."
-    if is_near(answer, SCORES / SCORES.sum()):
-        return "Not yet: divide exponentials by their sum, not the scores themselves."
-    total = float(torch.as_tensor(answer, dtype=torch.float64).sum())
-    if abs(total - 1) > 0.01:
-        return f"Not yet: weights sum to 1, and yours sum to {total:.3f}."
-    return "Not yet: the scores are 0, 2 and 1. Divide them by √2, then compare your exponentials with 1, 4.113, 2.028."
+    if is_near(answer, weights, 2e-3):
+        return "Not yet: these are the weights. Now multiply the values by them, and add."
+    mistakes = [
+        (raw.softmax(dim=-1), "the scores were not divided by √2."),
+        ((raw / 2).softmax(dim=-1), "the scores were divided by 2, but √D is √2 = 1.414."),
+        (scores.exp(), "these are sums with the exponentials. Divide each row by 10, and by 3."),
+        (raw / raw.sum(dim=-1, keepdim=True), "divide the exponentials by their sum, not the scores."),
+        (scores.softmax(dim=0), "the weights of each query have to sum to 1, not those of each key."),
+        (scores.T.softmax(dim=-1), "queries and keys are swapped."),
+        (torch.eye(2, dtype=torch.float64) * weights, "each word uses only its own value."),
+    ]  # fmt: skip
+    for wrong, reason in mistakes:
+        if is_near(answer, wrong @ VALUES, ROUNDING):
+            return f"Not yet: {reason}"
+    if is_near(answer, attention(QUERIES, KEYS, VALUES, 1 / math.sqrt(2)), ROUNDING):
+        return "Not yet: the first word does not see the second. Here is no mask."
+    return (
+        "Not yet: the scores are 0.98 and 2.94, then 0.98 and 0. Each 0.98 doubles an exponential."
+    )
 
 
 @exercise

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from thinker.lessons.checks.attention_by_hand import check_attention, check_divisor, check_row
+from thinker.lessons.checks.attention_by_hand import check_attention, check_divisor, check_two_words
 
 
 def attention(divisor=2.0, fill=-math.inf, is_causal=True, dim=-1, is_late=False):
@@ -30,12 +30,17 @@ WRONG = [
     (check_attention, attention(dim=0), "over the queries"),
     (check_attention, attention(fill=0.0), "Use -inf"),
     (check_attention, lambda q, k, v: q[0], "shape"),
-    (check_row, [0.09, 0.665, 0.245], "not divided by √2"),
-    (check_row, [0.186, 0.506, 0.307], "divided by 2"),
-    (check_row, [1, 4.113, 2.028], "by their sum, 7.141"),
-    (check_row, [0, 2 / 3, 1 / 3], "not the scores"),
-    (check_row, [0.1, 0.2, 0.3], "sum to 0.600"),
-    (check_row, [0.5, 0.5], "shape"),
+    (check_two_words, [[1.85, 13.15], [10.91, 4.09]], "not divided by √2"),
+    (check_two_words, [[4.09, 10.91], [9.3, 5.7]], "divided by 2"),
+    (check_two_words, [[30, 120], [30, 15]], "Divide each row by 10"),
+    (check_two_words, [[3.75, 11.25], [15, 0]], "not the scores"),
+    (check_two_words, [[7.5, 13.33], [7.5, 1.67]], "not those of each key"),
+    (check_two_words, [[7.5, 7.5], [13.33, 1.67]], "swapped"),
+    (check_two_words, [[3, 0], [0, 5]], "only its own value"),
+    (check_two_words, [[15, 0], [10, 5]], "no mask"),
+    (check_two_words, [[0.2, 0.8], [0.667, 0.333]], "these are the weights"),
+    (check_two_words, [[10, 5], [3, 12]], "0.98 and 2.94"),
+    (check_two_words, [3, 12], "shape"),
     (check_divisor, 8, "standard deviation of 1"),
     (check_divisor, 64, "grows with √D"),
     (check_divisor, 16, "product has 4"),
@@ -50,5 +55,5 @@ def test_a_mistake_gets_its_hint(check, answer, hint, capsys):
 
 def test_right_answers_are_right():
     assert check_attention(attention())
-    assert check_row([0.140, 0.576, 0.284])
+    assert check_two_words([[3, 12], [10.0, 5]])
     assert check_divisor(32.0)
