@@ -14,6 +14,7 @@
 # %%
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from thinker.data.text.tales import generate_story
 from thinker.generation import Generator, SamplingParams
@@ -21,7 +22,9 @@ from thinker.lessons.materials import small_models
 from thinker.lessons.materials.practice import is_fast
 from thinker.lessons.pictures import Heatmap, SideBySide, show
 from thinker.model import KVCache, Thinker, ThinkerConfig
+from thinker.model.attention_dispatch import AttentionMask, attend
 from thinker.runtime.plot_style import BLUE, ORANGE, new_figure
+from thinker.training.reports.operations import describe_operations, format_operations
 
 # %% [markdown]
 # ## The same work, again and again
@@ -151,7 +154,7 @@ assert is_fast() or (error > 0.5 and abs(loss - right_loss) < 0.05)
 # %% [markdown]
 # You cannot see the mistake in the story. (A girl named *Edmund* is no sign of it: the small model
 # makes this mistake with the right cache, too.) The losses are nearly equal: here 1.155 and 1.158.
-# But one logit is wrong by 5.3, almost half a million times as much as rounding. Why does the loss
+# But one logit is wrong by 5.3, about half a million times as much as rounding. Why does the loss
 # hardly change? On average a logit is off by 0.08, and some tokens get likelier by that, others
 # less likely. The test even says where: the 16 tokens of the prompt are right, so the mistake is in
 # reading single tokens.
@@ -226,6 +229,43 @@ assert 32 * 32768**2 * 4 == 128 * 2**30
 # of one layer with 32 heads, 4 bytes each, would take 128 GiB (a GiB is 2³⁰ bytes). A fused kernel
 # still computes the visible half of them (lesson 5), but keeps few at a time.
 #
+# ## What a model computes
+#
+# How much of the work are the scores? Count multiplications and additions, together called
+# **FLOPs**, of all matrix products. A dot product of n numbers takes n of each, so 2 · n. A
+# matrix of a · b numbers takes 2 · a · b for each token. Here is all that the model above does
+# with a text of 96 tokens:
+
+# %%
+table = describe_operations(model, 96, torch.float32)
+print(format_operations(table))
+
+# %% tags=["check"]
+model.kernel = "reference"  # plain matrix products, which torch counts
+with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    model(texts[:1])
+assert counter.get_total_flops() == sum(row["flops"] for row in table["rows"])
+cache = model.new_cache(1, 96)
+model(texts[:1, :-1], cache=cache)
+with FlopCounterMode(display=False) as counter:
+    model(texts[:1, -1:], cache=cache)
+assert counter.get_total_flops() == sum(row["next_token_flops"] for row in table["rows"])
+model.kernel = "auto"
+n_bytes = sum(parameter.nbytes for parameter in model.parameters()) + cache.nbytes
+assert n_bytes == sum(row["nbytes"] for row in table["rows"])
+flops = {row["name"]: row["flops"] for row in table["rows"]}
+share = (flops["scores"] + flops["weighted sums"]) / sum(flops.values())
+assert round(share, 2) == 0.12
+
+# %% [markdown]
+# L counts layers, F is the width of the MLP, and the other letters are those of lesson 4. Scores and
+# weighted sums are 12% of the work here. They grow with T², everything else with T.
+#
+# With a cache, the last token takes only a 96th of the FLOPs. But it needs nearly all bytes: each
+# matrix, key and value is read once, and only the embedding gives no more than a row.
+#
+# `thinker plan CONFIG --operations` prints this table for any config.
+#
 # ## Why not an RNN?
 #
 # Two other kinds of network need no growing cache:
@@ -295,6 +335,72 @@ if not is_fast():
 #
 # This run cannot say why the GRU fails: 104 numbers may be too few, or 500 steps too short. And the
 # task was chosen because it needs recall. Where a fixed state is enough, it is cheaper.
+#
+# **How much cheaper?** Compare one layer of each, both of width C:
+#
+# | | attention | GRU |
+# |---|---|---|
+# | C × C matrices | 4 | 6 |
+# | FLOPs of T tokens | 8·C²·T + 4·C·T² | 12·C²·T |
+# | FLOPs of token T alone | 8·C² + 4·C·T | 12·C² |
+# | bytes of state, fp32 | 8·C·T | 4·C |
+# | steps, one after the other | 1 | T |
+# | steps from first to last token | 1 | T − 1 |
+#
+# The term with T² has the scores and the weighted sums, 2·C·T² each, also the hidden half. Here
+# C is 512:
+
+# %% tags=["folded"]
+C, LENGTHS = 512, (100, 500, 1000, 2000)
+
+
+def attention_flops(C, T):
+    return 8 * C * C * T + 4 * C * T * T
+
+
+def gru_flops(C, T):
+    return 12 * C * C * T
+
+
+print("       MFLOP to read T        token T alone            bytes of state")
+print("    T  attention     GRU     attention    GRU       attention      GRU")
+for T in LENGTHS:
+    read_all = f"{attention_flops(C, T) / 1e6:>9,.0f} {gru_flops(C, T) / 1e6:>7,.0f}"
+    one_more = (8 * C * C + 4 * C * T) / 1e6
+    one = f"{one_more:>9.1f} {12 * C * C / 1e6:>6.1f}"
+    print(f"{T:>5,}  {read_all}     {one}       {8 * C * T:>9,}   {4 * C:>6,}")
+
+# %% tags=["check"]
+layer = Thinker(ThinkerConfig(10, d_model=C, n_layers=1, n_heads=8)).blocks[0].attention
+gru = torch.nn.GRU(C, C, batch_first=True)
+for T in LENGTHS:
+    x = torch.randn(1, T, C)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        layer(x, None, AttentionMask(is_causal=True, kernel="reference"))
+    assert counter.get_total_flops() == attention_flops(C, T)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        _, state = gru(x)
+    assert counter.get_total_flops() == gru_flops(C, T)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        gru(x[:, -1:], state)
+    assert counter.get_total_flops() == 12 * C * C
+    _, k, v = layer.project(x, None)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        q, _, _ = layer.project(x[:, -1:], None)
+        layer.o_proj(attend(q, k, v).transpose(1, 2).flatten(2))
+    assert counter.get_total_flops() == 8 * C * C + 4 * C * T
+    assert state.nbytes == 4 * C
+    cache = KVCache(ThinkerConfig(10, d_model=C, n_layers=1), 1, T, "cpu", torch.float32)
+    assert cache.nbytes == 8 * C * T
+assert attention_flops(C, C) == gru_flops(C, C)
+assert round(attention_flops(C, 2000) / gru_flops(C, 2000), 1) == 2.0
+assert 8 * C * 2000 // (4 * C) == 4000
+
+# %% [markdown]
+# Below T = C tokens, attention needs *fewer* FLOPs than the GRU. At 2,000 tokens it needs twice as
+# many, and 4,000 times the state. But the GRU takes 2,000 steps to read them, while attention reads
+# all at once, which suits the chips that train it. And what the first token says reaches the last
+# through 1,999 updates of the state, instead of one score.
 #
 # ## Endless text
 #
@@ -417,6 +523,7 @@ check_suspect(("B", "store"))
 #
 # - **cache**: keys and values of all tokens so far. **State**: what any network keeps of a text.
 # - **equality test**: logits with a cache equal those of one pass.
+# - **FLOPs**: multiplications and additions.
 # - **fused attention**: computes scores in blocks and never stores all of them.
 # - **attention sink**: one of the first tokens, which gets the weight that a head needs nowhere
 #   else.
