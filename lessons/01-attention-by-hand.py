@@ -19,7 +19,7 @@ import math
 
 import torch
 
-from thinker.lessons.diagrams import attention_head
+from thinker.lessons.materials.diagrams import attention_head
 from thinker.lessons.pictures import Heatmap, SideBySide, show
 from thinker.model.attention_dispatch import AttentionMask, attend
 

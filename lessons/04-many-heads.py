@@ -16,6 +16,7 @@ import math
 
 import torch
 
+from thinker.lessons.materials.diagrams import grouped_heads
 from thinker.lessons.materials.practice import is_fast, train_on_task
 from thinker.lessons.pictures import Heatmap, SideBySide, show
 from thinker.model import Thinker, ThinkerConfig
@@ -154,6 +155,16 @@ assert {p.numel() for p in module.parameters()} == {32 * 32}
 #   be a whole number.
 # - **MQA**, multi-query attention: K = 1. All query heads share one KV head.
 #
+# For H = 4 query heads, a line says which KV head each of them reads:
+
+# %% tags=["folded"]
+show(
+    grouped_heads(),
+    "Four query heads. MHA: each reads a KV head of its own. GQA with two KV heads: query heads 0 "
+    "and 1 read KV head 0, and 2 and 3 read KV head 1. MQA: all four read KV head 0.",
+)
+
+# %% [markdown]
 # `attend` takes keys and values with fewer heads than the queries. It computes the same as if each
 # KV head were repeated for its group. There are two ways to repeat, and only one fits:
 
@@ -319,7 +330,7 @@ if not is_fast():
 #
 # - With 8 KV heads, all three runs get 99% or 100% right.
 # - With 2, two runs get 100%, and one gets 56% here. It depends on the seed.
-# - With 1, the runs get 22%, 87% and 18% here. But the first of them gets 100% after twice the
+# - With 1, the runs get 22%, 87% and 19% here. But the first of them gets 100% after twice the
 #   steps.
 #
 # So one KV head *can* do this task, but here it takes longer to learn. (Only one seed was trained

@@ -55,7 +55,8 @@ def grouped_heads(n_heads: int = 4, counts: tuple[int, ...] = (4, 2, 1)) -> Any:
             at = kv_head * group + (group - 1) / 2  # below the middle of its group
             axes.plot([head, at], [1, 0], color=GREY, linewidth=1.2, zorder=0)
             _box(axes, str(head), head, 1, BLUE)
-            _box(axes, str(kv_head), at, 0, ORANGE)
+            if head % group == 0:  # once for each group
+                _box(axes, str(kv_head), at, 0, ORANGE)
         kind = {n_heads: "MHA", 1: "MQA"}.get(n_kv_heads, "GQA")
         axes.set_title(f"{kind}, K = {n_kv_heads}", fontsize=10)
         axes.text((n_heads - 1) / 2, 1.42, "query heads", ha="center", color=BLUE, fontsize=9)
