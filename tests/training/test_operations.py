@@ -41,6 +41,7 @@ SHAPES = {
         "mlp_bias": True,
         "head_bias": True,
     },
+    "relative positions": {"positions": "relative"},
     "fewer heads in some layers": {"n_kv_heads": 2, "n_kv_heads_per_layer": [2, 1, 1]},
     "parallel block": {"block": "parallel_one_norm", "norm": "layernorm"},
 }
