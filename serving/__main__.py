@@ -278,7 +278,7 @@ def main() -> int:
     from thinker.serving.engine_thread import EngineThread
     from thinker.serving.models import ServedModel
     from thinker.serving.openmp_threads import release_openmp_threads
-    from thinker.serving.playground import playground_page
+    from thinker.serving.playground import example_prompt, playground_page
     from thinker.serving.server import DrainingServer
     from thinker.serving.server_metrics import Metrics
 
@@ -307,6 +307,7 @@ def main() -> int:
             prompt_limit=arguments.max_prompt,
             max_tokens=arguments.max_tokens,
             allow_special=arguments.allow_special_tokens,
+            example=example_prompt(checkpoint),
         )
         models[name] = model
         how = describe_decoder(generator)

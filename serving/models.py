@@ -33,6 +33,7 @@ class ServedModel:
     prompt_limit: int | None = None  # tokens; None: the context
     max_tokens: int | None = None  # generated tokens of a text; None: any number
     allow_special: bool = False  # names of special tokens in messages of chats are these tokens
+    example: str | None = None  # the beginning of a text of its kind, if its run names one
 
     @property
     def generator(self) -> Generator:
@@ -68,6 +69,7 @@ class ServedModel:
             "slides": self.generator.slide,
             "parameters": self.n_parameters,
             "precision": self.precision,
+            "example": self.example,
         }
 
     def vocabulary(self) -> dict[str, Any]:

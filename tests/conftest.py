@@ -128,6 +128,7 @@ MORE = (
     "serving/test_playground.py",
     "serving/test_playground_access.py",
     "serving/test_playground_chat.py",
+    "serving/test_playground_visits.py",
     "serving/test_pydantic_ai.py",
     "test_docs.py",
     "test_fake_cuda.py",

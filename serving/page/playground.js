@@ -1,6 +1,8 @@
 // The page as a whole: models, tabs, theme, links, keys.
 
 const models = new Map(); // id -> facts
+const KEPT = "thinker-playground"; // in the storage of the tab
+const CHATS = ["chat", "chat2"]; // the conversations in a link
 let tab = "write";
 
 // ---- models and tabs -----------------------------------------------------------------------------------------------
@@ -27,6 +29,8 @@ function refresh() {
   const lack = `${noChat.join(" and ")} ${noChat.length > 1 ? "lack" : "lacks"}`;
   $("no-chat").textContent = `Chat needs a chat template, which ${lack}. Fine-tune on conversations.`;
   $("tab-chat").ariaDisabled = String(noChat.length > 0);
+  const limits = chosen.map(({ max_tokens }) => max_tokens).filter((most) => most !== null);
+  settings.limitTokens(limits.length ? Math.min(...limits) : null);
   if (noChat.length) showTab("write");
   write.refresh();
   chat.refresh();
@@ -56,34 +60,66 @@ function startTabs() {
     await write.changeModel(write.drafts[at]);
     await chat.stop();
     chat.conversations[at].clear();
+    forgetErrors();
     refresh();
   }));
   $("compare").addEventListener("change", async () => {
     await write.changeModel(write.drafts[0]);
     await chat.stop();
+    forgetErrors();
     refresh();
   });
 }
 
+/** Remove errors of requests, whose cause the user may have corrected. */
+function forgetRequestErrors() {
+  write.forgetErrors();
+  chat.forgetErrors();
+}
+
+function forgetErrors() {
+  showPageError("");
+  forgetRequestErrors();
+}
+
 // ---- links ---------------------------------------------------------------------------------------------------------
 
-/** The model, the text and the settings as the part of a link after #. */
+/** The model, the text, the conversations and the settings as the part of a link after #. */
 function linkParameters() {
   const parameters = new URLSearchParams({ model: $("model").value });
   if ($("compare").checked) parameters.set("compare", $("other").value);
   if (tab === "chat") parameters.set("tab", tab);
   if (write.text) parameters.set("prompt", write.text);
   if ($("system").value) parameters.set("system", $("system").value);
+  chat.active.forEach(({ asPairs }, at) => {
+    if (asPairs.length) parameters.set(CHATS[at], JSON.stringify(asPairs));
+  });
+  if ($("message").value) parameters.set("message", $("message").value);
   settings.save(parameters);
   return parameters;
 }
 
-function openLink() {
-  const parameters = new URLSearchParams(location.hash.slice(1));
+/** The messages of a conversation in a link; null if they are damaged. */
+function readPairs(text) {
+  const isPair = (pair) => ["user", "assistant"].includes(pair?.[0]) && typeof pair[1] === "string";
+  try {
+    const pairs = JSON.parse(text ?? "[]");
+    return Array.isArray(pairs) && pairs.every(isPair) ? pairs : null;
+  } catch (error) {
+    if (error instanceof SyntaxError) return null;
+    throw error;
+  }
+}
+
+/** Show what a link holds. tokens: of the messages of each conversation, where they are known. */
+function openLink(parameters = new URLSearchParams(location.hash.slice(1)), tokens = []) {
   const asked = ["model", "compare"].map((name) => parameters.get(name));
   const missing = asked.filter((id) => id !== null && !models.has(id));
-  const error = `The link asks for ${missing.join(" and ")}, which this server does not have.`;
-  showPageError(missing.length ? error : "");
+  const conversations = CHATS.map((name) => readPairs(parameters.get(name)));
+  const errors = [];
+  if (missing.length) errors.push(`This server does not have the model ${missing.join(" and ")}.`);
+  if (conversations.includes(null)) errors.push("The conversation in this link is damaged. Copy the whole link.");
+  showPageError(errors.join(" "));
   if (models.has(parameters.get("model"))) $("model").value = parameters.get("model");
   $("compare").checked = models.has(parameters.get("compare"));
   if ($("compare").checked) $("other").value = parameters.get("compare");
@@ -91,6 +127,9 @@ function openLink() {
   settings.restore(parameters);
   write.past = [];
   write.setText(parameters.get("prompt") ?? "");
+  $("message").value = parameters.get("message") ?? "";
+  chat.conversations.forEach((conversation, at) => conversation.restore(conversations[at] ?? [], tokens[at]));
+  forgetRequestErrors();
   refresh();
   showTab(parameters.get("tab") === "chat" ? "chat" : "write");
 }
@@ -104,6 +143,33 @@ function startLinks() {
     await Promise.all([write.stop(), chat.stop()]);
     openLink();
   });
+}
+
+// ---- reload ---------------------------------------------------------------------------------------------------------
+
+/** Keep in this tab what is shown: as a link, and the tokens with their probabilities. */
+function keep() {
+  if (!models.size) return; // nothing was shown
+  const kept = { hash: location.hash, link: String(linkParameters()) };
+  const conversations = chat.active.map(({ messages }) => messages.map(({ view }) => view && view.tokens));
+  const toJson = (key, value) => (value instanceof Uint8Array ? [...value] : value);
+  const whole = JSON.stringify({ ...kept, drafts: write.save(), conversations }, toJson);
+  const store = (text) => useStorage("sessionStorage", (storage) => storage.setItem(KEPT, text));
+  if (store(whole) === null) store(JSON.stringify({ ...kept, drafts: [], conversations: [] })); // too many tokens
+}
+
+/** Show again what the tab had before a reload; a link that is opened instead wins. */
+async function reopen() {
+  const text = useStorage("sessionStorage", (storage) => storage.getItem(KEPT));
+  const toBytes = (key, value) => (key === "bytes" && value ? Uint8Array.from(value) : value);
+  const kept = text === null ? null : JSON.parse(text, toBytes);
+  if (kept?.hash !== location.hash) return openLink();
+  openLink(new URLSearchParams(kept.link), kept.conversations);
+  try {
+    await write.restore(kept.drafts);
+  } catch (error) {
+    if (!(error instanceof RequestError)) throw error; // without a vocabulary, the text is shown without tokens
+  }
 }
 
 // ---- keys, colors, start -------------------------------------------------------------------------------------------
@@ -138,9 +204,12 @@ async function connect() {
   } catch (error) {
     if (!(error instanceof RequestError)) throw error;
     $("facts").textContent = "";
-    return showPageError(error.message);
+    // Whoever has not entered a key yet has done nothing wrong: the form says what is needed.
+    const isFirst = error.status === 401 && !apiKey;
+    if (error.status === 401) $("key").focus();
+    return showPageError(isFirst ? "" : error.message);
   }
-  openLink();
+  await reopen();
 }
 
 startTheme();
@@ -152,10 +221,14 @@ startTabs();
 startLinks();
 startKeys();
 startColors();
+$("settings").addEventListener("input", forgetRequestErrors);
+$("system").addEventListener("input", forgetRequestErrors);
+window.addEventListener("pagehide", keep);
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   setApiKey($("key").value);
   $("key-form").hidden = true;
+  forgetErrors();
   if (!models.size) connect(); // otherwise the text is kept, and the user tries again
 });
 connect();

@@ -93,18 +93,30 @@ async function* readEvents(response) {
 // ---- tokens --------------------------------------------------------------------------------------------------------
 
 const vocabularies = new Map(), encoder = new TextEncoder();
+const END = "end of text";
 
-/** Fetch a model's vocabulary once. Returns a function from an id to {id, bytes}, or {id, name} for a special token. */
-async function loadVocabulary(model) {
+/** Fetch a model's vocabulary once. */
+async function fetchVocabulary(model) {
   if (!vocabularies.has(model)) {
     const response = await request(`/vocabulary?model=${encodeURIComponent(model)}`);
     vocabularies.set(model, await fromNetwork(response.json()));
   }
-  const { tokens, bytes, eos_ids, special } = vocabularies.get(model);
+  return vocabularies.get(model);
+}
+
+/** The names of the special tokens that end a text of a model. */
+async function loadEndNames(model) {
+  const { eos_ids, special } = await fetchVocabulary(model);
+  return new Set(eos_ids.map((id) => special[id]));
+}
+
+/** Returns a function from an id of a model to {id, bytes}, or {id, name} for a special token. */
+async function loadVocabulary(model) {
+  const { tokens, bytes, eos_ids, special } = await fetchVocabulary(model);
   return (id) => {
     if (tokens[id] !== null) return { id, bytes: encoder.encode(tokens[id]) };
     if (bytes[id]) return { id, bytes: Uint8Array.from(bytes[id]) };
-    return { id, name: eos_ids.includes(id) ? "end of text" : (special[id] ?? `unused token ${id}`) };
+    return { id, name: eos_ids.includes(id) ? END : (special[id] ?? `unused token ${id}`) };
   };
 }
 
@@ -118,10 +130,11 @@ function tokensOfCompletion({ token_ids, logprobs }, lookUp) {
   });
 }
 
-/** The same for a choice of /v1/chat/completions, whose tokens have no ids. */
-function tokensOfChat({ logprobs }) {
+/** The same for a choice of /v1/chat/completions, whose tokens have no ids. endNames: of tokens that end a text. */
+function tokensOfChat({ logprobs }, endNames) {
+  const nameOf = (token) => (endNames.has(token) ? END : token);
   const read = ({ token, bytes, logprob }) =>
-    bytes?.length ? { bytes: Uint8Array.from(bytes), logprob } : { name: token, logprob };
+    bytes?.length ? { bytes: Uint8Array.from(bytes), logprob } : { name: nameOf(token), logprob };
   const content = logprobs?.content ?? [];
   return content.map((entry) => withAlternatives(read(entry), entry.top_logprobs.map(read)));
 }

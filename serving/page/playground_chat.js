@@ -18,8 +18,36 @@ class Conversation extends Pane {
 
   /** Keep the first `count` messages. */
   truncate(count) {
-    for (const { item } of this.messages.splice(count)) item.remove();
+    const removed = this.messages.splice(count);
+    if (removed.some(({ item }) => item.contains(document.activeElement))) $("message").focus();
+    for (const { item } of removed) item.remove();
     this.root.classList.toggle("empty", !count);
+  }
+
+  /** An answer is text: the token that ends it, and other special tokens, are not shown. */
+  shows({ bytes }) {
+    return bytes !== undefined;
+  }
+
+  async prepare() {
+    this.endNames = await loadEndNames(this.select.value);
+  }
+
+  /** The messages as [role, content], for a link. */
+  get asPairs() {
+    return this.messages.map(({ role, content }) => [role, content]);
+  }
+
+  /** Show the messages of a link; tokens: those of each message, or null, if they are known. */
+  restore(pairs, tokens = []) {
+    this.clear();
+    pairs.forEach(([role, content], at) => {
+      const { view } = this.add(role, content);
+      if (tokens[at]) for (const token of tokens[at]) view.push(token);
+      else view?.setText(content);
+      view?.flush();
+    });
+    this.find(".body").scrollTop = this.find(".body").scrollHeight;
   }
 
   async ask(content) {
@@ -37,7 +65,7 @@ class Conversation extends Pane {
     const body = { model, messages, ...settings.body(), ...options };
     await this.run("/v1/chat/completions", body, message.view, (choice) => {
       message.content += choice.delta?.content ?? "";
-      return tokensOfChat(choice);
+      return tokensOfChat(choice, this.endNames);
     });
     this.cutStop(message);
     this.changed();
@@ -87,7 +115,10 @@ class Conversation extends Pane {
   edit(message) {
     const { item, content } = message, parts = [...item.children];
     const area = make("textarea", { value: content, ariaLabel: "Edited message", rows: 3 });
-    const close = () => item.replaceChildren(...parts);
+    const close = () => {
+      item.replaceChildren(...parts);
+      item.querySelector("button").focus();
+    };
     const send = async () => {
       if (!settings.areValid()) return;
       await this.stop();
@@ -117,14 +148,34 @@ const chat = {
     this.conversations = [new Conversation($("model"), changed), new Conversation($("other"), changed)];
     $("send").addEventListener("click", () => this.toggle());
     $("message").addEventListener("keydown", (event) => {
-      // An input method also uses Enter, to choose a word. Ctrl Enter is a key of the whole page.
-      const isPlain = !event.shiftKey && !event.ctrlKey && !event.metaKey && !event.isComposing;
-      if (event.key !== "Enter" || !isPlain) return;
+      if (!isPlainEnter(event)) return; // Ctrl Enter is a key of the whole page
       event.preventDefault();
-      if (!this.isBusy) this.send();
+      if (!this.isBusy && models.size) this.send();
     });
+    $("message").addEventListener("input", () => this.onInput());
+    this.conversations[0].addExample("chat-example", () => this.tryExample());
     $("new-chat").addEventListener("click", () => this.clear());
     this.refresh();
+  },
+
+  onInput() {
+    this.forgetErrors();
+    this.refresh();
+  },
+
+  forgetErrors() {
+    for (const conversation of this.conversations) conversation.forgetError();
+  },
+
+  tryExample() {
+    $("message").value = this.example;
+    $("message").focus();
+    this.refresh();
+  },
+
+  /** A message that fits the model: what its run samples with, or what fits every chat. */
+  get example() {
+    return this.conversations[0].model?.example ?? "Hello!";
   },
 
   get active() {
@@ -154,6 +205,7 @@ const chat = {
     await this.stop();
     for (const conversation of this.active) conversation.clear();
     $("message").focus();
+    this.refresh();
   },
 
   refresh() {
@@ -162,6 +214,9 @@ const chat = {
       conversation.root.hidden = at >= active.length;
       conversation.find(".pane-name").textContent = active.length > 1 ? conversation.model?.id : "";
     });
+    const isEmpty = !active.some(({ messages }) => messages.length) && $("message").value === "";
+    $("chat-example").hidden = !isEmpty || !models.size;
+    $("chat-example").textContent = `Try “${this.example.trim()}”`;
     $("send").disabled = !models.size;
     $("send").textContent = this.isBusy ? "Stop" : "Send";
   },

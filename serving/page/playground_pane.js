@@ -18,6 +18,11 @@ async function copyText(text, button) {
   setTimeout(() => (button.textContent = label), 1500);
 }
 
+/** Whether a key is Enter alone, which sends. An input method also uses Enter, to choose a word. */
+function isPlainEnter({ key, shiftKey, ctrlKey, metaKey, altKey, isComposing }) {
+  return key === "Enter" && !(shiftKey || ctrlKey || metaKey || altKey || isComposing);
+}
+
 class Pane {
   /** select: the control that holds the model. changed(): called when a request starts or ends. */
   constructor(box, select, changed) {
@@ -39,9 +44,21 @@ class Pane {
     return button;
   }
 
+  /** A button that fills in an example, beside the place of the statistics. */
+  addExample(id, act) {
+    const button = make("button", { type: "button", className: "small example", id, hidden: true });
+    button.addEventListener("click", act);
+    this.find(".foot").prepend(button);
+  }
+
   showError(message) {
     this.find(".error").textContent = message;
     this.find(".error").hidden = !message;
+  }
+
+  /** Remove the error of the last request, as what it complained about may have changed. */
+  forgetError() {
+    if (!this.controller) this.showError("");
   }
 
   showStats(text) {
@@ -62,6 +79,11 @@ class Pane {
 
   /** Load what reading an answer needs. */
   async prepare() {}
+
+  /** Whether a token is shown as a part of the text. */
+  shows() {
+    return true;
+  }
 
   /** Run a request; its tokens go to `view`. read(choice): the new tokens of a choice. */
   run(path, body, view, read) {
@@ -88,7 +110,7 @@ class Pane {
         for (const choice of choices) {
           if (choice.seed !== undefined) this.showSeed(choice.seed);
           const tokens = read(choice);
-          for (const token of tokens) view.push({ ...token, asked });
+          for (const token of tokens) if (this.shows(token)) view.push({ ...token, asked });
           speed.add(tokens.length);
           reason = choice.finish_reason ?? reason;
         }
@@ -109,20 +131,29 @@ class Pane {
 /** Measures a request: time to the first token, tokens per second after it, share of the context. */
 class Speed {
   constructor(pane, view) {
-    Object.assign(this, { pane, view, count: 0, started: 0, first: 0, promptTokens: null });
+    const times = { started: 0, first: 0, last: 0 }; // of the request, of the first and the last token
+    Object.assign(this, { pane, view, count: 0, atFirst: 0, promptTokens: null, ...times });
   }
 
   add(count) {
     if (!count) return;
-    if (!this.count) this.first = performance.now();
+    this.last = performance.now();
+    // Several tokens may arrive at once. Those that come with the first took no time after it.
+    if (!this.count) Object.assign(this, { first: this.last, atFirst: count });
     this.count += count;
     this.pane.showStats(this.text());
   }
 
+  /** Tokens after the first, by the time from the first to the last; null if no time has passed. */
+  get perSecond() {
+    const seconds = (this.last - this.first) / 1000;
+    return seconds > 0 ? (this.count - this.atFirst) / seconds : null;
+  }
+
   text() {
-    const seconds = (performance.now() - this.first) / 1000, parts = [];
-    if (this.count > 1 && seconds > 0) parts.push(`${((this.count - 1) / seconds).toFixed(0)} tokens/s`);
-    if (this.count) parts.push(`first after ${(this.first - this.started).toFixed(0)} ms`);
+    const parts = [], rate = this.perSecond;
+    if (this.count) parts.push(`first token after ${(this.first - this.started).toFixed(0)} ms`);
+    if (rate !== null) parts.push(`then ${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`);
     const used = this.promptTokens === null ? this.pane.usedTokens : this.promptTokens + this.count;
     const { context_length } = this.pane.model, slides = used > context_length ? " (sliding)" : "";
     if (used) parts.push(`context ${used.toLocaleString("en")} of ${context_length.toLocaleString("en")}${slides}`);

@@ -1,9 +1,10 @@
 // The settings of sampling: one list describes their fields, what is sent, and what a link holds.
 
+const MAX_TOKENS = 200; // unless the server generates fewer
 const SETTINGS = [
   { name: "temperature", group: "basic", label: "Temperature", value: 0.8, min: 0, max: 2, step: 0.01, slider: true,
     help: "Higher is more varied. 0 always takes the likeliest token." },
-  { name: "max_tokens", group: "basic", label: "Max tokens", value: 200, min: 1, step: 1,
+  { name: "max_tokens", group: "basic", label: "Max tokens", value: MAX_TOKENS, min: 1, step: 1,
     help: "How many tokens to add at most." },
   { name: "top_p", group: "basic", label: "Top-p", value: 1, min: 0.01, max: 1, step: 0.01, slider: true,
     help: "Samples from the likeliest tokens that together have this probability." },
@@ -69,6 +70,16 @@ const settings = {
   set(name, value) {
     this.fields.get(name).value = value;
     this.fields.get(name).dispatchEvent(new Event("input", { bubbles: true }));
+  },
+
+  /** Make the server's limit of generated tokens (null: none) that of the field, and lower its default. */
+  limitTokens(most) {
+    const setting = SETTINGS.find(({ name }) => name === "max_tokens"), field = this.fields.get("max_tokens");
+    const isDefault = field.value === String(setting.value);
+    setting.value = Math.min(MAX_TOKENS, most ?? MAX_TOKENS);
+    field.max = most ?? "";
+    if (isDefault) this.set("max_tokens", setting.value);
+    this.check();
   },
 
   check() {

@@ -19,6 +19,12 @@ function labelOf({ name, bytes }) {
   }
 }
 
+/** What stands in the text for a token without text. The popover has the names of special tokens. */
+function markOf({ name, bytes }) {
+  if (name === undefined) return hex(bytes);
+  return name === END ? name : "◇";
+}
+
 /** Text followed by tokens, in an element. */
 class TokenView {
   /** scroller: scrolls as the text grows. pick(index, alternative): replaces a token; null if that is impossible. */
@@ -98,7 +104,7 @@ class TokenView {
     line.append(...(isWord ? [" ", span] : [span]));
     if (share !== null) span.classList.add(`p${FLOORS.findIndex((floor) => share >= floor)}`);
     // Marks are drawn by the style sheet: they are no part of the text that the user selects.
-    if (!token.text) span.dataset.mark = token.name ?? hex(token.bytes);
+    if (!token.text) span.dataset.mark = markOf(token);
     else if (token.text.startsWith("\n")) span.dataset.mark = "↵";
     else if (/^[\p{M}\p{C}\p{Zl}\p{Zp}]+$/u.test(token.text)) span.dataset.mark = "◌"; // no width of its own
   }

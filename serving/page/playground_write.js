@@ -6,6 +6,7 @@ class Draft extends Pane {
     Object.assign(this, { promptIds: null, start: 0 });
     this.find(".body").classList.add("paper");
     this.find(".body").role = "group";
+    this.find(".body").tabIndex = -1; // the focus goes there when the text area disappears
     this.find(".body").ariaLabel = "Text with tokens";
     this.view = new TokenView(this.find(".body"), this.find(".body"), (index, token) => this.replace(index, token));
     let closes = false; // whether a click only closes the popover
@@ -35,7 +36,7 @@ class Draft extends Pane {
     return this.promptIds && this.promptIds.length + this.view.tokens.length;
   }
 
-  /** The state, for undo. */
+  /** The state, for undo and for a reload. */
   save() {
     const { view, promptIds, start } = this;
     return { plain: view.plain, tokens: [...view.tokens], promptIds, start };
@@ -46,6 +47,16 @@ class Draft extends Pane {
     for (const token of tokens) this.view.push(token);
     this.view.flush();
     Object.assign(this, { promptIds, start });
+  }
+
+  /** Whether the model still has these tokens: it may be another one under the same name. */
+  async knows({ promptIds, tokens }) {
+    const lookUp = await loadVocabulary(this.select.value);
+    const isKnown = (token) => {
+      const { name, bytes } = lookUp(token.id);
+      return name === token.name && String(bytes) === String(token.bytes);
+    };
+    return promptIds !== null && tokens.length > 0 && tokens.every(isKnown);
   }
 
   /** Make a text the prompt, without tokens. */
@@ -124,6 +135,7 @@ class Draft extends Pane {
 
 const write = {
   isEditing: true,
+  asksExample: false, // whether a model is writing one
   past: [], // states before each change, for undo
 
   start() {
@@ -133,6 +145,10 @@ const write = {
     $("regenerate").addEventListener("click", () => this.regenerate());
     $("undo").addEventListener("click", () => this.undo());
     $("clear").addEventListener("click", () => this.clear());
+    this.drafts[0].addExample("example", () => this.tryExample());
+    $("prompt").addEventListener("input", () => this.onInput());
+    $("prompt").addEventListener("keydown", (event) => this.onEnter(event));
+    for (const { view } of this.drafts) view.box.addEventListener("keydown", (event) => this.onEnter(event));
     this.refresh();
   },
 
@@ -142,6 +158,53 @@ const write = {
 
   get isBusy() {
     return this.drafts.some(({ controller }) => controller);
+  },
+
+  onInput() {
+    this.forgetErrors();
+    this.refresh();
+  },
+
+  /** Enter continues: in the text area, or in the text with tokens outside of a token. */
+  onEnter(event) {
+    if (event.target !== event.currentTarget || !isPlainEnter(event)) return;
+    event.preventDefault();
+    if (!this.isBusy && !event.repeat && models.size) this.extend();
+  },
+
+  forgetErrors() {
+    for (const draft of this.drafts) draft.forgetError();
+  },
+
+  /** Focus the text, in the form in which it is shown. */
+  focusText() {
+    const box = this.isEditing ? $("prompt") : this.drafts[0].view.box;
+    box.focus({ preventScroll: true });
+  },
+
+  /** Fill in the beginning of a text of the model's kind. */
+  async tryExample() {
+    const [draft] = this.drafts, { example, id } = draft.model;
+    if (this.asksExample) return;
+    this.asksExample = true; // the button is not disabled, so that it keeps the focus
+    try {
+      const text = example ?? (await this.beginning(id)), hasFocus = document.activeElement === $("example");
+      if ($("prompt").value !== "" || !this.isEditing) return; // the user has written meanwhile
+      this.setText(text);
+      if (hasFocus) this.focusText();
+    } catch (error) {
+      if (!(error instanceof RequestError)) throw error;
+      draft.showError(error.message);
+    } finally {
+      this.asksExample = false;
+    }
+  },
+
+  /** The first words that a model itself writes. */
+  async beginning(model) {
+    const body = { model, prompt: "", max_tokens: 8, temperature: 0.6, seed: 1 };
+    const response = await request("/v1/completions", { body }), { choices } = await fromNetwork(response.json());
+    return choices[0].text.trimStart().replace(/\uFFFD+$/, "");
   },
 
   /** The text without tokens, for a link. */
@@ -169,12 +232,15 @@ const write = {
     $("prompt").value = text;
     this.drafts.forEach((draft, at) => draft.restore(drafts[at]));
     this.isEditing = isEditing;
+    this.forgetErrors();
     this.refresh();
+    if (!this.past.length) this.focusText(); // the button is disabled now
   },
 
   regenerate() {
     if (!settings.areValid()) return;
     this.remember();
+    this.focusText(); // the button is disabled until the text ends
     for (const draft of this.active) draft.regenerate();
   },
 
@@ -182,8 +248,10 @@ const write = {
     if (!settings.areValid()) return;
     this.remember();
     if (this.isEditing) for (const draft of this.active) draft.setText($("prompt").value);
+    const hasFocus = document.activeElement === $("prompt");
     this.isEditing = false;
     this.refresh();
+    if (hasFocus) this.focusText();
     for (const draft of this.active) draft.extend();
   },
 
@@ -201,6 +269,7 @@ const write = {
     await this.stop();
     this.remember();
     this.setText("");
+    this.forgetErrors();
     $("prompt").focus();
   },
 
@@ -208,6 +277,23 @@ const write = {
     $("prompt").value = text;
     for (const draft of this.drafts) draft.setText(text);
     this.isEditing = true;
+    this.refresh();
+  },
+
+  /** What a reload keeps besides the link: the tokens. */
+  save() {
+    return this.isEditing ? [] : this.active.map((draft) => draft.save());
+  },
+
+  /** Show the tokens that a reload has kept, of all drafts or of none. */
+  async restore(drafts) {
+    const { active } = this, text = $("prompt").value;
+    if (drafts.length !== active.length) return;
+    const known = await Promise.all(drafts.map((saved, at) => active[at].knows(saved)));
+    const isUntouched = this.isEditing && !this.past.length && $("prompt").value === text;
+    if (!known.every(Boolean) || !isUntouched) return;
+    active.forEach((draft, at) => draft.restore(drafts[at]));
+    this.isEditing = false;
     this.refresh();
   },
 
@@ -222,6 +308,9 @@ const write = {
   refresh() {
     const { isEditing, isBusy, active } = this;
     $("prompt").hidden = !isEditing;
+    $("example").hidden = !isEditing || $("prompt").value !== "" || !models.size;
+    const { example } = this.drafts[0].model ?? {};
+    $("example").textContent = example ? `Try “${example.trim()}”` : "Try an example";
     this.drafts.forEach((draft, at) => {
       draft.root.hidden = at >= active.length;
       draft.view.box.hidden = draft.editTool.hidden = isEditing;

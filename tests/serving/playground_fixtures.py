@@ -94,8 +94,17 @@ class Tab:
 
     def open(self, **parameters):
         self.page.goto(f"{self.url}/#{urlencode({'model': self.api.plain} | parameters)}")
-        self.page.locator("#model option, #page-error:visible").first.wait_for(state="attached")
+        return self.ready()
+
+    def ready(self):
+        """Wait until the page has the models, or says why not."""
+        signs = "#model option, #page-error:visible, #key-form:visible"
+        self.page.locator(signs).first.wait_for(state="attached")
         return self
+
+    def reload(self):
+        self.page.reload()
+        return self.ready()
 
     def button(self, name, exact=True):
         return self.page.get_by_role("button", name=name, exact=exact)

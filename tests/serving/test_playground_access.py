@@ -11,7 +11,8 @@ browser, api, tab = (
     playground_fixtures.api,
     playground_fixtures.tab,
 )  # fixtures
-SCREENS = [(1320, "light"), (1320, "dark"), (360, "light"), (360, "dark")]
+WIDTHS = (1280, 768, 360)
+SCREENS = [(width, scheme) for width in WIDTHS for scheme in ("light", "dark")]
 
 
 def check(page):
@@ -104,6 +105,92 @@ def test_the_keyboard_alone_writes_and_replaces_tokens(tab):
     expect(page.tokens.nth(0)).to_be_focused()
     expect(page.tokens).to_have_count(13)
     assert len(page.sent) == 2
+
+
+FOCUSED = """() => {
+    const one = document.activeElement, box = one.getBoundingClientRect(), style = getComputedStyle(one);
+    const isInside = box.width > 0 && box.left >= 0 && box.right <= innerWidth && box.top < innerHeight && box.bottom > 0;
+    const name = one.id || one.ariaLabel || one.textContent.trim();
+    return {name, isInside, hasRing: style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2};
+}"""
+
+
+def stops(page):
+    """The names of all stops of the Tab key, each of which is in the window and has a ring."""
+    page.page.locator(".skip").focus()  # the first one
+    names = []
+    while not page.page.evaluate("document.activeElement === document.body"):
+        found = page.page.evaluate(FOCUSED)
+        assert found["isInside"], found
+        assert found["hasRing"], found
+        names.append(found["name"])
+        page.page.keyboard.press("Tab")
+    return names
+
+
+def press_on(page, locator, key="Enter"):
+    """Press a key on an element; then something still has the focus."""
+    locator.focus()
+    page.page.keyboard.press(key)
+    assert page.page.evaluate("document.activeElement !== document.body")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_tab_key_reaches_everything_in_sight(tab, api, width):
+    page = tab(width)
+    names = stops(page)
+    assert names.index("prompt") < names.index("example") < names.index("continue")
+    assert {"copy-link", "theme", "tab-write", "model", "compare", "clear", "colors"} <= {*names}
+    assert {"setting-temperature", "setting-seed", "More sampling", "Advanced"} <= {*names}
+    page = tab(width, model=api.chat, tab="chat")
+    names = stops(page)
+    assert names.index("system") < names.index("message") < names.index("send")
+    assert {"chat-example", "new-chat", "tab-chat"} <= {*names}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_focus_is_never_lost_while_writing(tab, width):
+    page = tab(width, max_tokens=4)
+    press_on(page, page.page.locator("#example"))
+    expect(page.field("Text")).to_be_focused()
+    expect(page.field("Text")).not_to_have_value("")
+    press_on(page, page.field("Text"))
+    page.settled()
+    expect(page.paper).to_be_focused()
+    press_on(page, page.button("Regenerate"))
+    page.settled()
+    expect(page.paper).to_be_focused()
+    press_on(page, page.button("Edit"))
+    expect(page.field("Text")).to_be_focused()
+    while page.button("Undo").is_enabled():
+        press_on(page, page.button("Undo"))
+    expect(page.field("Text")).to_be_focused()
+    press_on(page, page.button("Clear"))
+    expect(page.field("Text")).to_be_focused()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_focus_is_never_lost_in_a_chat(tab, api, width):
+    page = tab(width, model=api.chat, tab="chat", max_tokens=4)
+    message, talk = page.field("Message"), page.page.locator("#chat")
+    press_on(page, page.page.locator("#chat-example"))
+    expect(message).to_be_focused()
+    press_on(page, message)
+    page.settled("Send")
+    expect(message).to_be_focused()
+    press_on(page, page.button("Regenerate").last)
+    page.settled("Send")
+    expect(message).to_be_focused()
+    edit = talk.get_by_role("button", name="Edit")
+    press_on(page, edit)
+    press_on(page, page.field("Edited message"), "Escape")
+    expect(edit).to_be_focused()
+    press_on(page, edit)
+    press_on(page, page.field("Edited message"), "Control+Enter")
+    page.settled("Send")
+    expect(message).to_be_focused()
+    press_on(page, page.button("New chat"))
+    expect(message).to_be_focused()
 
 
 def test_arrows_move_between_rows(tab):
