@@ -152,7 +152,7 @@ class Speed {
 
   text() {
     const parts = [], rate = this.perSecond;
-    if (this.count) parts.push(`first token after ${(this.first - this.started).toFixed(0)} ms`);
+    if (this.count) parts.push(`first after ${(this.first - this.started).toFixed(0)} ms`);
     if (rate !== null) parts.push(`then ${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`);
     const used = this.promptTokens === null ? this.pane.usedTokens : this.promptTokens + this.count;
     const { context_length } = this.pane.model, slides = used > context_length ? " (sliding)" : "";

@@ -61,7 +61,7 @@ def test_continuing_shows_what_the_server_computes(tab, api):
     assert page.text().removesuffix("\ufffd") == (PROMPT + text).removesuffix("\ufffd")
     assert page.paper.evaluate("box => box.textContent") == page.text()
     assert re.search(
-        r"first token after \d+ ms · then [\d.]+ tokens/s · context \d+ of",
+        r"first after \d+ ms · then [\d.]+ tokens/s · context \d+ of",
         page.page.locator(".stats").first.inner_text(),
     )
 
