@@ -104,14 +104,20 @@ IGNORED = {
 NOT_STORED = ("init", "head_init_std", "dropout", "attention_temperature", "window")
 
 
-def find_family(model_type: Any, source: str = "config.json: ") -> Family:
-    """The row of a model_type. Raises UserError, which says where it comes from, if it is not
-    supported."""
+def find_family(model_type: Any) -> Family:
+    """The row of the model_type of a config.json. Raises UserError if it is not supported.
+
+    A program wrote it, so it is not misspelled: a similar name is another architecture.
+    """
     if model_type in list(FAMILIES):  # a list, as it may be of any type
         return FAMILIES[model_type]
-    hint = did_you_mean(str(model_type), FAMILIES)
-    known = f"choose from {', '.join(sorted(FAMILIES))}{hint}"
-    raise UserError(f"{source}model_type is {model_type!r}; {known}")
+    if model_type is None:
+        raise UserError(f"config.json has no model_type; {_supported()}")
+    raise UserError(f"config.json: model_type is {model_type!r}, unsupported; {_supported()}")
+
+
+def _supported() -> str:
+    return f"Thinker knows {', '.join(sorted(FAMILIES))}"
 
 
 def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
@@ -163,8 +169,11 @@ def hf_model_type(config: ThinkerConfig) -> str:
 
 
 def check_model_type(config: ThinkerConfig, model_type: str) -> None:
-    """Raise UserError, with the fields that differ, if a model_type cannot express a model."""
-    find_family(model_type, source="")
+    """Raise UserError if a model_type that the user gives is not known, or cannot express a model,
+    with the fields that differ."""
+    if model_type not in FAMILIES:
+        hint = did_you_mean(model_type.lower(), FAMILIES, cutoff=0.8)
+        raise UserError(f"model_type is {model_type!r}; {_supported()}{hint}")
     differences = differing_fields(config, model_type)
     if differences:
         found = describe_fields(config, differences)

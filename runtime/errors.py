@@ -48,9 +48,12 @@ def install_command(extra: str) -> str:
     return f"pip install {quote}{package}[{extra}]{quote}"
 
 
-def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
-    """End of a message about a misspelled word: "; did you mean ...?", or "" if none is close."""
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+def did_you_mean(word: str, words: Iterable[str], form: str = "{}", cutoff: float = 0.5) -> str:
+    """End of a message about a misspelled word: "; did you mean ...?", or "" if none is close.
+
+    cutoff: how similar a word must be, 1 if equal, as in difflib.
+    """
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff)
     if not close:
         return ""
     return f"; did you mean {form.format(close[0])}?"

@@ -200,8 +200,10 @@ def test_an_architecture_that_is_refused(command, random_model, tiny_run, tmp_pa
     out = tmp_path / "out"
     with pytest.raises(UserError, match="llama cannot express .*not have model.qk_norm=True$"):
         command("export_hf", tmp_path / "ours", out, "--model-type", "llama")
-    with pytest.raises(UserError, match="^model_type is 'lama'; choose from .*llama"):
-        command("export_hf", tmp_path / "ours", out, "--model-type", "lama")
+    for wrong, hint in (("lama", "; did you mean llama[?]$"), ("mamba", "starcoder2$")):
+        message = f"^model_type is '{wrong}'; Thinker knows cohere, .*{hint}"
+        with pytest.raises(UserError, match=message):
+            command("export_hf", tmp_path / "ours", out, "--model-type", wrong)
     with pytest.raises(UserError, match="remove --model-type"):
         command("export_hf", tiny_run, out, "--adapter", "--model-type", "llama")
     assert not out.exists()

@@ -398,9 +398,9 @@ def theirs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert"}, "model_type is 'bert'; choose from cohere, gemma"),
+        ({"model_type": "bert"}, "model_type is 'bert', unsupported; Thinker knows cohere, gemma"),
+        ({"model_type": None}, "config.json has no model_type; Thinker knows cohere"),
         ({"model_type": "gpt2"}, "an unsupported key head_dim"),
-        ({"model_type": "llamas"}, "did you mean llama"),
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; choose from silu"),
         ({"attention_bias": True}, "no tensor model.layers.0.self_attn.k_proj.bias"),
         ({"mlp_bias": True}, "no tensor model.layers.0.mlp.down_proj.bias"),
