@@ -130,8 +130,9 @@ class Monitor:
     no text changes.
 
     It measures again when measuring takes at most `max_cost` of the time that decoding has taken
-    since the last time. warn(line) is called when figures begin to drift from `reference`, with the
-    one that is farthest outside.
+    since the last time. So that a short text has figures, too, it also measures after the 1st, 2nd,
+    4th, 8th ... step, whatever that takes. warn(line) is called when figures begin to drift from
+    `reference`, with the one that is farthest outside.
     """
 
     reference: Reference | None = None
@@ -146,8 +147,9 @@ class Monitor:
     def __post_init__(self) -> None:
         # Positions, and what was measured there.
         self._newest: deque[tuple[int, Values]] = deque(maxlen=NEWEST)
-        self._seconds = 0.0  # of decoding since the last measurement
-        self._cost = math.inf  # seconds of that measurement
+        self._n_observed = 0  # steps
+        self._seconds = 0.0  # of decoding since the last measurement that was due by its cost
+        self._cost = math.inf  # seconds of the last measurement
         self._last_text: Sequence | None = None  # one that the last step has continued
         self._last_step = 0.0
 
@@ -172,12 +174,17 @@ class Monitor:
         everything.
         """
         now = time.perf_counter()
+        self._n_observed += 1
+        is_due = self._n_observed.bit_count() == 1  # a power of 2
         if self._last_text in sequences:  # otherwise there was a pause, or a prompt was read
             self._seconds += now - self._last_step
             if self._cost <= self.max_cost * self._seconds:
-                index = self.n_measured % len(sequences)
-                self._measure(model, sequences[index], copy_row(index))
-                self._seconds, self._cost = 0.0, time.perf_counter() - now
+                is_due = True
+                self._seconds = 0.0
+        if is_due:
+            index = self.n_measured % len(sequences)
+            self._measure(model, sequences[index], copy_row(index))
+            self._cost = time.perf_counter() - now
         self._last_text = sequences[-1] if sequences else None
         self._last_step = time.perf_counter()
 
@@ -226,8 +233,7 @@ class Monitor:
     def lines(self) -> list[str]:
         """The summary as lines of text."""
         if not self.n_measured:
-            cost = f"{self.max_cost:.1%} of the time"
-            return [f"monitor: the text was too short to measure a position at {cost}"]
+            return ["monitor: no position was measured, as no text had two tokens"]
         entropy = f"token entropy {self.figures['token_entropy']:.3g}"
         lines = [f"monitor: {self.n_measured} positions, {entropy}"]
         for layer, values in enumerate(self.summary()["layers"]):

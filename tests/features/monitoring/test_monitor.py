@@ -175,13 +175,32 @@ def test_the_cost_decides_how_often(monkeypatch):
             clock.now += tick
             monitor.observe(None, [text], lambda index: None)
 
+    def by_cost():
+        return [n for n in measured if n.bit_count() > 1]
+
     decode(1000, "a text")  # its first token may be the result of a pause
-    assert measured == [321, 641, 961]  # each costs 5 ticks, which are 1/64 of 320
+    assert by_cost() == [321, 641, 961]  # each costs 5 ticks, which are 1/64 of 320
     clock.now += 3600  # nobody asks for a text
     decode(281, "another")
-    assert measured == [321, 641, 961]
+    assert by_cost() == [321, 641, 961]
     decode(1, "another")
-    assert measured == [321, 641, 961, 1282]  # after 39 tokens of one text and 281 of the other
+    assert by_cost() == [321, 641, 961, 1282]  # after 39 tokens of one text and 281 of the other
+    assert [n for n in measured if n.bit_count() == 1] == [2**i for i in range(11)]  # whatever
+
+
+@pytest.mark.parametrize("how", ["gqa", "torch"])  # steps of 16 tokens, and of one
+def test_every_text_has_figures_even_if_measuring_may_take_no_time(how):
+    """As in `thinker generate --monitor`, where each text has a monitor of its own."""
+    for seed in range(10):
+        monitor = Monitor(max_cost=0.0)
+        one = SamplingParams(max_new_tokens=40, seed=seed, logit_bias=NO_END)
+        make_generator(how, monitor).generate([""], one)
+        assert monitor.n_measured >= 2
+        assert len(monitor.summary()["layers"]) == len(make_generator(how).model.blocks)
+        assert monitor.lines()[0].startswith(f"monitor: {monitor.n_measured} positions, token ")
+    monitor = Monitor(max_cost=0.0)
+    make_generator(how, monitor).generate(["ab"], SamplingParams(max_new_tokens=1, seed=1))
+    assert monitor.lines() == ["monitor: no position was measured, as no text had two tokens"]
 
 
 def own_reference(generator, texts, step=1):

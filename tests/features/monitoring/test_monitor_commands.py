@@ -1,6 +1,7 @@
 """A run that stores the figures of its validation set, watched by the server and by generate.py."""
 
 import json
+import shlex
 import shutil
 
 import httpx
@@ -97,13 +98,35 @@ def test_generate_shows_what_it_measured(watched_run, drifting_run):
     assert ours == theirs
     assert all(summary == summaries[0] for summary in summaries)
     figures = {"attention_entropy", "max_logit", "first_token_share", "cache_used"}
-    layers = summaries[0]["layers"]  # of no layer, if decoding was too short to measure
-    assert len(layers) == (2 if summaries[0]["positions"] else 0)
+    layers = summaries[0]["layers"]
+    assert len(layers) == 2
     assert all(layer.keys() == figures for layer in layers)
     assert type(summaries[0]["drift"]) is list
     text = run_script(*command, "--monitor")
     assert "\nmonitor: " in text.stderr
     assert text.stdout == run_script(*command).stdout
+
+
+GUIDE = ROOT / "features" / "monitoring" / "guide.md"
+
+
+def guide_command(*words):
+    """The flags of the first command of the guide that has these words."""
+    lines = GUIDE.read_text(encoding="utf-8").splitlines()
+    command = next(line for line in lines if all(word in line for word in words))
+    return shlex.split(command)[3:]
+
+
+def test_the_commands_of_the_guide_measure_every_text(watched_run):
+    """A small model that decodes a text faster than 1% of the time would measure a position."""
+    flags = guide_command("thinker generate", "--monitor")
+    at = flags.index("--seed") + 1
+    for seed in range(1, 11):
+        flags[at] = str(seed)
+        done = run_script(ROOT / "generate.py", watched_run, *flags)
+        assert done.returncode == 0, done.stderr
+        assert "\nlayer 1: attention entropy " in done.stderr, done.stderr
+        assert "drift is not reported" not in done.stderr
 
 
 @pytest.mark.parametrize(
