@@ -22,7 +22,8 @@ def inspect(
     Args:
         report: and its options, which have the defaults of the flags of that name:
             explain: one attention row step by step (layer, head, query).
-            map: what each token attends to in one head (layer, head).
+            map: what each token attends to in one head (layer, head; by default the head that
+                the likeliest next token needs most).
             heads: scores of all heads.
             flow: attention from a position to the tokens (position).
             attribute: a prediction by tokens, heads and MLPs (target, contrast_token, position).
@@ -60,11 +61,25 @@ def report_row(
 
 
 def report_map(
-    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, layer: int = 0, head: int = 0
+    model: Thinker,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    layer: int | None = None,
+    head: int | None = None,
 ) -> Report:
-    """What each token attends to in one head."""
-    check_head(model, layer, head)
-    return prompt_reports.report_attention_map(model, prompt, layer, head)
+    """What each token attends to in one head; by default the one that the likeliest next token
+    needs most."""
+    if layer is not None and head is not None:
+        check_head(model, layer, head)
+        return prompt_reports.report_attention_map(model, prompt, layer, head)
+    sizes = [block.attention.n_heads for block in model.blocks]
+    if layer is not None:
+        check_index("layer", layer, len(sizes))
+    if head is not None:
+        check_index("head", head, max(sizes))
+    found = prompt_reports.choose_head(model, prompt, layer, head)
+    reason = found.describe(tokenizer)
+    return prompt_reports.report_attention_map(model, prompt, found.layer, found.head, reason)
 
 
 def report_heads(model: Thinker, tokenizer: Tokenizer, prompt: Prompt) -> Report:

@@ -92,10 +92,12 @@ def add_texts(report: ArgumentParser, when: str = "") -> None:
     report.add_argument("--texts", type=int, help=texts_help)
 
 
-def add_head(report: ArgumentParser) -> None:
+def add_head(report: ArgumentParser, default: int | None = 0, remark: str = "") -> None:
     """Flags for a head."""
-    report.add_argument("--layer", type=int, default=0, help="layer, counted from 0")
-    report.add_argument("--head", type=int, default=0, help="head, counted from 0")
+    layer_help = f"layer, counted from 0{remark}"
+    report.add_argument("--layer", type=int, default=default, help=layer_help)
+    head_help = f"head, counted from 0{remark}"
+    report.add_argument("--head", type=int, default=default, help=head_help)
 
 
 def add_position(report: ArgumentParser, flag: str = "--position") -> None:
@@ -130,10 +132,11 @@ def add_explain(commands: Any) -> None:
 
 def add_map(commands: Any) -> None:
     """The attention of one head."""
-    examples = (f"{ONCE} --layer 0 --head 3", f"{ONCE} --html page.html")
+    examples = (f"{ONCE} --html page.html", f"{ONCE} --layer 0 --head 3")
     report = add_report(commands, "map", "show what each token attends to in one head", *examples)
     add_prompt(report, required=True)
-    add_head(report)
+    remark = " (default: that of the head which the likeliest next token needs most)"
+    add_head(report, None, remark)
 
 
 def add_heads(commands: Any) -> None:
@@ -291,15 +294,17 @@ def report_on_prompt(
     from thinker.api import inspecting
 
     command = arguments.command
-    inspecting.check_head(model, arguments.layer, arguments.head)
     options = {name: getattr(arguments, name) for name in OPTIONS[command]}
     if command == "explain":
         options["query"] = arguments.position
     report = inspecting.REPORTS[command](model, tokenizer, prompt, **options)
     tokens = inspecting.encode_targets(tokenizer, arguments.target, arguments.contrast_token)
+    shown = arguments.layer, arguments.head
+    if command == "map":  # which may have chosen them
+        shown = report.data["layer"], report.data["head"]
     start = {
-        "layer": arguments.layer,
-        "head": arguments.head,
+        "layer": shown[0],
+        "head": shown[1],
         "position": arguments.position,
         "view": VIEWS.get(command, "attention"),
         "target": tokens[0],

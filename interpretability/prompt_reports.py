@@ -1,5 +1,7 @@
 """Reports on one prompt: attention map, flow, attribution, logit lens and patching."""
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +20,58 @@ MAX_LENS_COLUMNS = 16  # positions in the lens plot, up to the requested one
 MAX_FLOW_TOKENS = 64  # one maximum flow per token
 
 
-def report_attention_map(model: Thinker, prompt: Prompt, layer: int, head: int) -> Report:
-    """Report the three largest weights of each token in one head."""
+@dataclass(frozen=True)
+class ChosenHead:
+    """The head that the likeliest next token of a prompt needs most."""
+
+    layer: int
+    head: int
+    token: int  # the likeliest next token
+    before: float  # its probability
+    after: float  # without the head
+
+    def describe(self, tokenizer: Tokenizer) -> str:
+        """Say why it was chosen."""
+        token = token_label(tokenizer, self.token)
+        change = f"from {self.before:.3g} to {self.after:.3g}"
+        return (
+            f"the likeliest next token ‘{token}’ needs this head most: its probability goes "
+            f"{change} without it"
+        )
+
+
+@torch.no_grad()
+def choose_head(
+    model: Thinker, prompt: Prompt, layer: int | None = None, head: int | None = None
+) -> ChosenHead:
+    """The head that the likeliest next token needs most: with the head's output set to zero, the
+    probability of that token is lowest.
+
+    layer, head: only heads of this layer, or with this number in their layer; None: all. At least
+    one must exist.
+    """
+    tokens = prompt.tokens[None]
+    before = model(tokens)[0, -1].float().log_softmax(-1)  # (V,)
+    token = int(before.argmax())
+    found = []
+    for index, block in enumerate(model.blocks):
+        for number in range(block.attention.n_heads):
+            if layer not in (None, index) or head not in (None, number):
+                continue
+            with model.patch({f"blocks.{index}.attention.heads.{number}": 0.0}):
+                after = model(tokens)[0, -1].float().log_softmax(-1)
+            found.append((after[token].item(), index, number))
+    value, index, number = min(found)
+    return ChosenHead(index, number, token, before[token].exp().item(), math.exp(value))
+
+
+def report_attention_map(
+    model: Thinker, prompt: Prompt, layer: int, head: int, chosen: str | None = None
+) -> Report:
+    """Report the three largest weights of each token in one head.
+
+    chosen: why this head was chosen, for the header.
+    """
     name = f"blocks.{layer}.attention.weights"
     with torch.no_grad(), model.record(name) as cache:
         model(prompt.tokens[None])
@@ -45,7 +97,11 @@ def report_attention_map(model: Thinker, prompt: Prompt, layer: int, head: int) 
         axis_labels=reports.ATTENTION_AXES,
     )
     columns = ["query", "token", "attends most to", "second", "third"]
-    return Report({"layer": layer, "head": head}, columns, rows, data, [panel])
+    header: dict[str, Any] = {"layer": layer, "head": head}
+    if chosen is not None:
+        header["chosen"] = chosen
+        data["chosen"] = chosen
+    return Report(header, columns, rows, data, [panel])
 
 
 @torch.no_grad()

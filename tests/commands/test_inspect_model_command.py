@@ -3,6 +3,7 @@ one-line errors."""
 
 import copy
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -108,9 +109,11 @@ def test_maps_and_flows(command, tiny_run, loaded, tmp_path):
     model, tokenizer = loaded
     tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(PROMPT)]])
     weights = model.attention_weights(tokens)
-    found = json.loads(command("map", tiny_run, "--prompt", PROMPT, "--layer", 1, "--json"))
+    head = ("--layer", 1, "--head", 0)
+    found = json.loads(command("map", tiny_run, "--prompt", PROMPT, *head, "--json"))
     torch.testing.assert_close(torch.tensor(found["weights"]), weights[1, 0, 0])
-    shown = command("map", tiny_run, "--prompt", PROMPT, "--png", tmp_path / "map.png")
+    assert "chosen" not in found
+    shown = command("map", tiny_run, "--prompt", PROMPT, *head, "--png", tmp_path / "map.png")
     assert "1.00 <|bos|> (0)" in shown
     flows = json.loads(
         command(
@@ -462,6 +465,48 @@ def test_what_heads_attend_to_in_tales(command, random_model, tmp_path):
     )
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     assert "<table>" in (tmp_path / "c.html").read_text()
+
+
+def without_head(model, layer, head):
+    """A copy of a model in which the output of a head is multiplied by zero."""
+    model = copy.deepcopy(model)
+    o_proj = model.blocks[layer].attention.o_proj
+    with torch.no_grad():
+        o_proj.weight.unflatten(1, (2, -1))[:, head] = 0  # (C, H, D)
+    return model
+
+
+@torch.no_grad()
+def test_a_map_chooses_the_head_that_the_prediction_needs(command, tiny_run, loaded, tmp_path):
+    prompts = [PROMPT, "Line 12: the", "the", "Line 1: the dog and", "7 8 9", "cat cat"]
+    chosen = set()
+    for prompt in prompts:
+        model, tokenizer = loaded
+        tokens = reports.Prompt.from_text(model, tokenizer, prompt).tokens[None]
+        token = int(model(tokens)[0, -1].argmax())
+        expected = {}
+        for layer, head in itertools.product((0, 1), (0, 1)):
+            changed = without_head(model, layer, head)
+            expected[layer, head] = changed(tokens)[0, -1].softmax(0)[token].item()
+        best = min(expected, key=expected.get)
+        chosen.add(best)
+        found = json.loads(command("map", tiny_run, "--prompt", prompt, "--json"))
+        assert (found["layer"], found["head"]) == best
+        label = reports.token_label(tokenizer, token)
+        before = model(tokens)[0, -1].softmax(0)[token].item()
+        assert found["chosen"] == (
+            f"the likeliest next token ‘{label}’ needs this head most: its probability goes from "
+            f"{before:.3g} to {expected[best]:.3g} without it"
+        )
+        for layer in (0, 1):  # one of the flags limits the choice
+            some = command("map", tiny_run, "--prompt", prompt, "--layer", layer, "--json")
+            head = min((0, 1), key=lambda head, layer=layer: expected[layer, head])
+            assert (json.loads(some)["layer"], json.loads(some)["head"]) == (layer, head)
+    assert len(chosen) > 1  # it depends on the prompt
+    page = tmp_path / "page.html"
+    assert "chosen  the likeliest" in command("map", tiny_run, "--prompt", prompt, "--html", page)
+    facts = json.loads(re.search(r'id="facts">(.*?)</script>', page.read_text())[1])
+    assert (facts["start"]["layer"], facts["start"]["head"]) == best
 
 
 @pytest.mark.parametrize(
