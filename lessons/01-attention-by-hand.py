@@ -80,8 +80,8 @@ for word, key in zip(words, keys):
 # The key of *sat* is equal to the query. But the key of *cat* points in almost the same direction
 # and is longer, so *cat* has the highest score: 1.07.
 #
-# **Scale.** The scores are divided by √D, where D is the length of the query. Here D = 2, so we
-# divide by 1.414. The last part of this lesson shows why.
+# **Scale.** The scores are divided by √D, where D is the length of the query. With D = 2, we divide
+# by 1.414. The last part of this lesson shows why.
 #
 # **Softmax.** Scores can be any numbers, but *sat* has 100% of its attention to give, no more and
 # no less. So every score becomes a positive number (e to the power of the score), and each of these

@@ -50,7 +50,7 @@ class Heatmap:
         """A cell in plain text."""
         return "hidden" if value == -torch.inf else f"{value:.{self.digits}f}"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         cells = [["", *self.columns]]
         cells += [
             [row, *map(self.text, line)] for row, line in zip(self.rows, self.values.tolist())
@@ -89,7 +89,7 @@ class SideBySide:
     def __init__(self, *heatmaps: Heatmap) -> None:
         self.heatmaps = heatmaps
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(map(str, self.heatmaps))
 
     def _repr_html_(self) -> str:
