@@ -18,7 +18,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from thinker.lessons.materials.practice import is_fast
+from thinker.lessons.materials.practice import is_fast, lesson_seed
 from thinker.lessons.pictures import Heatmap, SideBySide, model_diagram, show
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask, attention_weights
@@ -210,11 +210,11 @@ def next_token_loss(model, texts):
 
 
 def train(attention):
-    torch.manual_seed(0)
+    torch.manual_seed(lesson_seed())
     model = Thinker(
         ThinkerConfig(vocab_size=8, d_model=32, n_layers=1, n_heads=2, attention=attention)
     )
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(lesson_seed())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for step in range(n_steps := 30 if is_fast() else 300):
         optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / n_steps)
@@ -268,8 +268,8 @@ if not is_fast():
 # %% [markdown]
 # The causal model has the same loss as before, and its texts follow the rule. The other is worse
 # than a model that knows nothing: its loss is far above 2.079, because it is sure and wrong. Here
-# 85% of its steps break the rule. (With other seeds it may be half of them.) It has learned to read
-# the answer, and now there is none.
+# only 15% of its steps follow the rule. (With other seeds it may be half of them.) It has learned to
+# read the answer, and now there is none.
 #
 # **Question.** BERT (Devlin et al. 2018) has no mask and does not cheat. Why not?
 #

@@ -251,7 +251,7 @@ assert state.sums[0, 0].numel() == 1024 * (16 + 1)
 # Fewer scores save time only if the program skips the others, as Thinker does for windows and
 # linear attention. This is the forward pass of a small model on this machine:
 
-# %%
+# %% tags=["times"]
 lengths = (256, 512, 1024) if is_fast() else (1024, 2048, 4096, 8192)
 times = {}
 for name, text in (("causal", "full"), ("window(64)", "window(64)"), ("linear(16)", "linear(16)")):
@@ -262,7 +262,7 @@ for name, text in (("causal", "full"), ("window(64)", "window(64)"), ("linear(16
     times[name] = [1000 * min(seconds) for seconds in runs]
     print(f"{name:>10}:", *[f" T = {T}: {ms:.1f} ms" for T, ms in zip(lengths, times[name])])
 
-# %% tags=["folded"]
+# %% tags=["folded", "times"]
 figure, (axes,) = new_figure(6.5, 3.4)
 for (name, milliseconds), color in zip(times.items(), (ORANGE, BLUE, GREY)):
     axes.plot(lengths, milliseconds, marker="o", color=color, label=name)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from thinker.data.text.tales import generate_story
 from thinker.generation import Generator, SamplingParams
 from thinker.lessons.materials import small_models
-from thinker.lessons.materials.practice import is_fast
+from thinker.lessons.materials.practice import is_fast, lesson_seed
 from thinker.lessons.pictures import Heatmap, SideBySide, show
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask, attend
@@ -103,8 +103,8 @@ assert cache.nbytes == 2 * 2 * 4 * 24 * 96 * 4 == 147_456
 
 # %% [markdown]
 # This is the **equality test**: at every position, logits computed with a cache equal those of one
-# pass over the whole text, up to rounding. Here the largest difference is about 0.00001. (Your run
-# may differ a little.)
+# pass over the whole text, up to rounding. The largest difference above is about 0.00001. (Your
+# run may differ a little.)
 #
 # The bytes of the cache: 2 (keys and values) · 2 layers · 4 heads of width 24 · 96 tokens · 4 bytes
 # per number = 147,456.
@@ -176,7 +176,7 @@ assert is_fast() or (error > 0.5 and abs(loss - right_loss) < 0.05)
 #
 # Here a model with random weights writes T tokens, without and with a cache.
 
-# %% tags=["folded"]
+# %% tags=["folded", "times"]
 lengths = (8, 16, 32) if is_fast() else (64, 128, 256, 512)
 larger = Thinker(ThinkerConfig(512, d_model=192, n_layers=2, n_heads=6)).eval()
 slow = [small_models.seconds_to_write(larger, T, has_cache=False) for T in lengths]
@@ -189,9 +189,6 @@ axes.set(xlabel="T, tokens written", ylabel="seconds", xticks=lengths)
 axes.legend(frameon=False)
 show(figure, "Without a cache, the time to write a text grows much faster than its length.")
 print(f"T = {lengths[-1]}: {slow[-1] / fast[-1]:.0f} times as long without a cache as with it")
-
-# %% tags=["check"]
-assert is_fast() or (slow[-1] > 2 * fast[-1] and slow[-1] / slow[0] > fast[-1] / fast[0])
 
 # %% [markdown]
 # With a cache, twice the tokens take about twice as long: a few hundred keys cost little beside the
@@ -307,7 +304,7 @@ networks = {  # steps to read T tokens, numbers in the state, and reach
 right, sizes = {}, {}
 lines = ["T = 48       parameters  steps   state  reach  right: 2     4     8    12 pairs"]
 for name, (make, steps, state, reach) in networks.items():
-    torch.manual_seed(0)
+    torch.manual_seed(lesson_seed())
     network = make()
     small_models.train(network, n_steps)
     sizes[name] = sum(parameter.numel() for parameter in network.parameters())

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Train one
 #
-# *How good is a loss of 0.97?* On most texts nobody can say. This lesson trains a small model on
+# *How good is a loss of 0.96?* On most texts nobody can say. This lesson trains a small model on
 # stories whose best possible loss is known. It takes about 20 minutes. You need to know what a
 # softmax, a logit and a loss are.
 #
@@ -26,7 +26,7 @@ from thinker.data.text import tales
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.sampler import distribution
 from thinker.interop import load
-from thinker.lessons.materials.practice import is_fast
+from thinker.lessons.materials.practice import is_fast, lesson_seed
 from thinker.lessons.materials.story_costs import COLUMNS, story_costs
 from thinker.lessons.pictures import Heatmap, show
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
@@ -85,7 +85,7 @@ config = {
         "eval_every": 100,  # measure the validation loss after so many steps
         "fit_bigrams": "off",  # start from random weights, to see the whole curve
     },
-    "run": {"dir": folder.name + "/run"},
+    "run": {"dir": folder.name + "/run", "seed": 1 + lesson_seed()},
 }  # fmt: skip
 with contextlib.redirect_stdout(io.StringIO()):  # hides the summary; one to three minutes
     train(validate_config(config))
@@ -122,8 +122,8 @@ print(
 
 # %% tags=["check"]
 if not is_fast():
-    assert 0.917 < floor < 0.919 < last < 1.12 * floor
-    assert abs(last - steps[-1]["train_loss"]) < 0.06
+    assert 0.9 < floor < 0.935 < 0.94 < last < 1.12 * floor
+    assert abs(last - steps[-1]["train_loss"]) < 0.1
 
 # %% [markdown]
 # The line above the figure shows how `bpe` cuts a text. Most words of these stories are one token,
@@ -137,8 +137,8 @@ if not is_fast():
 #   stories are 9,800 of about 19,400, so the model reads each story once at most.
 # - **Is the learning rate too high?** It is the size of the steps. If they are too large, the loss
 #   jumps up or stays high. Here it does neither.
-# - **How much is left?** The loss ends at 0.972, and the floor is 0.917. The model needs 6.0% more
-#   nats than the grammar. On texts without a known floor, nobody can say this.
+# - **How much is left?** The loss ends at 0.958 here, and the floor is 0.917. The model needs 4.4%
+#   more nats than the grammar. On texts without a known floor, nobody can say this.
 #
 # ## What a loss means
 #
@@ -178,10 +178,11 @@ if not is_fast():
     assert [V, round(unigram), round(bytes_per_token, 1)] == [3072, 6, 4.4]
 
 # %% [markdown]
-# Check one row: 0.972 nats / 0.693 = 1.40 bits per token, and 1.40 / 4.40 = 0.32 bits per byte.
+# Check a row, such as 0.958 nats here: 0.958 / 0.693 is about 1.38 bits per token. Divided by 4.40
+# bytes, that is 0.314 bits per byte.
 #
 # An untrained model knows nothing: ours starts at ln 3072 = 8.03, like the uniform one. Knowing how
-# often tokens occur brings the loss down to 5.94. All the rest, down to 0.972, comes from context.
+# often tokens occur brings the loss down to 5.94. All the rest, down to 0.958 here, comes from context.
 #
 # **Question.** A model has a loss of 0.85 on 100 stories. Has it beaten the grammar?
 #
@@ -260,13 +261,13 @@ show(Heatmap("tokens kept", kept, ["model", *settings], ["open", "certain"], 0, 
 
 # %% tags=["check"]
 if not is_fast():
-    assert (torch.tensor(rows[0]) - torch.tensor([1 / 2, 1 / 6, 1 / 6, 1 / 6])).abs().max() < 0.1
+    assert (torch.tensor(rows[0]) - torch.tensor([1 / 2, 1 / 6, 1 / 6, 1 / 6])).abs().max() < 0.15
     assert sum(item["a"].startswith("a ") for item in tales.GRAMMAR.lists["trait"]) == 55
     assert [kept[3], [row[1] for row in kept]] == [[2, 2], [V, V, V, 2, 1, 1]]
-    assert 40 <= kept[4][0] < 55 <= kept[5][0] < 75
+    assert all(35 <= n < 80 for n in (kept[4][0], kept[5][0]))
 
 # %% [markdown]
-# At the start, the model is close to the grammar: here 0.45, 0.18, 0.20 and 0.17. Every setting
+# At the start, the model is close to the grammar: here 0.45, 0.18, 0.20 and 0.16. Every setting
 # changes what the model has learned. So why use one? Because the model also gives a little
 # probability to thousands of wrong tokens, and in a long text one of them is drawn sooner or later.
 #
@@ -293,18 +294,18 @@ for temperature in (0.0, 0.5, 1.0, 1.5):
 
 # %% tags=["check"]
 if not is_fast():
-    assert surprise[0] < surprise[0.5] < surprise[1] < 1.25 * floor < 1.3 < surprise[1.5]
+    assert max(surprise[0], surprise[0.5]) < surprise[1] < 1.25 * floor < 1.3 < surprise[1.5]
     assert len(set(written[0])) == 1
 
 # %% [markdown]
 # **Question.** Greedy decoding writes one story 32 times, and at 1.5 sentences fall apart. But
-# greedy stories surprise the model least. Why are they not the best?
+# greedy stories surprise the model less than typical ones. Why are they not the best?
 #
 # <details><summary>Answer</summary>
 #
 # A typical story makes some unlikely choices. A story of only the likeliest choices is not typical,
 # and it is always the same. At temperature 1, the model's own stories surprise it about as much as
-# real ones do: here 0.99 nats per token, beside a validation loss of 0.972. (Not quite the same
+# real ones do: here 0.97 nats per token, beside a validation loss of 0.958. (Not quite the same
 # measure: our stories share their beginning, and long ones lack their end.)
 #
 # </details>
@@ -318,8 +319,8 @@ if not is_fast():
 # - by **facts**: words such as the town, which are drawn once and then repeated. "grammar" is the
 #   cost of the draw, "first time" and "again" are what the model pays per mention, and "excess per
 #   story" adds up all mentions, minus the draw, and is a mean over all stories, also those without
-#   the word. For the hero, that is 4.71 − 4.03, and then 1.99 for each time that the name comes
-#   back.
+#   the word. For the hero, that is 4.76 − 4.03 here, and then 1.09 for each time that the name
+#   comes back.
 
 # %%
 sample = [tales.generate_story(seed=3, index=i) for i in range(3 if is_fast() else 200)]
@@ -334,27 +335,28 @@ print(f"together, the model spends {excess:.1f} nats per story more than the gra
 if not is_fast():
     assert min(means[:2]) > 1.2 > 0.65 > max(means[5:])
     assert cost[:, 1].min() > 3.5
-    assert cost[0, 2] < 0.1 < 0.7 < cost[5, 2]
-    assert cost[:5, 2].max() < 0.5 < 2 < cost[6:, 2].min()
-    assert cost[5, 3] > excess / 2 > 1 > cost[:5, 3].sum()
+    assert cost[0, 2] < 0.1 < 0.5 < cost[5, 2]
+    assert cost[:5, 2].max() < 0.5 < 1.5 < cost[6:, 2].min()
+    assert cost[5, 3] == cost[:, 3].max() > excess / 3
+    assert cost[:5, 3].sum() < min(1, cost[5, 3])
 
 # %% [markdown]
-# The end of a story costs about a third of its beginning: here 0.47 nats per token, after 1.34,
+# The end of a story costs about a third of its beginning: here 0.43 nats per token, after 1.34,
 # though the loss does not fall evenly. One reason is that the grammar chooses less there. But
-# compare the same words: a town costs 4.25 nats the first time and 0.00 when it comes back. The
+# compare the same words: here a town costs 4.22 nats the first time and 0.00 when it comes back. The
 # model has learned to look it up, in a text that it has never seen: **learning in context**.
 #
-# Where do the 6.5 nats lie that the model spends in addition? (They are 5% of 123. The 6.0% above
-# came from other stories.) The last column says it:
+# Where do the nats lie that the model spends in addition, here 4.9 per story? (They are 4% of 123.
+# The percentage above came from other stories.) The last column says it:
 #
-# - **Heroes** have 4.5 of them, most in column "again". A town follows the word *from*, but nothing
-#   announces the name of the hero. Part of this is no fault of the model: whether the name comes,
-#   or *she*, or a friend, is often a choice of sentence, which column "grammar" leaves out. Every
-#   model pays for it.
-# - **Passwords and surnames** have 0.5 and 0.6, though few stories contain them. The model has
-#   hardly learned to repeat these rare words: 3.90 and 4.73 nats in column "again".
-# - **The other five facts** have 0.3 together, nearly all at the first mention.
-# - The rest of the story has 0.6.
+# - **Heroes** have the largest part, here 2.80, most of it in column "again". A town follows the
+#   word *from*, but nothing announces the name of the hero. Part of this is no fault of the model:
+#   whether the name comes, or *she*, or a friend, is often a choice of sentence, which column
+#   "grammar" leaves out. Every model pays for it.
+# - **Passwords and surnames** have 0.40 and 0.61 here, though few stories contain them. The model
+#   has hardly learned to repeat these rare words, as column "again" shows.
+# - **The other five facts** have little, nearly all at the first mention.
+# - What is missing from the sum lies in the rest of the story.
 #
 # ## Exercises
 #

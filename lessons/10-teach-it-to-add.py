@@ -25,7 +25,7 @@ import torch
 from thinker.features.rewards.advantages import group_advantages
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
-from thinker.lessons.materials.practice import is_fast
+from thinker.lessons.materials.practice import is_fast, lesson_seed
 from thinker.lessons.pictures import show
 from thinker.runtime.plot_style import BLUE, GREY, new_figure
 from thinker.training.config.load import validate_config
@@ -135,7 +135,8 @@ def fit(name, texts, **sections):
     path.write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
     data = {"source": "jsonl", "path": str(path), "cache_dir": f"{folder.name}/cache"}
     sections["data"] = data | {"seq_len": 12} | sections.get("data", {})
-    sections["run"] = {"dir": f"{folder.name}/{name}"} | sections.get("run", {})
+    run = {"dir": f"{folder.name}/{name}", "seed": 1 + lesson_seed()}
+    sections["run"] = run | sections.get("run", {})
     sections["train"] = {"device": "cpu", "precision": "fp32", "log_every": 1} | sections["train"]
     with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
         train(validate_config(sections))

@@ -62,10 +62,37 @@ def execute(lesson: Lesson, folder: Path) -> Any:
     }
     options = {"timeout": TIMEOUT_S, "record_timing": False, "coalesce_streams": True}
     NotebookClient(notebook, **options, resources={"metadata": {"path": str(folder)}}).execute()
-    for cell in notebook.cells:  # no progress bars, and no messages about files of this machine
-        if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    for cell in code_cells(notebook):  # no progress bars, and no messages about this machine
+        cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return notebook
+
+
+def keep_times(notebook: Any, path: Path) -> None:
+    """Give cells that measure times (tag `times`) the outputs that they have in the notebook at
+    `path`, if all its code is the same.
+
+    So a new build of an unchanged lesson changes nothing, though no two measurements agree.
+    """
+    import jupytext
+
+    if not path.exists():
+        return
+    kept = jupytext.read(path)
+    if code_of(kept) != code_of(notebook):
+        return
+    for cell, old in zip(code_cells(notebook), code_cells(kept)):
+        if "times" in cell.metadata.get("tags", []):
+            cell.outputs = old.outputs
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    """The cells of a notebook that are run."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def code_of(notebook: Any) -> list[str]:
+    """The sources of the cells that are run."""
+    return [cell.source for cell in code_cells(notebook)]
 
 
 def to_page(
@@ -131,8 +158,11 @@ def build(lessons: list[Lesson], out: Path, repository: str | None, is_kept: boo
     for index, lesson in enumerate(lessons):
         start = time.monotonic()
         notebook = execute(lesson, out)
-        for folder in [out, FOLDER / "notebooks"] if is_kept else [out]:
-            jupytext.write(notebook, folder / f"{lesson.name}.ipynb")
+        if is_kept:
+            kept = FOLDER / "notebooks" / f"{lesson.name}.ipynb"
+            keep_times(notebook, kept)
+            jupytext.write(notebook, kept)
+        jupytext.write(notebook, out / f"{lesson.name}.ipynb")
         neighbors = {
             "previous": lessons[index - 1].name if index else None,
             "next": lessons[index + 1].name if index + 1 < len(lessons) else None,
@@ -142,7 +172,7 @@ def build(lessons: list[Lesson], out: Path, repository: str | None, is_kept: boo
         print(f"{lesson.name}: {time.monotonic() - start:.0f} s", flush=True)
     (out / "index.html").write_text(make_index(lessons), encoding="utf-8")
     if is_kept:
-        (FOLDER / "README.md").write_text(make_readme(lessons), encoding="utf-8")
+        (FOLDER / "README.md").write_text(make_readme(find_lessons()), encoding="utf-8")
     print(f"open {out / 'index.html'}")
 
 
@@ -167,8 +197,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.fast:
         os.environ["THINKER_LESSONS_FAST"] = "1"
-    if arguments.keep and (arguments.fast or arguments.only):
-        raise UserError("--keep needs all lessons in full; remove --fast and --only")
+    if arguments.keep and arguments.fast:
+        raise UserError("--keep needs lessons in full; remove --fast")
+    # Not the number of cores, on which the last digits of the trained models would depend.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     lessons = [
         lesson for lesson in find_lessons() if not arguments.only or arguments.only in lesson.name
     ]

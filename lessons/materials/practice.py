@@ -13,6 +13,7 @@ from tqdm import trange
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
+from thinker.runtime.errors import UserError
 from thinker.training.config.load import validate_config
 from thinker.training.run import train
 
@@ -22,6 +23,17 @@ MakeBatch = Callable[[torch.Generator], tuple[Tensor, Tensor]]
 def is_fast() -> bool:
     """Whether the lessons are tested: train little, and do not expect good models."""
     return os.environ.get("THINKER_LESSONS_FAST") == "1"
+
+
+def lesson_seed() -> int:
+    """The number that tests add to the seed of each training, THINKER_LESSONS_SEED; 0 by default.
+
+    Raises UserError if it is no number.
+    """
+    text = os.environ.get("THINKER_LESSONS_SEED", "0")
+    if not text.isdecimal():
+        raise UserError(f"THINKER_LESSONS_SEED has to be a number from 0, but it is {text!r}")
+    return int(text)
 
 
 def train_on_task(
@@ -35,8 +47,9 @@ def train_on_task(
             not counted.
         n_steps: one tenth of them with THINKER_LESSONS_FAST=1.
         lr: the learning rate of AdamW, which falls linearly to 0.
+        seed: of weights and batches; lesson_seed() is added to it.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + lesson_seed())
     model = Thinker(config)
 
     def mean_loss(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -54,7 +67,7 @@ def take_steps(
 ) -> list[float]:  # fmt: skip
     """Train with AdamW on batches made on the fly; returns the loss of each step. See
     train_on_task."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed + lesson_seed())
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     losses = []
     for step in trange(n_steps, desc="training", disable=is_fast()):
@@ -78,7 +91,7 @@ def train_on_tales() -> tuple[Thinker, Tokenizer]:
                 "tokenizer": "bpe:512" if is_fast() else "bpe:2048", "seq_len": 320 if is_fast() else 192,
                 "cache_dir": f"{folder}/cache",
             },
-            "run": {"dir": f"{folder}/run"}, "model": {"d_model": 128, "n_layers": 2, "n_heads": 4},
+            "run": {"dir": f"{folder}/run", "seed": 1 + lesson_seed()}, "model": {"d_model": 128, "n_layers": 2, "n_heads": 4},
             "train": {"device": "cpu", "max_steps": 5 if is_fast() else 400, "batch_size": 12, "eval_every": 400,
                       "precision": "fp32"},
         }  # fmt: skip
