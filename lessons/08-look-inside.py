@@ -178,10 +178,10 @@ assert is_fast() or all((clean < 0.05, 3.26 < no_upper < 4.5, no_lower > 4.5, lo
 
 # %% [markdown]
 # If one of the two heads is gone, the model is no better than a blind guess (3.26). And they form a
-# chain: without layer 0, no key says what came before it, and the induction score falls from 0.94
-# to almost 0.
+# chain: without layer 0, no key says what came before it, and the induction score falls to almost
+# 0, here from 0.94 to 0.08.
 #
-# **Question.** Without layer 0, the loss is about 6 nats. Why is that worse than a blind guess?
+# **Question.** Without layer 0, the loss is above 4.5 nats. Why is that worse than a blind guess?
 #
 # <details><summary>Answer</summary>
 #
@@ -254,9 +254,9 @@ assert is_fast() or all((rows[0, 4] > 0.8, 0.2 < rows[1, 4] < 0.35, rows[2, 4] >
 assert is_fast() or all((maps[0, 0, 4, 3] > 0.6, pushes[0, 4, 3] < 0.2, change < -1))
 
 # %% [markdown]
-# Both miss something. Rollout gives *d* only a quarter, because it assumes half and half. The
-# gradient finds *d* in layer 1, but in layer 0 it does not find that *d* has to look at *x*
-# (−0.21). Yet without that note, the logit falls by 10.8. A gradient knows only small changes, and
+# Both miss something. Rollout gives *d* only about a quarter, because it assumes half and half. The
+# gradient finds *d* in layer 1, but in layer 0 it does not find that *d* has to look at *x*: here
+# its product is −0.21. Yet without that note, the logit falls, here by 10.8. A gradient knows only small changes, and
 # the weight in layer 1 is near 1 already: a little less of the note changes nothing, but none at
 # all does.
 #
@@ -290,9 +290,10 @@ assert is_fast() or all(
 )
 
 # %% [markdown]
-# All four heads of layer 1 are induction heads, with scores from 0.85 to 0.91. Yet each costs at
-# most 0.08 nats, because the others do the same work. Without all four, the model is worse than a
-# blind guess. In layer 0, too, heads 1 and 2 look at the token before, and cost almost nothing.
+# All four heads of layer 1 are induction heads, here with scores from 0.85 to 0.91. Yet each costs
+# little, here at most 0.08 nats, because the others do the same work. Without all four, the model is
+# worse than a blind guess. In layer 0, too, some heads look at the token before, and cost almost
+# nothing: here heads 1 and 2.
 #
 # - A map tells **where a head reads**, but not **what it passes on**, nor whether anyone uses it.
 # - Ablation tells whether a head **is missed**. If others can replace it, take them out together.
@@ -305,18 +306,27 @@ assert is_fast() or all(
 #
 # Here is a story. For each fact that returns, the table shows where each head looks from the word
 # *before* it: how much weight does the head give to the fact's first mention? (Head 1.0 is head 0
-# of layer 1.) The last column is the loss of the model on the fact, in nats.
+# of layer 1.) The last column is the loss of the model on the fact, in nats. A stroke shows where
+# the tokenizer cuts a fact into several tokens; the loss is that of the first.
 
 # %%
 stories_model, tokenizer = train_on_tales()
+
+
+def find_facts(told):
+    """For each fact of a story that returns: weights of all heads on it, loss, number of tokens."""
+    pairs = told.relations["next fact"]  # (T, T): from the token before a fact to its first mention
+    queries = pairs.any(dim=1).nonzero().flatten()
+    maps = stories_model.attention_weights(told.tokens[None])[:, 0]  # (layers, heads, T, T)
+    on_fact = (maps[:, :, queries] * pairs[queries]).sum(dim=-1).flatten(0, 1).T  # (facts, 8)
+    with torch.no_grad():
+        p = stories_model(told.tokens[None])[0].softmax(dim=-1)  # (T, V)
+    fact_losses = -p[queries, told.tokens[queries + 1]].log()
+    return on_fact, fact_losses, pairs[queries].sum(dim=1)
+
+
 told = content_heads.make_story(tokenizer, 0)  # new to the model
-pairs = told.relations["next fact"]  # (T, T): from the token before a fact to its first mention
-queries = pairs.any(dim=1).nonzero().flatten()
-maps = stories_model.attention_weights(told.tokens[None])[:, 0]  # (layers, heads, T, T)
-on_fact = (maps[:, :, queries] * pairs[queries]).sum(dim=-1).flatten(0, 1).T  # (facts, 8)
-with torch.no_grad():
-    p = stories_model(told.tokens[None])[0].softmax(dim=-1)  # (T, V)
-fact_losses = -p[queries, told.tokens[queries + 1]].log()  # of the first token of each fact
+on_fact, fact_losses, _ = find_facts(told)
 rows = torch.cat([on_fact, fact_losses[:, None]], dim=1)
 
 story = generate_story(content_heads.SEED, 0)
@@ -325,33 +335,57 @@ text = [story.text[word.start : word.end] for word in words]
 places = [i for i, word in enumerate(words) if word.first_mention is not None]
 names = [f"{i}.{head}" for i in (0, 1) for head in range(4)]
 print(story.text.replace(". ", ".\n"), "\n")
-labels = [f"{text[i - 1]} → {text[i]}" for i in places]
+labels = []
+for i in places:
+    pieces = [tokenizer.decode([token]).strip() for token in tokenizer.encode(" " + text[i])]
+    labels.append(f"{text[i - 1]} → {'|'.join(pieces)}")
 show(Heatmap("weight on the fact", rows, labels, [*names, "loss"], shade=1.0))
 
 # %% tags=["check"]
-assert len(places) == len(queries) == 10
-assert is_fast() or (on_fact.amax(dim=1) > 0.5).sum() >= 4
-is_found = on_fact.amax(dim=1) > 0.5
-assert is_fast() or fact_losses[is_found].max() < 1 < fact_losses[~is_found].min()
-is_one_token = torch.tensor([len(tokenizer.encode(" " + text[i])) == 1 for i in places])
-assert is_fast() or torch.equal(is_found, is_one_token)
+assert len(places) == len(on_fact) == 10
 
 # %% [markdown]
-# At the word "from", head 0.0 looks at the town, and at "loved" it looks at the hobby. At "some",
-# head 0.1 looks at the food; at "very", head 0.2 looks at the trait; at "With the", head 1.0 looks
-# at the animal. (In your run, other heads may do it.) So heads divide the work. Those of layer 0
-# need no other layer for it: "from" can ask for any town, and the story has only one.
+# Which heads look at which facts? Go through the rows: a head that gives a fact more than half of
+# its weight has **found** it. Every run divides the work among its heads in another way, so your
+# table may look different. A head of layer 0 needs no other layer for this: *loved* can ask for any
+# hobby, and the story has only one.
 #
-# Where a head looks at the fact, the loss is 0.00 or 0.01 here. No head finds *Basil*, *Ned*, *mug*
-# and *opossum*, and they cost between 1.6 and 6.3 nats. They have one thing in common: the
-# tokenizer cuts them into several tokens, such as *m* and *ug*. (*Basil* also pays for the choice
-# of a sentence that begins with the name.)
+# One story proves little. Here are the facts of 32 new stories, and what the model pays for them:
+
+# %%
+stories = content_heads.make_stories(stories_model, tokenizer, 2 if is_fast() else 32)
+found_facts = [find_facts(told) for told in stories]
+on_fact, fact_losses, n_tokens = (torch.cat(parts) for parts in zip(*found_facts))
+is_found = on_fact.amax(dim=1) > 0.5  # by some head
+kinds = {"one token": n_tokens == 1, "several tokens": n_tokens > 1, "all": n_tokens > 0}
+shares, paid = {}, {}
+print("                facts   found   loss if found   loss if not")
+for kind, chosen in kinds.items():
+    shares[kind] = float(is_found[chosen].float().mean())
+    paid[kind] = [float(fact_losses[chosen & each].mean()) for each in (is_found, ~is_found)]
+    print(f"{kind:>14} {int(chosen.sum()):6} {shares[kind]:7.0%}", end=" ")
+    print(f"{paid[kind][0]:15.2f} {paid[kind][1]:13.2f}")
+
+# %% tags=["check"]
+if not is_fast():
+    assert shares["all"] > 0.2
+    assert paid["all"][0] < paid["all"][1] / 2
+
+# %% [markdown]
+# - Where a head has found the fact, the loss is less than half of that elsewhere: here 0.91 nats,
+#   and 3.77 for facts that no head has found.
+# - To find a fact does not always mean to know it. Here a found fact of one token costs 0.29 nats,
+#   but one of several tokens 1.52. The head may look at a later piece of it, and the model needs the
+#   first.
+#
+# (Not all of the loss is the fault of heads: whether the hero's name comes, or *she*, is often a
+# choice of the grammar.)
 #
 # Is that more than chance? A head that always looks at the near past also meets facts and subjects.
 # So the next table compares each head with one that sees **only distances**: it gives each distance
 # the weight that the real head gives it on average, whatever the words are. For example, if a head
 # gives 30% to the token two places back, on average, and the subject is two places back, then
-# chance is 30%. The numbers are means over 32 stories.
+# chance is 30%. The numbers are means over the same 32 stories.
 #
 # - **next fact**: from the word before a fact that returns to its first mention, as above.
 # - **subject**: from a verb to its subject.
@@ -359,7 +393,6 @@ assert is_fast() or torch.equal(is_found, is_one_token)
 # - **cost**: by how much the loss on facts that return rises, in nats, if the head is set to zero.
 
 # %%
-stories = content_heads.make_stories(stories_model, tokenizer, 2 if is_fast() else 32)
 found = content_heads.score_content(stories_model.attention_weights, stories).relations
 inputs, fact_targets = content_heads.fact_targets(stories)
 cost = heads.importance_by_ablation(stories_model, inputs, "zero", fact_targets).value
@@ -368,24 +401,31 @@ for name in ("class", "subject", "next fact"):
     columns = {name: found[name].score, f"{name}, chance": found[name].chance, **columns}
 table = torch.stack([column.flatten() for column in columns.values()], dim=1)
 show(Heatmap("heads in 32 stories", table, names, list(columns), shade=0.3))
+best = {}
+for name in ("next fact", "subject", "class"):
+    above = (found[name].score - found[name].chance).flatten()
+    i = int(above.argmax())
+    best[name] = float(found[name].score.flatten()[i]), float(found[name].chance.flatten()[i])
+    print(f"{name:>9}: furthest above chance is head {names[i]},", end=" ")
+    print(f"with {best[name][0]:.0%} of its weight, where chance is {best[name][1]:.0%}")
+i = int(cost.flatten().argmax())
+print(f"without head {names[i]}, the loss on facts rises most, by {cost.max():.1f} nats")
 
 # %% tags=["check"]
-best = found["next fact"].score.argmax()
-assert (
-    is_fast()
-    or found["next fact"].score.flatten()[best] > 0.15 > 0.05 > found["next fact"].chance.max()
-)
-assert is_fast() or cost.max() > 0.5
+if not is_fast():
+    assert best["next fact"][0] > 0.1 > 0.05 > found["next fact"].chance.max()
+    assert max(best[name][0] - best[name][1] for name in ("subject", "class")) < 0.1
+    assert cost.max() > 0.5
 
 # %% [markdown]
-# - *Next fact*: head 0.0 gives 27% of its weight to the fact that comes next, where chance gives
-#   1%. Without this head, the loss on facts rises by 2.5 nats.
-# - *Subject* and *class*: no head is clearly above chance, and most are below it. A picture of a
+# - *Next fact*: the best head gives many times as much of its weight to the fact that comes next as
+#   chance would. And it is no mere picture: the model needs such heads, as the last line shows.
+# - *Subject* and *class*: no head is far above chance, and most are near it or below. A picture of a
 #   head that looks from a verb to its subject would have looked like grammar, but distance explains
-#   it.
+#   most of it.
 #
-# So the weights follow references, and beyond distance they follow neither subjects nor classes.
-# The model may still know the grammar: a map does not tell everything. The command `python
+# So the weights follow references. Beyond distance, they hardly follow subjects and classes. The
+# model may still know the grammar: a map does not tell everything. The command `python
 # scripts/inspect_model.py content` makes this report for any model of tales.
 #
 # ## Exercises
