@@ -243,11 +243,11 @@ rows = rows.round(decimals=2) + 0.0  # no -0.00
 labels = ["weight, layer 1", "rollout", "gradient × attention"]
 show(Heatmap("what reaches the second x", rows, labels, list("qmaxdtqmax"), shade=1.0))
 logits = [model(ours[None])[0, -1, letter_d]]
-with model.patch({LOWER: lambda z: z.index_fill(1, torch.tensor([4]), 0.0)}):  # at d
+with model.patch({LOWER: "zero"}):
     logits.append(model(ours[None])[0, -1, letter_d])
 change = (logits[1] - logits[0]).item()
 print(f"layer 0, d to x: weight {maps[0, 0, 4, 3]:.2f}, gradient × weight {pushes[0, 4, 3]:.2f}")
-print(f"logit of d without layer 0's note at d: {change:+.1f}")
+print(f"logit of d without the notes of layer 0: {change:+.1f}")
 
 # %% tags=["check"]
 assert is_fast() or all((rows[0, 4] > 0.8, 0.2 < rows[1, 4] < 0.35, rows[2, 4] > 0.5))
@@ -256,9 +256,9 @@ assert is_fast() or all((maps[0, 0, 4, 3] > 0.6, pushes[0, 4, 3] < 0.2, change <
 # %% [markdown]
 # Both miss something. Rollout gives *d* only about a quarter, because it assumes half and half. The
 # gradient finds *d* in layer 1, but in layer 0 it does not find that *d* has to look at *x*: here
-# its product is −0.21. Yet without that note, the logit falls, here by 10.8. A gradient knows only small changes, and
-# the weight in layer 1 is near 1 already: a little less of the note changes nothing, but none at
-# all does.
+# its product is −0.21. Yet without the notes of layer 0, the logit falls, here by 10.2. A gradient
+# knows only small changes, and the weight in layer 1 is near 1 already: slightly weaker notes change
+# almost nothing, but none at all do.
 #
 # ## What a map does not tell
 #
