@@ -170,7 +170,8 @@ def test_a_copied_config_trains_and_finds_its_schema(tmp_path):
 def test_lessons_are_listed_and_copied(tmp_path):
     listed = run_thinker("lessons", cwd=tmp_path).stdout.splitlines()
     notebooks = sorted((ROOT / "lessons" / "notebooks").glob("*.ipynb"))
-    assert [line[0] for line in listed[: len(notebooks)]] == [path.name[1] for path in notebooks]
+    numbers = [int(path.name[:2]) for path in notebooks]
+    assert [int(line.split()[0]) for line in listed[: len(notebooks)]] == numbers
     assert run_thinker("lessons", "copy", "mine", cwd=tmp_path).returncode == 0
     assert [path.name for path in sorted((tmp_path / "mine").iterdir())] == [
         path.name for path in notebooks
