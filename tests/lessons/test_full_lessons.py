@@ -11,7 +11,8 @@ from conftest import ROOT
 from thinker.lessons.build import find_lessons
 
 WITHOUT_TRAINING = {"01-attention-by-hand"}
-# Seeds and numbers of threads. The seeds are far apart, since a lesson may add a few to them.
+# Seeds and numbers of threads. The seeds are far apart, since a lesson may add a few to them. Only
+# `make prove` runs others than the first.
 RUNS = ((0, 1), (10, 1), (20, 2))
 
 
@@ -20,7 +21,11 @@ def cases():
     found = []
     for lesson in reversed(find_lessons()):  # the longest first
         runs = RUNS[:1] if lesson.name in WITHOUT_TRAINING else RUNS
-        found += [(lesson, seed, n_threads) for seed, n_threads in runs]
+        for run in runs:
+            marks = ()
+            if run != RUNS[0]:
+                marks = pytest.mark.stress
+            found.append(pytest.param(lesson, *run, marks=marks))
     return found
 
 
