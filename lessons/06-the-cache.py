@@ -24,7 +24,7 @@ from thinker.lessons.pictures import Heatmap, SideBySide, show
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask, attend
 from thinker.runtime.plot_style import BLUE, ORANGE, new_figure
-from thinker.training.reports.operations import describe_operations, format_operations
+from thinker.training.reports.plan_operations import describe_operations, format_operations
 
 # %% [markdown]
 # ## The same work, again and again

@@ -26,7 +26,7 @@ from thinker.training.data.training_batches import open_loader
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops, planned_model
 from thinker.training.objective import Objective, build_objective, next_token_loss
-from thinker.training.reports.operations import describe_operations
+from thinker.training.reports.plan_operations import describe_operations
 from thinker.training.reports.plan_table import OPTIMAL_TOKENS, recommendation
 from thinker.training.settings.memory_bound import check_run_fits
 from thinker.training.settings.memory_estimate import estimate_memory, free_memory, usable_fraction

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.lora import add_lora
-from thinker.training.reports.operations import (
+from thinker.training.reports.plan_operations import (
     decoder_operations,
     describe_operations,
     format_operations,
