@@ -26,8 +26,8 @@ def main() -> int:
     )
     arguments = parser.parse_command_line()
     from thinker.training.config.load import load_config
-    from thinker.training.reports.plan_operations import format_operations
     from thinker.training.reports.plan import make_plan
+    from thinker.training.reports.plan_operations import format_operations
     from thinker.training.reports.plan_table import format_plan
 
     plan = make_plan(
