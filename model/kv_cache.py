@@ -297,8 +297,9 @@ class KVCache:
         return None
 
     def remember(self, tensors: dict[str, Tensor], length: int) -> None:
-        """Take the tensors of memory() of an equal cache with one row of this length."""
-        raise NotImplementedError
+        """Take the tensors of memory() of an equal cache with one row of this length. A cache whose
+        memory() is None has nothing to take."""
+        assert not tensors
 
     def truncate(self, lengths: list[int]) -> None:
         """Shorten each row to its new length. Raises UserError if keys that it needs have been

@@ -165,7 +165,8 @@ class MaskBuilder:
         else:
             head = torch.zeros((), dtype=int, device=device)
         bias = None
-        distance = (query.position - key.position).abs()  # (T, S) or (B, 1, T, S)
+        if self.has_bias:
+            distance = (query.position - key.position).abs()  # (T, S) or (B, 1, T, S)
         if self.relative_bias is not None:
             bias = self.relative_bias(distance)  # (H, T, S) or (B, H, T, S)
         if slopes is not None:

@@ -92,6 +92,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             content = json.loads((file.metadata() or {})["conversation"])
             if content["format"] != FORMAT:
                 raise UserError(f"{path} is of another version: {content['format']}")
+            missing = {"kind", "model", "state", "cached"} - content.keys()
+            if missing:
+                raise UserError(f"{path} is damaged: it has no {min(missing)}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no saved conversation, or it is damaged") from error
@@ -99,8 +102,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _check_shapes(path: Path, found: dict[str, Tensor], empty: dict[str, Tensor]) -> None:
-    """Raise UserError unless tensors are those of a cache, where only the number of stored blocks
-    may differ."""
+    """Raise UserError unless tensors have the names, dimensions and dtypes of those of a cache. The
+    number of stored blocks may differ."""
     is_complete = found.keys() == empty.keys()
     for name, tensor in found.items():
         expected = empty.get(name)

@@ -86,8 +86,7 @@ class ModelConfig(ConfigSection):
     window: Size | None = None
     """Number of keys that each query attends to in layers with the letter L."""
     positions: Literal["rope", "alibi", "relative", "learned", "sinusoidal", "none"] = "rope"
-    """Position encoding: rope, alibi, relative (a learned bias per head and distance), learned,
-    sinusoidal or none."""
+    """Position encoding. relative: a learned bias per head and distance."""
     rope_scaling: dict[str, Any] | None = None
     """RoPE scaling for longer contexts, such as `{type: yarn, factor: 4, original_max_seq_len:
     256}`. null: none."""
