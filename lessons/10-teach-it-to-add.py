@@ -157,7 +157,7 @@ def answers_of(model, n=8):
 # %%
 shape = {"d_model": 64, "n_layers": 2, "n_heads": 4}
 own = {"tokenizer": "byte", "packing": "documents", "val_fraction": 0.1}
-steps = {"max_steps": 3 if is_fast() else 450, "batch_size": 100}
+steps = {"max_steps": 3 if is_fast() else 700, "batch_size": 100}
 imitator, tokenizer = fit("rows", rows, data=own, model=shape, train=steps)  # half a minute
 
 
@@ -185,16 +185,16 @@ first = report(imitator)
 if not is_fast():
     assert first["without a carry"][0] > 0.9
     assert 0.35 < first["with a carry"][0] < 0.65
-    assert first["with a carry"][1] > 0.85
+    assert first["with a carry"][1] > max(0.75, first["with a carry"][0] + 0.25)
 
 # %% [markdown]
-# The model has become like its teacher: it adds well without a carry, and forgets more than every
+# The model has become like its teacher: it adds well without a carry, and forgets about every
 # second carry. More rows of this kind would not help. The best that imitation can do is to say
 # "132 or 122, one as likely as the other", as that is what the rows say.
 #
-# But look at the last number. For almost every sum with a carry, the right answer is among eight.
-# The model finds it; it does not know that it is the right one. The share of prompts with at least
-# one right answer among k is called **pass@k**.
+# But look at the last number. For most sums with a carry, the right answer is among eight. The
+# model finds it; it does not know that it is the right one. The share of prompts with at least one
+# right answer among k is called **pass@k**.
 #
 # ## Let it check its own sums
 #
@@ -254,13 +254,12 @@ if not is_fast():
 # Nearly all carries are there, though nobody has given the model another right sum. Its own answers
 # and a yes or no were enough: it found right answers by chance, and they became more probable.
 #
-# **Question.** One of eight answers was right for almost all sums before, too. What has changed?
+# **Question.** One of eight answers was right for most sums before, too. What has changed?
 #
 # <details><summary>Answer</summary>
 #
-# Pass@8 has risen by five points here, but the share of right answers by more than fifty. Rewards
-# mostly move probability to what a model could already do. Where pass@8 is 0, there is nothing to
-# reward.
+# Pass@8 has risen by a few points, but the share of right answers by about fifty. Rewards mostly
+# move probability to what a model could already do. Where pass@8 is 0, there is nothing to reward.
 #
 # </details>
 #
