@@ -83,6 +83,7 @@ config = {
     "train": {
         "device": "cpu", "max_steps": 12 if is_fast() else 700, "batch_size": 14,
         "eval_every": 100,  # measure the validation loss after so many steps
+        "precision": "fp32",  # 32 bits per number on every machine, also where 16 are faster
         "fit_bigrams": "off",  # start from random weights, to see the whole curve
     },
     "run": {"dir": folder.name + "/run", "seed": 1 + lesson_seed()},
@@ -127,8 +128,8 @@ if not is_fast():
 
 # %% [markdown]
 # The line above the figure shows how `bpe` cuts a text. Most words of these stories are one token,
-# together with the space before them. The rare word *temple* is three. (Your run may differ a
-# little.)
+# together with the space before them. A rare word such as *temple* may be cut into several, here
+# into three. (Your run may differ a little.)
 #
 # Three questions about such a curve:
 #
@@ -137,7 +138,7 @@ if not is_fast():
 #   stories are 9,800 of about 19,400, so the model reads each story once at most.
 # - **Is the learning rate too high?** It is the size of the steps. If they are too large, the loss
 #   jumps up or stays high. Here it does neither.
-# - **How much is left?** The loss ends at 0.958 here, and the floor is 0.917. The model needs 4.4%
+# - **How much is left?** The loss ends at 0.957 here, and the floor is 0.917. The model needs 4.3%
 #   more nats than the grammar. On texts without a known floor, nobody can say this.
 #
 # ## What a loss means
@@ -178,11 +179,11 @@ if not is_fast():
     assert [V, round(unigram), round(bytes_per_token, 1)] == [3072, 6, 4.4]
 
 # %% [markdown]
-# Check a row, such as 0.958 nats here: 0.958 / 0.693 is about 1.38 bits per token. Divided by 4.40
+# Check a row, such as 0.957 nats here: 0.957 / 0.693 is about 1.38 bits per token. Divided by 4.40
 # bytes, that is 0.314 bits per byte.
 #
 # An untrained model knows nothing: ours starts at ln 3072 = 8.03, like the uniform one. Knowing how
-# often tokens occur brings the loss down to 5.94. All the rest, down to 0.958 here, comes from context.
+# often tokens occur brings the loss down to 5.94. All the rest, down to 0.957 here, comes from context.
 #
 # **Question.** A model has a loss of 0.85 on 100 stories. Has it beaten the grammar?
 #
@@ -267,7 +268,7 @@ if not is_fast():
     assert all(35 <= n < 80 for n in (kept[4][0], kept[5][0]))
 
 # %% [markdown]
-# At the start, the model is close to the grammar: here 0.45, 0.18, 0.20 and 0.16. Every setting
+# At the start, the model is close to the grammar: here 0.45, 0.18, 0.21 and 0.16. Every setting
 # changes what the model has learned. So why use one? Because the model also gives a little
 # probability to thousands of wrong tokens, and in a long text one of them is drawn sooner or later.
 #
@@ -305,7 +306,7 @@ if not is_fast():
 #
 # A typical story makes some unlikely choices. A story of only the likeliest choices is not typical,
 # and it is always the same. At temperature 1, the model's own stories surprise it about as much as
-# real ones do: here 0.97 nats per token, beside a validation loss of 0.958. (Not quite the same
+# real ones do: here 1.00 nats per token, beside a validation loss of 0.957. (Not quite the same
 # measure: our stories share their beginning, and long ones lack their end.)
 #
 # </details>
@@ -319,7 +320,7 @@ if not is_fast():
 # - by **facts**: words such as the town, which are drawn once and then repeated. "grammar" is the
 #   cost of the draw, "first time" and "again" are what the model pays per mention, and "excess per
 #   story" adds up all mentions, minus the draw, and is a mean over all stories, also those without
-#   the word. For the hero, that is 4.76 − 4.03 here, and then 1.09 for each time that the name
+#   the word. For the hero, that is 4.79 − 4.03 here, and then 1.07 for each time that the name
 #   comes back.
 
 # %%
@@ -343,17 +344,17 @@ if not is_fast():
 # %% [markdown]
 # The end of a story costs about a third of its beginning: here 0.43 nats per token, after 1.34,
 # though the loss does not fall evenly. One reason is that the grammar chooses less there. But
-# compare the same words: here a town costs 4.22 nats the first time and 0.00 when it comes back. The
+# compare the same words: here a town costs 4.21 nats the first time and 0.00 when it comes back. The
 # model has learned to look it up, in a text that it has never seen: **learning in context**.
 #
 # Where do the nats lie that the model spends in addition, here 4.9 per story? (They are 4% of 123.
 # The percentage above came from other stories.) The last column says it:
 #
-# - **Heroes** have the largest part, here 2.80, most of it in column "again". A town follows the
+# - **Heroes** have the largest part, here 2.79, most of it in column "again". A town follows the
 #   word *from*, but nothing announces the name of the hero. Part of this is no fault of the model:
 #   whether the name comes, or *she*, or a friend, is often a choice of sentence, which column
 #   "grammar" leaves out. Every model pays for it.
-# - **Passwords and surnames** have 0.40 and 0.61 here, though few stories contain them. The model
+# - **Passwords and surnames** have 0.45 and 0.60 here, though few stories contain them. The model
 #   has hardly learned to repeat these rare words, as column "again" shows.
 # - **The other five facts** have little, nearly all at the first mention.
 # - What is missing from the sum lies in the rest of the story.
