@@ -71,7 +71,8 @@ def keep_times(notebook: Any, path: Path) -> None:
     """Give cells that measure times (tag `times`) the outputs that they have in the notebook at
     `path`, if all its code is the same.
 
-    So a new build of an unchanged lesson changes nothing, though no two measurements agree.
+    So on the same kind of processor, a new build of an unchanged lesson changes nothing, though no
+    two measurements agree.
     """
     import jupytext
 
