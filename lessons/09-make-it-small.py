@@ -245,13 +245,15 @@ assert [sum(p.numel() for p in each.parameters()) for each in (cut("random", 2, 
     508_608,
     688_832,
 ]
-assert is_fast() or all(
-    fp32 + 2 * (losses[4] - fp32) < x < min(others) for x, others in damage.values()
-)
+if not is_fast():
+    for x, others in damage.values():
+        assert fp32 + 2 * (losses[4] - fp32) < x < sum(others) / 3
+    assert damage["both"][0] < min(damage["both"][1])
 
 # %% [markdown]
-# The least needed parts cost less than each random choice: without both, the loss is 1.147 here
-# instead of 1.351 to 1.590. But the whole model has 0.922 here, and 4 bits cost it only 0.0075.
+# The least needed parts cost less than random ones do on average. Without both kinds, they cost less
+# than each of the random choices: the loss is 1.147 here instead of 1.351 to 1.590. But the whole
+# model has 0.922 here, and 4 bits cost it only 0.0075.
 #
 # ## Healing
 #
