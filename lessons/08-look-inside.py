@@ -376,7 +376,7 @@ if not is_fast():
 #   and 3.77 for facts that no head has found.
 # - To find a fact does not always mean to know it. Here a found fact of one token costs 0.29 nats,
 #   but one of several tokens 1.52. The head may look at a later piece of it, and the model needs the
-#   first.
+#   first. (In some runs, both cost about as little.)
 #
 # (Not all of the loss is the fault of heads: whether the hero's name comes, or *she*, is often a
 # choice of the grammar.)
