@@ -270,7 +270,7 @@ assert torch.allclose(rounds, torch.tensor([16.0, 9.0, 5.0], dtype=torch.float64
 if not is_fast():
     for kind, curve in curves.items():
         assert curve[16:32].mean() > 0.9
-        assert curve[64:].mean() > 0.85 if kind == "alibi" else curve[64:].mean() < 0.15
+        assert curve[64:].mean() > 0.85 if kind == "alibi" else curve[64:].mean() < 0.25
     assert curves["rope"][32:40].mean() > 0.9 > 0.3 > curves["rope"][56:64].mean()
     assert curves["learned"][32:40].mean() < curves["sinusoidal"][32:40].mean() < 0.85
 

@@ -320,6 +320,8 @@ assert (networks["convolution"][3], networks["attention"][2] // networks["GRU"][
 if not is_fast():
     assert min(right["attention"]) > 0.9
     assert max(right["GRU"][-1], right["convolution"][-1]) < 0.5
+    assert right["GRU"][0] > 0.6 > 0.45 > right["convolution"][0]
+    assert right["GRU"][-1] > 1.5 / 12
 
 # %% [markdown]
 # - Attention answers all questions right here, for up to 12 pairs. Scores find a key by its
