@@ -11,21 +11,20 @@ from conftest import ROOT
 from thinker.lessons.build import find_lessons
 
 WITHOUT_TRAINING = {"01-attention-by-hand"}
-# Seeds and numbers of threads. The seeds are far apart, since a lesson may add a few to them. Only
-# `make prove` runs others than the first.
+# Seeds and numbers of threads. The seeds are far apart, since a lesson may add a few to them.
 RUNS = ((0, 1), (10, 1), (20, 2))
+RUNS_WITHOUT_TRAINING = ((0, 1), (0, 2))
 
 
 def cases():
     """Lessons with a seed and a number of threads."""
     found = []
     for lesson in reversed(find_lessons()):  # the longest first
-        runs = RUNS[:1] if lesson.name in WITHOUT_TRAINING else RUNS
+        runs = RUNS
+        if lesson.name in WITHOUT_TRAINING:
+            runs = RUNS_WITHOUT_TRAINING
         for run in runs:
-            marks = ()
-            if run != RUNS[0]:
-                marks = pytest.mark.stress
-            found.append(pytest.param(lesson, *run, marks=marks))
+            found.append(pytest.param(lesson, *run))
     return found
 
 
@@ -39,6 +38,7 @@ def test_a_lesson_holds_in_full(lesson, seed, n_threads, tmp_path):
     environment.pop("THINKER_LESSONS_FAST", None)
     environment["THINKER_LESSONS_SEED"] = str(seed)
     environment["OMP_NUM_THREADS"] = str(n_threads)
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins takes time from other tests
     environment["PYTHONUTF8"] = "1"
     # A process of its own: the number of threads is read when torch is imported.
     done = subprocess.run(
