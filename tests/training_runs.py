@@ -67,6 +67,12 @@ def metrics_without_times(run):
     ]
 
 
+def written_samples(run):
+    """The text of samples.jsonl; "" if there is none."""
+    path = run / "samples.jsonl"
+    return path.read_text() if path.exists() else ""
+
+
 def assert_same_tensors(a, b, step):
     """Two runs have the same weights and optimizer state after `step`, bit for bit."""
     folders = [run / "checkpoints" / f"step-{step:08d}" for run in (a, b)]
@@ -78,9 +84,10 @@ def assert_same_tensors(a, b, step):
 
 
 def assert_same_run(a, b, step):
-    """Two runs have logged the same numbers, and are at the same bits after `step`."""
+    """Two runs have logged the same numbers and samples, and are at the same bits after `step`."""
     ours, theirs = metrics_without_times(a), metrics_without_times(b)
     assert ours == theirs
+    assert written_samples(a) == written_samples(b)
     assert_same_tensors(a, b, step)
     states = [
         checkpoint.read_json(run / "checkpoints" / f"step-{step:08d}" / "state.json")

@@ -77,8 +77,8 @@ class Callback:
         the prompt."""
 
     def on_step_end(self, info: StepInfo) -> None:
-        """A step is complete: logged, evaluated and saved where that was due. The time here counts
-        not as training."""
+        """A step is complete: logged, and evaluated where that was due. A checkpoint of it is saved
+        next, where that is due. The time here counts not as training."""
 
     def before_eval(self) -> None:
         """The model is about to be evaluated or saved. Put the weights for that into it."""

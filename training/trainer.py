@@ -127,11 +127,12 @@ class Trainer:
             self.checkpoints.check()
             if self.is_due(train.eval_every):
                 self.evaluate()
+            # Before a save, so that a run that resumes from it lacks nothing of this step.
+            for callback in self.callbacks:
+                callback.on_step_end(info)
             if self.is_due(train.save_every):
                 self.show_status(f"step {self.state.step}, saving")
                 self.save()
-            for callback in self.callbacks:
-                callback.on_step_end(info)
         if not self.stopping:
             self.evaluate()
 

@@ -198,7 +198,9 @@ def _json(value: Any) -> str:
 
 def _samples(facts: ReportFacts) -> str:
     if not facts.samples:
-        return "<p>There are no samples; <code>train.sample_every=N</code> takes them.</p>"
+        return (
+            "<p>There are no samples; <code>train.sample_every</code> says when to take them.</p>"
+        )
     text = ""
     for sample in facts.samples:
         prompt = f"<b>{_text(sample['prompt'])}</b>" if sample["prompt"] else ""

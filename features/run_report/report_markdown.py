@@ -82,7 +82,7 @@ def _row(cells: list[str]) -> str:
 
 def _samples(facts: ReportFacts) -> list[str]:
     if not facts.samples:
-        return ["There are no samples; `train.sample_every=N` takes them."]
+        return ["There are no samples; `train.sample_every` says when to take them."]
     blocks = []
     for sample in facts.samples:
         blocks += [f"Step {sample['step']:,}:", _code(sample["prompt"] + sample["text"])]

@@ -93,7 +93,7 @@ def train_on_tales() -> tuple[Thinker, Tokenizer]:
             },
             "run": {"dir": f"{folder}/run", "seed": 1 + lesson_seed()}, "model": {"d_model": 128, "n_layers": 2, "n_heads": 4},
             "train": {"device": "cpu", "max_steps": 5 if is_fast() else 400, "batch_size": 12, "eval_every": 400,
-                      "precision": "fp32"},
+                      "sample_every": None, "precision": "fp32"},
         }  # fmt: skip
         with contextlib.redirect_stdout(io.StringIO()):  # hides the summary
             train(validate_config(config))

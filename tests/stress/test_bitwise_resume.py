@@ -15,6 +15,7 @@ HARD = [
     "train.eval_every=3",
     "train.save_every=7",
     "train.keep_last=9",
+    "train.sample_every=auto",
     "train.warmup_steps=3",
 ]
 CASES = [

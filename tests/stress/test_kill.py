@@ -14,6 +14,7 @@ from training_runs import (
     last_step,
     temporary_files,
     wait_for,
+    written_samples,
 )
 
 from thinker import checkpoint
@@ -23,6 +24,7 @@ OPTIONS = [
     f"train.max_steps={STEPS}",
     f"train.save_every={EVERY}",
     "train.eval_every=5",
+    "train.sample_every=auto",
     "model.dropout=0.1",
 ]
 
@@ -89,6 +91,7 @@ def test_every_restart_resumes_from_a_complete_checkpoint_and_ends_alike(
         assert resumed == max(kept, default=0)
         assert before - resumed <= EVERY
         assert bits(run) == bits(whole), f"kill {kills}"
+        assert written_samples(run) == written_samples(whole)
         assert not temporary_files(run)
     print(f"{count} of {count} kills, {inside} of them inside a save or a removal")
     assert inside >= count // 4
@@ -110,4 +113,5 @@ def test_kills_during_background_saves(train_args, tmp_path, whole, stress):
         assert done.returncode == 0, done.stderr
         assert before - max(kept, default=0) <= 2 * EVERY
         assert bits(run) == bits(whole), f"trial {trial}"
+        assert written_samples(run) == written_samples(whole)
         assert not temporary_files(run)

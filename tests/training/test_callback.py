@@ -90,7 +90,8 @@ class Recorder(Callback):
 def test_hooks_run_in_the_order_of_the_list(tmp_path, monkeypatch):
     monkeypatch.setattr(summary, "print_summary", lambda *arguments: None)
     calls = []
-    config = small_config(tmp_path, "run", ["train.max_steps=1", "train.save_every=null"])
+    more = ["train.max_steps=1", "train.save_every=null", "train.sample_every=null"]
+    config = small_config(tmp_path, "run", more)
     assert train(config, callbacks=[Recorder("a", calls), Recorder("b", calls)]) == 0
     asked = {
         "has_final_form",

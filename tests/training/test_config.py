@@ -265,10 +265,6 @@ def test_keys_that_another_key_disables_are_refused():
             {"train": {"keep_every": 2, "save_every": None, "max_steps": 1}},
             "without train.save_every; remove it",
         ),
-        (
-            {"train": {"sample_prompt": "a", "max_steps": 1}},
-            "without train.sample_every; remove it",
-        ),
     ):
         with pytest.raises(UserError, match=message):
             validate_config({"train": {"max_steps": 1}, **tree})

@@ -1,5 +1,6 @@
 """Samples of the model during training (train.sample_every)."""
 
+import math
 import sys
 from typing import TYPE_CHECKING
 
@@ -8,38 +9,83 @@ from tqdm import tqdm
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import RunError
 from thinker.training.callback import Callback, StepInfo, TrainingParts, TrainingRun
+from thinker.training.config.sections import TrainConfig
 
 if TYPE_CHECKING:
     from thinker.generation import Generator
 
 MAX_TOKENS = 48
 TEMPERATURE = 0.8
+# Of train.sample_every=auto: samples of a run, and steps between two of them at least.
+N_SAMPLES = 8
+MIN_STEPS = 5
+
+
+def count_samples(max_steps: int | None) -> int:
+    """How many samples train.sample_every=auto takes: fewer in a run of less than 40 steps."""
+    if max_steps is None:
+        return N_SAMPLES
+    return max(1, min(N_SAMPLES, max_steps // MIN_STEPS))
+
+
+def reaches_share(before: float, now: float, n_shares: int) -> bool:
+    """Whether a step ends one of `n_shares` equal shares of the run.
+
+    before, now: the share of the run that was done before the step and is done after it.
+    """
+    return math.floor(n_shares * now) > math.floor(n_shares * before)
 
 
 class Samples(Callback):
-    """Takes a sample every few steps: prints it as one line, and writes it to samples.jsonl."""
+    """Takes samples as train.sample_every says: prints each as one line, and writes it to
+    samples.jsonl."""
 
-    def __init__(self, every: int, prompt: str, tokenizer: Tokenizer) -> None:
-        self.every = every
-        self.prompt = prompt
+    def __init__(self, train: TrainConfig, tokenizer: Tokenizer) -> None:
+        self.train = train
+        self.every = train.sample_every
+        self.prompt = train.sample_prompt
         self.tokenizer = tokenizer
+        self.share = 0.0  # of the run that is done
 
     def setup(self, parts: TrainingParts) -> None:
-        """Raise UserError if the prompt is too long for the model."""
+        """Raise UserError if the prompt does not fit the model.
+
+        Without a prompt, a model that reads a prefix takes no samples by default.
+        """
         config = parts.model.config
         tokens = [0, *self.tokenizer.encode(self.prompt)]
+        if self.every == "auto" and not self.prompt and len(tokens) < config.prefix:
+            self.every = None
+            if parts.dist.is_main:
+                print(
+                    f"no samples: they need a prompt of {config.prefix} tokens for the model's "
+                    "bidirectional prefix; set train.sample_prompt",
+                    file=sys.stderr,
+                )
+            return
         if not config.prefix <= len(tokens) <= config.max_cached_len:
             from thinker.generation.sequence import check_prompt  # to say what is wrong
 
             check_prompt(tokens, self.tokenizer, config, config.max_cached_len)
 
     def on_start(self, run: TrainingRun) -> None:
-        """Keep the run."""
+        """Keep the run, and how much of it is done."""
         self.run = run
+        self.share = run.state.share_of_length(self.train)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to take a sample after this step, which has just been made."""
+        before = self.share
+        self.share = self.run.state.share_of_length(self.train)
+        if self.every is None:
+            return False
+        if self.every == "auto":
+            return reaches_share(before, self.share, count_samples(self.train.max_steps))
+        return step % self.every == 0
 
     def on_step_end(self, info: StepInfo) -> None:
         """Take a sample if it is time to."""
-        if info.step % self.every:
+        if not self.is_due(info.step):
             return
         run = self.run
         run.show_status(f"step {info.step}, sampling")

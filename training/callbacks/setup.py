@@ -35,11 +35,11 @@ def callbacks_of_weights(settings: Settings) -> list[Callback]:
 def callbacks_of_output(settings: Settings, tokenizer: Tokenizer) -> list[Callback]:
     """Samples and trackers. What they need is imported only for them."""
     callbacks: list[Callback] = []
-    if settings.train.sample_every:
+    train = settings.train
+    if train.sample_every is not None:
         from thinker.training.callbacks.samples import Samples
 
-        train = settings.train
-        callbacks.append(Samples(train.sample_every, train.sample_prompt, tokenizer))
+        callbacks.append(Samples(train, tokenizer))
     trackers = make_trackers(settings)
     if trackers:
         from thinker.training.tracking.tracking_callback import Tracking

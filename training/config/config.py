@@ -103,8 +103,6 @@ class Config(ConfigSection):
         saves = train.save_every is not None
         evaluates = train.eval_every is not None
         decays = train.schedule == "wsd"
-        # sample_every=null turns samples off and leaves the prompt unused.
-        has_samples = "sample_every" in train.model_fields_set
         is_muon = optimizer.name == "muon"
         is_cautious = optimizer.cautious_weight_decay
         is_contiguous = data.packing == "contiguous"
@@ -114,7 +112,6 @@ class Config(ConfigSection):
         rules = [  # key, value, whether it is read, what reads it
             ("train.lora_alpha", train.lora_alpha, has_lora, "train.lora_rank"),
             ("train.keep_every", train.keep_every, saves, "train.save_every"),
-            ("train.sample_prompt", train.sample_prompt, has_samples, "train.sample_every"),
             ("train.decay_fraction", train.decay_fraction, decays, "train.schedule=wsd"),
             ("optimizer.momentum", optimizer.momentum, is_muon, "optimizer.name=muon"),
             (momentum_warmup, optimizer.momentum_warmup_steps, is_muon, "optimizer.name=muon"),

@@ -299,8 +299,9 @@ class TrainConfig(ConfigSection):
     callbacks: list[Annotated[str, AfterValidator(_check_callback)]] | None = None
     """Names of callbacks that modules in `extensions` register, in the order in which they run.
     null: none."""
-    sample_every: Positive | None = None
-    """Steps between samples, which are printed and written to samples.jsonl. null: none."""
+    sample_every: Positive | Literal["auto"] | None = "auto"
+    """Steps between samples, which are printed and written to samples.jsonl. auto: after each
+    eighth of the run; fewer if it has less than 40 steps. null: none."""
     sample_prompt: str = ""
     """Prompt of the samples."""
 

@@ -55,6 +55,10 @@ class RunState(BaseModel):
         if it stops early."""
         if self.stops_early(train):
             return 1.0
+        return self.share_of_length(train)
+
+    def share_of_length(self, train: TrainConfig) -> float:
+        """The share of train.max_steps or train.max_minutes that is done, whichever is larger."""
         steps = self.step / train.max_steps if train.max_steps else 0.0
         minutes = self.elapsed_s / 60 / train.max_minutes if train.max_minutes else 0.0
         return min(1.0, max(steps, minutes))
