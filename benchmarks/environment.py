@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from thinker.runtime.backend import processor_name
 from thinker.runtime.process.invocation import this_command
+from thinker.runtime.process.progress import Progress
 
 
 def describe_environment() -> dict[str, str]:
@@ -64,7 +64,7 @@ def time_alternately(
     Calls take turns in each round, so that noise affects all of them equally.
     """
     results: list[list[float]] = [[] for _ in calls]
-    for _ in tqdm(range(rounds + 1), desc="rounds", leave=False):
+    for _ in Progress(range(rounds + 1), desc="rounds", leave=False):
         for call, result in zip(calls, results):
             result.append(measure_median(call, device, min_seconds))
     return [result[1:] for result in results]

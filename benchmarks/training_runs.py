@@ -3,9 +3,8 @@
 import os
 from pathlib import Path
 
-from tqdm import tqdm
-
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 from thinker.training.processes.child_process import train_side_by_side
 from thinker.training.processes.training_process import TrainingProcess
 
@@ -19,7 +18,7 @@ def train_all(runs: list[TrainingProcess], jobs: int = 1) -> None:
     When a run fails, those that have not started yet never start, and its error is raised.
     """
     threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
-    with tqdm(total=len(runs), desc="training runs") as bar:
+    with Progress(total=len(runs), desc="training runs") as bar:
 
         def show(run: TrainingProcess) -> None:
             bar.set_postfix_str(f"{run.name}: {run.loss:.4f}")

@@ -11,7 +11,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from thinker.data.tokenizers.common_prefix import common_prefix
 from thinker.data.tokenizers.tokenizer import Tokenizer
@@ -20,6 +19,7 @@ from thinker.generation import Generator, SamplingParams
 from thinker.model import Thinker
 from thinker.runtime.checks import check_computed
 from thinker.runtime.errors import RunError, UserError, did_you_mean
+from thinker.runtime.process.progress import Progress
 
 MAX_NEW_TOKENS = 256  # unless the task sets it
 BATCH_SIZE = 16
@@ -151,7 +151,7 @@ class ThinkerLM(TemplateLM):
         windows.sort(key=lambda window: -len(window.inputs))
         nats = [0.0] * len(rows)
         is_greedy = [True] * len(rows)
-        with tqdm(total=len(windows), desc="scoring", disable=disable_tqdm) as bar:
+        with Progress(total=len(windows), desc="scoring", disable=disable_tqdm) as bar:
             for start in range(0, len(windows), self.batch_size):
                 batch = windows[start : start + self.batch_size]
                 inputs = [torch.tensor(window.inputs) for window in batch]
@@ -231,7 +231,7 @@ class ThinkerLM(TemplateLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate until one of the request's stop strings."""
         texts = []
-        for request in tqdm(requests, desc="generating", disable=disable_tqdm):
+        for request in Progress(requests, desc="generating", disable=disable_tqdm):
             context, options = request.args
             params = sampling_params(options)
             n_new = params.max_new_tokens

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 import yaml
 from torch import Tensor
-from tqdm import tqdm
 
 from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.shards import TokenShards
@@ -20,6 +19,7 @@ from thinker.model.rope_scaling import RopeScaling
 from thinker.runtime.checks import check_computed
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 
 LOGIT_ROWS = 256  # positions whose logits are in memory at once
 
@@ -185,7 +185,7 @@ def loss_by_position(
         n_windows = min(limit, n_windows)
     n_batches = math.ceil(n_windows / batch_size)
     batches = batch_losses(model, windows, batch_size, token_losses, n_windows)
-    batches = tqdm(batches, desc="evaluating", total=n_batches, disable=not progress)
+    batches = Progress(batches, desc="evaluating", total=n_batches, disable=not progress)
     targets = []
     losses = []
     for batch_targets, batch_nats in batches:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from thinker.data.batches.windows import PackedDataset, sequential_batches
 from thinker.evaluation.entropy_floor import entropy_floor
@@ -19,6 +18,7 @@ from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 
 PROGRESS_DELAY = 1.0  # seconds
@@ -148,9 +148,9 @@ class Evaluator:
             n_bytes=total_bytes,
         )
 
-    def _bar(self) -> tqdm:
+    def _bar(self) -> Progress:
         n_batches = -(-self.n_windows // (self.batch_size * self.dist.world_size))
-        return tqdm(
+        return Progress(
             desc="evaluating",
             total=n_batches,
             leave=False,

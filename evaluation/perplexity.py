@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.encoding import encode_document
@@ -22,6 +21,7 @@ from thinker.evaluation.long_context import PositionLosses, loss_by_position, ra
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 
 BATCH_TOKENS = 8192
 MIN_BLOCK_TOKENS = 1024  # per sample of the confidence interval, if the text is long enough
@@ -186,7 +186,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path
     n_left = max_tokens
     n_texts = 0
     n_lost = 0
-    with tqdm(total=max_tokens, desc="tokenizing", unit=" tokens") as bar:
+    with Progress(total=max_tokens, desc="tokenizing", unit=" tokens") as bar:
         for document in source.documents():
             is_chat = document.messages is not None
             rows = encode_document(tokenizer, document, assistant_only_loss=is_chat)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
 from thinker.data.tokenizers.text_bytes import count_bytes
 from thinker.data.tokenizers.tokenizer import Tokenizer
@@ -17,6 +16,7 @@ from thinker.generation.sampling_params import check_text
 from thinker.model import KVCache, Thinker
 from thinker.runtime.checks import check_computed, describe
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def score_text(
         )
     logprobs: list[float] = []
     likeliest: list[dict[int, float]] = []
-    bar = tqdm(
+    bar = Progress(
         desc="scoring", total=len(ids), unit=" tokens", leave=False, delay=1, disable=not progress
     )
     start = 0  # of the window

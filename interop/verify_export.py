@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.interop.verify_text import TOLERANCE, comparable_positions, is_likeliest, verify_text
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError, install_command
+from thinker.runtime.process.progress import Progress
 
 MAX_POSITIONS = 256  # compared logits
 MAX_GREEDY_TOKENS = 64
@@ -176,7 +176,7 @@ def _check_tokenizer(tokenizer: Tokenizer, hf_tokenizer: Any, n_texts: int) -> s
         # transformers replaces the split pattern of the file by its own.
         reason = " (for qwen2, it always splits text as Qwen does)"
     texts = islice(adversarial_texts(list(tokenizer.special_tokens)), n_texts)
-    with tqdm(total=n_texts, desc="comparing tokenizers", unit=" texts", leave=False) as bar:
+    with Progress(total=n_texts, desc="comparing tokenizers", unit=" texts", leave=False) as bar:
         while batch := list(islice(texts, TEXTS_PER_BATCH)):
             encoded = hf_tokenizer(batch, add_special_tokens=False)["input_ids"]
             for text, ids in zip(batch, encoded):

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from thinker.evaluation.perplexity import estimate_ratio
 from thinker.interpretability import heads
@@ -22,6 +21,7 @@ from thinker.interpretability.reports import (
 )
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 from thinker.runtime.registry import feature_command
 
 Texts = tuple[Tensor, Tensor]  # tokens and targets, (N, T) each
@@ -42,7 +42,7 @@ def report_over_training(
     """
     tokens = random if prompt is None else prompt.tokens[None]
     scores = {}
-    for step, load_model in tqdm(list(steps), desc="measuring", unit=" checkpoints"):
+    for step, load_model in Progress(list(steps), desc="measuring", unit=" checkpoints"):
         scores[step] = score_heads(load_model(), tokens, random)
     step_labels = [str(step) for step in scores]
     first = next(iter(scores.values()))

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from thinker.data.text import tales
 from thinker.data.text.story_words import Word, find_words
@@ -24,6 +23,7 @@ from thinker.interpretability import distances, heads
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 
 SEED = -1  # of no config, so that no model was trained on these stories
 MAX_STORIES = 20  # generated per story that fits into the context
@@ -186,7 +186,7 @@ def score_content(
     by_distance = []  # (layers, H, longest) per story
     by_query = []  # (layers, H, longest) per story
     divergence = []  # (layers · H, layers · H) per story
-    for number, story in enumerate(tqdm(stories, desc="reading stories")):
+    for number, story in enumerate(Progress(stories, desc="reading stories")):
         weights = attention(story.tokens[None])[:, 0].float().cpu()  # (layers, H, T, T)
         for name, pairs in story.relations.items():
             found[name].append((weights * pairs).sum(dim=(-2, -1)))  # (layers, H)

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from thinker.evaluation.perplexity import estimate_ratio
 from thinker.interpretability.attribution import require_grad_from_embedding
@@ -21,6 +20,7 @@ from thinker.model.inspection import attention_statistics
 from thinker.model.inspection.attention_statistics import row_entropy
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 
 # Measures of heads, too; the model has them, because monitoring needs them without this package.
 entropy = attention_statistics.entropy
@@ -147,7 +147,7 @@ def importance_by_ablation(
     baseline, means = _losses_and_means(model, names, _batches(model, tokens, targets))
     groups = [_groups(block.attention, by_group) for block in model.blocks]
     costs = []
-    with tqdm(total=sum(map(len, groups)), desc="ablating heads") as bar:
+    with Progress(total=sum(map(len, groups)), desc="ablating heads") as bar:
         for name, layer_groups in zip(names, groups):
             layer_costs = []
             for group in layer_groups:

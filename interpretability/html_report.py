@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from thinker.data.tokenizers.token_label import token_label
 from thinker.data.tokenizers.tokenizer import Tokenizer
@@ -26,6 +25,7 @@ from thinker.interpretability.reports import Prompt, Report
 from thinker.model import Thinker
 from thinker.runtime.checks import check_computed
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 
 # In a file: 12 layers of 12 heads at 512 tokens, which a browser opens in a few seconds.
 MAX_WEIGHTS = 144 * 512 * 513 // 2
@@ -159,7 +159,9 @@ def _read_weights(
     stored = torch.ones(T, T, dtype=torch.bool)
     if not model.config.prefix:
         stored = stored.tril()  # above the diagonal, all weights are 0
-    for layer in tqdm(range(model.config.n_layers), desc="reading layers", leave=False, delay=1):
+    for layer in Progress(
+        range(model.config.n_layers), desc="reading layers", leave=False, delay=1
+    ):
         # One pass per layer, because the weights of all layers may not fit into memory.
         path = f"blocks.{layer}.attention.weights"
         with model.record(path) as cache:

@@ -5,8 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from tqdm import tqdm
+from typing import Any
 
 from thinker import checkpoint
 from thinker.checkpoint import CheckpointManager
@@ -16,6 +15,7 @@ from thinker.data.corpus.corpus import Corpus
 from thinker.evaluation.loss import Evaluation
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
+from thinker.runtime.process.progress import Progress
 from thinker.runtime.ranks import DistContext
 from thinker.training.callback import StepInfo, TrainingRun, evaluated_weights
 from thinker.training.metrics import MemoryMeter, evaluation_line, format_trained
@@ -57,8 +57,9 @@ class Trainer:
         self.callbacks = self.step.callbacks
         self.loader = self.batches.loader
         self.signal_handler = SignalHandler(together=self.dist.world_size > 1)
-        self.bar = tqdm(disable=True)
+        self.bar = Progress(disable=True)
         self.last_evaluation: Evaluation | None = None
+        self.last_line: dict[str, Any] | None = None  # of training metrics
         if not self.state.processed_tokens:  # a checkpoint from before they were counted
             n_positions = self.train_config.batch_size * self.settings.data.seq_len
             self.state.processed_tokens = self.state.step * n_positions
@@ -83,7 +84,9 @@ class Trainer:
         elif self.state.step:
             print(f"resuming from step {self.state.step} in {self.run.path}", file=sys.stderr)
         with self.signal_handler:
-            self.bar = tqdm(total=1.0, initial=self.progress(), disable=is_finished, **BAR_OPTIONS)
+            self.bar = Progress(
+                total=1.0, initial=self.progress(), disable=is_finished, **BAR_OPTIONS
+            )
             try:
                 if not is_finished:
                     self.fit()
@@ -116,6 +119,7 @@ class Trainer:
                 raise
             self.signal = self.signal_handler.number  # it also ended the compilers of all ranks
         self.save()
+        self._show_last_line()
         self.bar.update(self.progress() - self.bar.n)
 
     def _run_steps(self) -> None:
@@ -276,7 +280,7 @@ class Trainer:
 
     def show_status(self, text: str) -> None:
         """Show what is being done beside the progress bar."""
-        self.bar.set_postfix_str(text)
+        self.bar.show_status(text)
 
     # ---------------------------------------------------------------- metrics
 
@@ -309,6 +313,14 @@ class Trainer:
     def _log_steps(self, multiplier: float, metrics: dict[str, float]) -> None:
         """Log a line for the steps since the last one, and show it beside the progress bar."""
         line = self.step_log.log_steps(multiplier, metrics)
+        if line is not None:
+            self.last_line = line
+            self._show_last_line()
+
+    def _show_last_line(self) -> None:
+        """Show the newest line of training metrics beside the progress bar, from its next update
+        on."""
+        line = self.last_line
         if line is None:
             return
         text = f"step {line['step']}, epoch {self.epochs:.2f}, loss {line['train_loss']:.3f}"

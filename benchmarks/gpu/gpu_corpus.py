@@ -20,11 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tqdm import tqdm
-
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
+from thinker.runtime.process.progress import Progress
 from thinker.runtime.reading import read_json, sha256_of_file
 
 PACKAGES = ("linux-source-6.1", "perl-doc", "python3.11-doc", "git-doc", "anarchism")
@@ -114,7 +113,7 @@ def write_documents(packages: list[Path], rows: Path, max_bytes: int) -> dict[st
     """
     found = {"prose": Documents(max_bytes), "code": Documents(max_bytes)}
     for package in packages:
-        bar = tqdm(read_package(package), desc=package.name, unit=" files", mininterval=1.0)
+        bar = Progress(read_package(package), desc=package.name, unit=" files", mininterval=1.0)
         for name, data in bar:
             kind = "prose" if name.endswith(PROSE) else "code"
             found[kind].add(data)

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from thinker.benchmarks.training_runs import ROOT
 from thinker.data.batches.prefetch import Batch
 from thinker.data.text.tales import generate_story
 from thinker.model import Thinker
 from thinker.runtime.plot_style import BLUE, ORANGE, new_figure, save_figure
+from thinker.runtime.process.progress import Progress
 from thinker.training.config.load import load_config
 from thinker.training.settings.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train all sizes for a few steps, and print how activations and their changes grow."""
     sizes = [(width, 2) for width in arguments.widths] + [(64, n) for n in arguments.depths]
     rows = []
-    for width, n_layers in tqdm(dict.fromkeys(sizes), desc="sizes"):
+    for width, n_layers in Progress(dict.fromkeys(sizes), desc="sizes"):
         rows += measure(width, n_layers, arguments.steps)
     slopes = []
     axes = (("width", arguments.widths), ("layers", arguments.depths))

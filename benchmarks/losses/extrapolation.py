@@ -9,8 +9,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from thinker.benchmarks.losses.ablation import COMMON_OVERRIDES, CORPORA
 from thinker.benchmarks.training_runs import ROOT, train_all
 from thinker.data.batches.windows import PackedDataset
@@ -20,6 +18,7 @@ from thinker.runtime.backend import configure_backend
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure
+from thinker.runtime.process.progress import Progress
 from thinker.training.config.load import load_config
 from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.processes.training_process import TrainingProcess
@@ -89,7 +88,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     cases = [(positions, None) for positions in POSITIONS] + [
         ("rope", scaling) for scaling in SCALINGS
     ]
-    for positions, scaling in tqdm(cases, desc="evaluating"):
+    for positions, scaling in Progress(cases, desc="evaluating"):
         losses: dict[int, list[float]] = {multiple: [] for multiple in MULTIPLES}
         for seed in range(1, arguments.seeds + 1):
             model, _ = load(runs[positions, seed].folder)
@@ -121,7 +120,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             f"  {row['mean_losses'][multiple]:.3f} ± {row['stds'][multiple]:.3f}"
             for multiple in MULTIPLES
         ]
-        tqdm.write(f"{row['name']:<20}" + "".join(cells))
+        Progress.write(f"{row['name']:<20}" + "".join(cells))
     if arguments.png:
         plot(rows, trained_length, arguments.png)
     return {"trained_length": trained_length, "rows": rows}

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.batches.dataset import ShuffledDataset
@@ -17,6 +16,7 @@ from thinker.evaluation.loss import Evaluator
 from thinker.runtime.backend import configure_backend
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 from thinker.training.config.load import load_config
 from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.metrics import MemoryMeter
@@ -71,7 +71,7 @@ class Gpt2Run(TrainingProcess):
         train_set = PackedDataset(corpus.train, seq_len, config.data.packing)
         loader = BatchLoader(ShuffledDataset(train_set, config.run.seed), train.batch_size)
         tokens, start = 0, time.perf_counter()
-        for step in tqdm(range(train.max_steps), desc=self.name):
+        for step in Progress(range(train.max_steps), desc=self.name):
             multiplier = lr_multiplier(train, step, step / train.max_steps)
             for group in optimizer.param_groups:
                 group["lr"] = config.optimizer.lr * multiplier

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from thinker.benchmarks.training_runs import ROOT
 from thinker.data.batches.prefetch import Batch
 from thinker.runtime.plot_style import new_figure, save_figure
+from thinker.runtime.process.progress import Progress
 from thinker.training.config.load import load_config
 from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.optim.schedule import lr_multiplier
@@ -60,11 +60,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for multiple in arguments.multiples:
                 cases.append((width, batch_size, multiple))
     rows = []
-    for width, batch_size, multiple in tqdm(cases, desc="runs"):
+    for width, batch_size, multiple in Progress(cases, desc="runs"):
         n_steps = arguments.tokens // batch_size // LENGTH
         loss = train_loss(train, val, vocab_size, width, batch_size, n_steps, multiple)
         rows.append({"width": width, "batch": batch_size, "multiple": multiple, "loss": loss})
-        tqdm.write(f"width {width} batch {batch_size} × {multiple:g}: {loss:.4f}")
+        Progress.write(f"width {width} batch {batch_size} × {multiple:g}: {loss:.4f}")
     if arguments.png is not None:
         plot(rows, arguments.png)
     return {"tokens": arguments.tokens, "rows": rows}

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.features.sweeps.seed_statistics import mean_and_interval
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config
 from thinker.training.run import train
@@ -144,7 +144,7 @@ def train_in_processes(trials: dict[Trial, list[str]], n_jobs: int) -> dict[Tria
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(n_jobs, context, torch.set_num_threads, (threads,)) as pool:
         futures = {trial: pool.submit(final_loss, overrides) for trial, overrides in trials.items()}
-        bar = tqdm(futures.items(), desc="training runs")
+        bar = Progress(futures.items(), desc="training runs")
         return {trial: future.result() for trial, future in bar}
 
 

@@ -9,9 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from thinker.checkpoint.run_directory import RunDirectory
+from thinker.runtime.process.progress import Progress
 from thinker.training.config.shipped import find_config
 from thinker.training.processes.training_process import TrainingProcess
 
@@ -33,7 +32,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     more += ["train.precision=fp32", "train.device=cpu", "train.grpo.eval_prompts=0"]
     seconds: dict[str, list[float]] = {name: [] for name in FORMS}
     mismatch = dict.fromkeys(FORMS, 0.0)
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=2 * arguments.rounds) as bar:
+    with tempfile.TemporaryDirectory() as folder, Progress(total=2 * arguments.rounds) as bar:
         for turn in range(arguments.rounds):
             for name, override in FORMS.items():
                 overrides = [*arguments.overrides, *more, override]

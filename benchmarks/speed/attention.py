@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from thinker.benchmarks.environment import measure_seconds, time_alternately
 from thinker.model import KVCache, Thinker, ThinkerConfig
@@ -22,6 +21,7 @@ from thinker.runtime.backend import configure_backend
 from thinker.runtime.device import DTYPES
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import new_figure
+from thinker.runtime.process.progress import Progress
 from thinker.training.settings.tensor_meter import LiveTensorMeter
 
 PATTERNS = ("full", "window(128)", "dilated(512, 4)", "window(128) | global(16)", "block(128, 2)", "strided(64)",
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     configure_backend(torch.device(arguments.device))
     cases = [(pattern, kernel) for pattern in arguments.patterns for kernel in arguments.kernels]
     rows: list[dict[str, Any]] = []
-    for pattern, kernel in tqdm(cases, desc="patterns"):
+    for pattern, kernel in Progress(cases, desc="patterns"):
         rows += measure(pattern, kernel, lengths, arguments)
     fits = []
     for pattern, kernel in cases:

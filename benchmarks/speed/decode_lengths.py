@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from thinker.benchmarks.environment import measure_bandwidth, measure_seconds
 from thinker.benchmarks.speed.decode import SHAPES, make_random_model
@@ -17,6 +16,7 @@ from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.model import Thinker
 from thinker.runtime.device import choose_device
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
+from thinker.runtime.process.progress import Progress
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 MAX_LEN = max(LENGTHS) + 1
@@ -64,7 +64,7 @@ def measure(model: Thinker, window: int, repeats: int) -> dict[str, Any]:
         fill(cache)
     seconds: dict[tuple[int, str], list[float]] = {case: [] for case in caches}
     bandwidths = []
-    for _ in tqdm(range(repeats), desc="lengths", leave=False):
+    for _ in Progress(range(repeats), desc="lengths", leave=False):
         bandwidths.append(measure_bandwidth(model.device))
         for (length, kind), cache in caches.items():
             for step in range(4):  # consecutive steps on one cache, as in decoding

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from thinker.benchmarks.environment import measure_seconds
 from thinker.benchmarks.speed.decode import SHAPES, make_random_model
@@ -22,6 +21,7 @@ from thinker.model import KVCache
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import DTYPES, choose_device
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, save_figure
+from thinker.runtime.process.progress import Progress
 from thinker.training.data.open_run import sample_sequences
 
 BITS = (None, 8, 4)  # None: the dtype of the model
@@ -90,7 +90,7 @@ def time_steps(generator: Generator, length: int, rows: int, repeats: int) -> li
         caches[bits] = make_cache(generator.model, rows, length + 1, bits=bits)
         fill(caches[bits])
     tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-    for _ in tqdm(range(repeats), desc=f"{rows} x {length}", leave=False):
+    for _ in Progress(range(repeats), desc=f"{rows} x {length}", leave=False):
         for bits, cache in caches.items():
             for step in range(
                 3
@@ -132,7 +132,7 @@ def measure_losses(path: str, n_texts: int) -> list[dict[str, Any]]:
             model, tokenizer, Path(path), None, n_texts, Path(scratch)
         )
     nats: dict[int | None, list[float]] = {bits: [] for bits in BITS}
-    for row, wanted in zip(tqdm(tokens, desc="losses", leave=False), targets):
+    for row, wanted in zip(Progress(tokens, desc="losses", leave=False), targets):
         for bits in BITS:
             cache = make_cache(generator.model, 1, len(row), bits=bits)
             steps = row[None].split(1, dim=1)

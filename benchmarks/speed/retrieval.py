@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from thinker.benchmarks.environment import measure_seconds
 from thinker.benchmarks.speed.decode import SHAPES
@@ -18,6 +17,7 @@ from thinker.generation.decoders.inference_model import fuse_for_inference
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.runtime.device import choose_device
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, save_figure
+from thinker.runtime.process.progress import Progress
 
 LENGTHS = (4096, 16384, 65536)
 SINKS = 4
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         torch.zeros(1, 1, dtype=torch.long, device=device),
         {case: [] for case in caches},
     )
-    for _ in tqdm(range(arguments.repeats), desc="rounds", leave=False):
+    for _ in Progress(range(arguments.repeats), desc="rounds", leave=False):
         for (kind, length), cache in caches.items():
             for step in range(STEPS):
                 # The store has all blocks, so that positions that are written again change nothing.

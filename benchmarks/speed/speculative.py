@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from thinker.benchmarks.training_runs import ROOT
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.runtime.device import DTYPES
+from thinker.runtime.process.progress import Progress
 from thinker.training.config.load import load_config
 from thinker.training.run import build_trainer
 from thinker.training.trainer import Trainer
@@ -75,7 +75,7 @@ def measure_int8(trainer: Trainer, n_windows: int) -> dict[str, Any]:
         "fp32": Generator(trainer.model, tokenizer, dtype=torch.float32),
         "int8": Generator(trainer.model, tokenizer, dtype=torch.float32, bits=8),
     }
-    for passage in tqdm(passages, desc="int8", leave=False):
+    for passage in Progress(passages, desc="int8", leave=False):
         text = tokenizer.decode(passage)
         for name, generator in generators.items():
             score = generator.score(text)
@@ -162,7 +162,7 @@ def time_drafts(
     plain_seconds: list[float] = []  # per token
     seconds: dict[int, list[float]] = {n: [] for n in speculative}
     completions: dict[int, list[Completion]] = {n: [] for n in speculative}
-    for prompt, _ in tqdm(texts, desc=f"temperature {params.temperature}", leave=False):
+    for prompt, _ in Progress(texts, desc=f"temperature {params.temperature}", leave=False):
         for _ in range(repeats):
             plain_seconds.append(time_per_token(plain, prompt, params)[0])
             for n, generator in speculative.items():

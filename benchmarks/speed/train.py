@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from thinker.benchmarks.baselines import PlainGPT, to_transformers
 from thinker.benchmarks.contenders import Calls, Contender, race
@@ -18,6 +17,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import DTYPES, choose_device, choose_precision
 from thinker.runtime.errors import RunError
 from thinker.runtime.plot_style import BLUE, GREY, new_figure
+from thinker.runtime.process.progress import Progress
 from thinker.training.config.load import validate_config
 from thinker.training.metrics import flops_per_token, peak_flops
 from thinker.training.settings.resolve import resolve_settings
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         contenders.append(Contender(MATRIX_PRODUCT, make_product, (device, precision)))
     results = {}
     race_results = race(contenders, device, arguments.repeats, time.monotonic() + MAX_SECONDS)
-    for result in tqdm(race_results, desc="variants", total=len(contenders)):
+    for result in Progress(race_results, desc="variants", total=len(contenders)):
         if "error" in result:
             raise RunError(f"{result['name']}: {result['error'].strip().splitlines()[-1]}")
         results[result["name"]] = result

@@ -13,8 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from thinker.benchmarks.checkout import ROOT, check_out, environment, link_own_tree
 from thinker.benchmarks.speed.decode import SHAPES
 from thinker.benchmarks.speed.train import SHAPES as TRAINING_SHAPES
@@ -26,6 +24,7 @@ from thinker.benchmarks.systems.serving import (
     stream_all,
 )
 from thinker.runtime.errors import RunError, UserError
+from thinker.runtime.process.progress import Progress
 
 STEPS = {"step-quickstart": (40, 5), "step-12m": (6, 2)}  # timed ones, and those before them
 DECODING = ("decode-32", "decode-16", "decode-8", "decode-4", "prefill-32", "prefill-16")
@@ -144,7 +143,7 @@ def take_turns(
     samples: dict[str, tuple[list[float], list[float]]] = {
         measure: ([], []) for measure in arguments.only
     }
-    for pair in tqdm(range(arguments.pairs), desc="pairs"):
+    for pair in Progress(range(arguments.pairs), desc="pairs"):
         order = (0, 1) if pair % 2 == 0 else (1, 0)  # so that neither side is always the first
         for task in tasks:
             for index in order:

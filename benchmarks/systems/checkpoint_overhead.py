@@ -7,12 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm, trange
-
 from thinker import checkpoint
 from thinker.benchmarks.environment import measure_seconds
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.model_files import to_cpu
+from thinker.runtime.process.progress import Progress
 from thinker.training.config.load import load_config
 from thinker.training.optim.schedule import lr_multiplier
 from thinker.training.run import build_trainer
@@ -41,7 +40,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         fixed = [f"run.dir={folder}/run", "train.save_every=null", "train.eval_every=null", "train.max_minutes=null",
                  "train.max_steps=1000000", "train.fit_bigrams=off"]  # fmt: skip
         trainer = build_trainer(load_config(arguments.config, [*arguments.overrides, *fixed]))
-        trainer.bar = tqdm(disable=True)
+        trainer.bar = Progress(disable=True)
         for _ in range(3):  # memory allocation and compilation
             bare_step(trainer)
             trainer.train_step()
@@ -84,7 +83,7 @@ def measure_steps(trainer: Trainer, rounds: int) -> dict[str, float]:
     """Seconds of a resumable step, and its median ratio to a bare step of the same round."""
     steps = {"bare": partial(bare_step, trainer), "resumable": trainer.train_step}
     step_seconds, ratios = [], []
-    for number in trange(rounds, desc="steps"):
+    for number in Progress(range(rounds), desc="steps"):
         order = ("bare", "resumable") if number % 2 else ("resumable", "bare")
         seconds = {name: measure_seconds(steps[name], trainer.device) for name in order}
         step_seconds.append(seconds["resumable"])
@@ -118,7 +117,7 @@ def measure_saves(trainer: Trainer, folder: Path, n_saves: int) -> dict[str, flo
         to_cpu(checkpoint.checkpoint_files(trainer.model, {}, trainer.step.optimizers.tensors()))
 
     delays, next_delays, copies, saves = [], [], [], []
-    for _ in trange(n_saves, desc="saves"):
+    for _ in Progress(range(n_saves), desc="saves"):
         before = measure_seconds(trainer.train_step, trainer.device)
         with_save = measure_seconds(save_and_step, trainer.device)
         following = measure_seconds(trainer.train_step, trainer.device)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from thinker.benchmarks.speed.decode import BITS, SHAPES
 from thinker.benchmarks.systems.serving import (
     make_generator,
@@ -19,6 +17,7 @@ from thinker.benchmarks.systems.serving import (
 )
 from thinker.generation import SamplingParams
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 
 MAX_LEN = 1024
 
@@ -84,7 +83,7 @@ def measure(
 ) -> dict[tuple[str, int], float]:
     """The median seconds of each side for each number of new tokens."""
     seconds: dict[tuple[str, int], list[float]] = {}
-    for turn in tqdm(range(repeats + 1), leave=False):
+    for turn in Progress(range(repeats + 1), leave=False):
         for name, side in sides.items():
             for n_new in lengths:
                 start = time.perf_counter()

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from thinker.benchmarks.speed.decode import BITS, SHAPES, make_random_model
 from thinker.benchmarks.vocabulary import make_vocabulary
@@ -29,6 +28,7 @@ from thinker.interop.huggingface import save_pretrained
 from thinker.model import Thinker
 from thinker.runtime.device import DTYPES
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 LONG_PROMPT = 900  # tokens
@@ -206,7 +206,7 @@ def measure_clients(
     if peer is not None:
         sides["transformers"] = lambda: asyncio.run(stream_all(peer, bodies(path)))
     rates: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in tqdm(range(arguments.repeats + 1), desc=f"{n_clients} clients", leave=False):
+    for turn in Progress(range(arguments.repeats + 1), desc=f"{n_clients} clients", leave=False):
         for name, side in sides.items():
             rate = side()
             if turn:  # the first one is a warm-up
@@ -280,7 +280,7 @@ def measure_first_token(tokenizer: Tokenizer, port: int, repeats: int) -> dict[s
         return first
 
     alone, both, long_alone = [], [], []
-    for _ in tqdm(range(repeats), desc="first token", leave=False):
+    for _ in Progress(range(repeats), desc="first token", leave=False):
         alone.append(asyncio.run(stream(port, ask(16)))[1])
         long_alone.append(asyncio.run(stream(port, ask(LONG_PROMPT)))[1])
         both.append(asyncio.run(beside(ask(LONG_PROMPT), ask(16), long_alone[-1] / 4)))

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from thinker.benchmarks.contenders import Calls, Contender, race
 from thinker.benchmarks.speed.train import MAX_SECONDS, SHAPES, Shape, contender
 from thinker.runtime.device import DTYPES, choose_device, choose_precision
 from thinker.runtime.errors import RunError
+from thinker.runtime.process.progress import Progress
 
 PASSES = ("forward", "input gradient", "weight gradient")
 PRODUCTS = "products"  # name of the contender
@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     seconds = {}
     deadline = time.monotonic() + MAX_SECONDS
     results = race(contenders, device, arguments.repeats, deadline, min_seconds=MIN_SECONDS)
-    for result in tqdm(results, desc="contenders", total=len(contenders)):
+    for result in Progress(results, desc="contenders", total=len(contenders)):
         if "error" in result:
             raise RunError(f"{result['name']}: {result['error'].strip().splitlines()[-1]}")
         medians = {call: statistics.median(each) for call, each in result["seconds"].items()}

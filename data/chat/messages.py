@@ -6,10 +6,9 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from tqdm import tqdm
-
 from thinker.data.text.document import Message
 from thinker.runtime.errors import UserError, did_you_mean, misspelled
+from thinker.runtime.process.progress import Progress
 
 JSON = (str, int, float, bool, list, dict, type(None))
 
@@ -177,7 +176,7 @@ def _say_unread(where: str, columns: tuple[str, ...]) -> str:
     line = f"{where}: not read: {', '.join(columns)}"
     for column in columns:
         line += misspelled([column], BESIDE)
-    tqdm.write(line, file=sys.stderr)  # a bar may be shown
+    Progress.write(line, file=sys.stderr)  # a bar may be shown
     return line
 
 

@@ -3,10 +3,9 @@ left."""
 
 from typing import Any
 
-from tqdm import tqdm
-
 from thinker.data.text.document import Document
 from thinker.data.text.sources import Source
+from thinker.runtime.process.progress import Progress
 
 UPDATE_TOKENS = 1 << 17  # between updates of the text
 KNOWN = "{desc}: {percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]"
@@ -26,7 +25,7 @@ class TokenizingProgress:
         self.n_tokens = 0
         self.shown = 0  # the number of tokens in the text beside the bar
         self.share: float | None = None  # of the source, if known
-        self.bar = tqdm(desc="tokenizing", total=1.0, disable=not progress, bar_format=UNKNOWN)
+        self.bar = Progress(desc="tokenizing", total=1.0, disable=not progress, bar_format=UNKNOWN)
 
     def __enter__(self) -> "TokenizingProgress":
         return self

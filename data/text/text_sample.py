@@ -4,10 +4,9 @@ import hashlib
 import heapq
 from collections.abc import Iterable
 
-from tqdm import tqdm
-
 from thinker.data.text.sources import Source
 from thinker.data.text.split import SplitDocument
+from thinker.runtime.process.progress import Progress
 
 SCANNED_BYTES = 1 << 30  # of each source; the sample is taken from these
 
@@ -31,7 +30,7 @@ def sample_texts(
     limit = SCANNED_BYTES
     if source.name == "hub":
         limit = max_bytes
-    with tqdm(
+    with Progress(
         desc=f"sampling {source.name}", unit="B", unit_scale=True, disable=not progress, leave=False
     ) as bar:
         for number, (split, document) in enumerate(documents):

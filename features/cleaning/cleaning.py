@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from tqdm import tqdm
 
 from thinker.data.text.document import Document
 from thinker.data.text.sources import Source
 from thinker.data.text.split import SplitDocument
 from thinker.features.cleaning.near_duplicates import NearDuplicates
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 
 FORMAT = 1  # changes with the way to find what is dropped
 N_EXAMPLES = 5  # per reason, in the report
@@ -106,7 +106,7 @@ class Cleaning:
         reasons = bytearray()
         is_val = bytearray()
         seen: set[bytes] = set()
-        bar = tqdm(documents, desc="cleaning", unit=" documents", disable=not progress)
+        bar = Progress(documents, desc="cleaning", unit=" documents", disable=not progress)
         for number, (split, document) in enumerate(bar):
             text = _plain_text(document)
             reason = self._reason(document, text, seen)

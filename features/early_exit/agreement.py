@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from thinker.evaluation.long_context import hidden_states
 from thinker.features.early_exit.decoder import EarlyExitDecoder
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 
 BATCH_SIZE = 64
 
@@ -47,7 +47,7 @@ def early_exit_cost(
     early = EarlyExitDecoder(model, threshold)
     sums = torch.zeros(5, dtype=torch.float64)  # layers, losses, early losses, KL, changed tokens
     starts = range(0, len(tokens), BATCH_SIZE)
-    for start in tqdm(starts, desc=f"P = {threshold:g}", leave=False):
+    for start in Progress(starts, desc=f"P = {threshold:g}", leave=False):
         rows = slice(start, start + BATCH_SIZE)
         inputs = tokens[rows].to(model.device)  # (B, T)
         wanted = targets[rows].to(model.device)  # (B, T)

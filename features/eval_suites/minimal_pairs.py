@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.long_context import hidden_states
@@ -21,6 +20,7 @@ from thinker.features.eval_suites.accuracy import Accuracy, share_of_items
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.checks import check_computed
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 from thinker.runtime.reading import read_text
 
 BATCH_SIZE = 32  # texts per pass, of similar length
@@ -96,7 +96,7 @@ def score_texts(
     model.eval()
     try:
         starts = range(0, len(order), BATCH_SIZE)
-        for start in tqdm(starts, desc="scoring", disable=not progress, leave=False):
+        for start in Progress(starts, desc="scoring", disable=not progress, leave=False):
             batch = order[start : start + BATCH_SIZE]
             inputs = [torch.tensor(rows[i][:-1]) for i in batch]
             padded = pad_sequence(inputs, batch_first=True).to(model.device)

@@ -74,7 +74,7 @@ class LadderReport:
 
         A signal stops them; then the same command continues.
         """
-        from tqdm import tqdm
+        from thinker.runtime.process.progress import Progress
 
         sweep.open()
         try:
@@ -89,7 +89,7 @@ class LadderReport:
 
             total = sum(sizes[run.setting.name].flops for run in sweep.runs)
             before = flops_done()
-            with tqdm(total=total, initial=before, desc="ladder", bar_format=BAR) as bar:
+            with Progress(total=total, initial=before, desc="ladder", bar_format=BAR) as bar:
 
                 def on_wait() -> None:
                     done = flops_done()

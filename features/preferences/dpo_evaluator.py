@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from thinker.evaluation.loss import PROGRESS_DELAY, Evaluation
 from thinker.features.preferences.dpo import dpo_loss, is_right
@@ -24,6 +23,7 @@ from thinker.features.preferences.pair_windows import PADDING, PairWindows
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import to_device
+from thinker.runtime.process.progress import Progress
 from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 
 # What is summed: the losses of pairs, those with the right order, their margins, the pairs; nats,
@@ -60,7 +60,7 @@ class PreferenceEvaluator:
         model.eval()
         sums = torch.zeros(N_SUMS, dtype=torch.float64)
         try:
-            for indices, is_own in tqdm(
+            for indices, is_own in Progress(
                 batches, desc="evaluating", leave=False, delay=PROGRESS_DELAY,
                 disable=not self.dist.is_main,
             ):  # fmt: skip

@@ -7,7 +7,6 @@ import io
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from thinker.evaluation.loss import PROGRESS_DELAY
 from thinker.features.preferences.pair_log_probs import all_log_probs
@@ -15,6 +14,7 @@ from thinker.features.preferences.pair_windows import PairWindows
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError
 from thinker.runtime.files import atomic_write
+from thinker.runtime.process.progress import Progress
 from thinker.runtime.ranks import DistContext
 
 FILE = "reference.npy"  # in the run directory
@@ -43,7 +43,7 @@ class Reference:
     ) -> None:
         """Let the model read all pairs, and write the file. Ranks share the pairs."""
         total = len(train) + len(val)
-        with tqdm(
+        with Progress(
             desc="reference", total=total, leave=False, delay=PROGRESS_DELAY,
             disable=not dist.is_main,
         ) as bar:  # fmt: skip

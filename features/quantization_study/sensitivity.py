@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from thinker.evaluation.perplexity import estimate_ratio
 from thinker.evaluation.sequence_losses import sequence_losses
@@ -22,6 +21,7 @@ from thinker.model.config import BIASES
 from thinker.model.layers import Linear
 from thinker.native.quantization import GROUP, quantize
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 
 CONFIDENCE = 0.95
 SCALE_BYTES = 2  # per group of 32 weights
@@ -143,7 +143,7 @@ def measure(
     """The loss of the model in nats per token, and the cost of each change, by name and bits."""
     before, counts = sequence_losses(model, tokens, targets)
     costs = []
-    for (name, bits), change in tqdm(changes.items(), desc="measuring"):
+    for (name, bits), change in Progress(changes.items(), desc="measuring"):
         with change():
             after, _ = sequence_losses(model, tokens, targets)
         estimate = estimate_ratio(after - before, counts, CONFIDENCE)

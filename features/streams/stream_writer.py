@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from thinker.data.batches.dataset import WindowRemoved
 from thinker.data.corpus.encoding import BATCH_CHARS, Encoded, encode_documents
 from thinker.data.corpus.llmc_tokens import read_documents
@@ -21,6 +19,7 @@ from thinker.data.text.split import SplitDocument, empty_split_error, split_docu
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.features.streams.stream_index import BLOCK_NAME, Block, StreamIndex, block_path
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 from thinker.runtime.reading import sha256_of_file
 
 BLOCKS = 4  # in the buffer: the one before the block in use, the block in use, and two after it
@@ -245,11 +244,11 @@ class StreamWriter:
             self.changed.notify_all()
         return epoch, last_number
 
-    def _bar(self, number: int) -> tqdm:
+    def _bar(self, number: int) -> Progress:
         """A progress bar, which is shown if training waits for the block."""
         is_waited_for = number == self.block_in_use()
         which = "first" if number == 0 else "next"
-        return tqdm(
+        return Progress(
             desc=f"tokenizing the {which} part of {self.text.source.name}",
             total=self.block_tokens,
             unit=" tokens",

@@ -208,10 +208,10 @@ class Report:
 
     def train(self) -> None:
         """Train the runs that have not ended, with a progress bar."""
-        from tqdm import tqdm
+        from thinker.runtime.process.progress import Progress
 
         total = len(self.sweep.runs)
-        with tqdm(total=total, desc="sweep", bar_format=BAR, smoothing=0) as bar:
+        with Progress(total=total, desc="sweep", bar_format=BAR, smoothing=0) as bar:
 
             def on_wait() -> None:
                 done = self.sweep.progress

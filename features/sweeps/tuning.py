@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.features.sweeps.comparison_report import print_event
 from thinker.features.sweeps.halving import Cost, Rung, better_half, plan_rungs
@@ -28,6 +26,7 @@ from thinker.features.sweeps.tuning_report import (
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write, make_folder
+from thinker.runtime.process.progress import Progress
 from thinker.runtime.reading import read_text
 from thinker.training.config.config import Config, config_sections
 from thinker.training.config.load import load_config
@@ -264,7 +263,7 @@ class Search:
         total = sum(rung.n_trials * rung.n_sequences for rung in self.rungs) * self.seq_len
         if not self.as_json:
             print(HEADER, flush=True)
-        with tqdm(total=total, desc="tuning", unit=" tokens", unit_scale=True) as self.bar:
+        with Progress(total=total, desc="tuning", unit=" tokens", unit_scale=True) as self.bar:
             for number, rung in enumerate(self.rungs, start=1):
                 trials = {
                     (c.multiplier, c.batch_size): self.trial(c, number, rung.n_sequences)

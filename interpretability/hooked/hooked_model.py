@@ -478,9 +478,9 @@ class HookedThinker(LensWeights, LensTokens):
 def _progress(n_steps: int, is_shown: bool) -> Iterable[int]:
     if not is_shown:
         return range(n_steps)
-    from tqdm import tqdm
+    from thinker.runtime.process.progress import Progress
 
-    return tqdm(range(n_steps))
+    return Progress(range(n_steps))
 
 
 def _version(x: Tensor) -> int | object:

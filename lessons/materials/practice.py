@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from tqdm import trange
 
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 from thinker.training.config.load import validate_config
 from thinker.training.run import train
 
@@ -70,7 +70,7 @@ def take_steps(
     generator = torch.Generator().manual_seed(seed + lesson_seed())
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     losses = []
-    for step in trange(n_steps, desc="training", disable=is_fast()):
+    for step in Progress(range(n_steps), desc="training", disable=is_fast()):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / n_steps)
         loss = mean_loss(*make_batch(generator))
         optimizer.zero_grad()

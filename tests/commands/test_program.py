@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from training_runs import assert_same_tensors
 
 import thinker
 from thinker.commands.table import GROUPS, all_commands
@@ -180,19 +181,44 @@ def test_lessons_are_listed_and_copied(tmp_path):
     assert again.stderr == "error: mine already exists; give a new or empty folder\n"
 
 
-def test_a_run_directory_stands_for_its_config(train_args, tmp_path):
-    """`thinker train runs/mine` resumes the run."""
-    script, config, *overrides = map(str, train_args)
-    assert script.endswith("train.py")
-    run = tmp_path / "run"
-    first = run_thinker("train", config, *overrides, f"run.dir={run}", "train.max_steps=2")
-    assert first.returncode == 0, first.stderr
-    assert f"thinker generate {run}" in first.stdout
-    resumed = run_thinker("train", run, "train.max_steps=4")
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"resuming from step 2 in {run}" in resumed.stderr
-    again = run_thinker("train", run)
-    assert f"{run} is finished" in again.stderr
+# As pip writes the script thinker-train (pyproject.toml).
+THINKER_TRAIN = "import sys; from thinker.training.command import command; sys.exit(command())"
+FORMS = {
+    "thinker train": ["-m", "thinker", "train"],
+    "thinker-train": ["-c", THINKER_TRAIN],
+    "python train.py": [ROOT / "train.py"],
+}
+HINTS = {
+    "thinker train": "thinker generate run\n",
+    "thinker-train": "thinker generate run\n",
+    "python train.py": "generate.py run\n",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_directory_stands_for_its_config(form, train_args, tmp_path):
+    """`thinker train runs/mine` resumes the run, also from another folder, to the same bits."""
+    _, config, *overrides = map(str, train_args)
+    assert (
+        'thinker-train = "thinker.training.command:command"'
+        in (ROOT / "pyproject.toml").read_text()
+    )
+
+    def run_form(*arguments):
+        command = [sys.executable, *FORMS[form], *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    options = [config, *overrides, "train.decay_fraction=0"]
+    first = run_form(*options, "run.dir=run", "train.max_steps=2")
+    assert HINTS[form] in first.stdout
+    resumed = run_form("run", "train.max_steps=4")
+    assert "resuming from step 2 in run" in resumed.stderr
+    again = run_form("run")
+    assert "run is finished" in again.stderr
+    run_form(*options, "run.dir=whole", "train.max_steps=4")
+    assert_same_tensors(tmp_path / "run", tmp_path / "whole", 4)
 
 
 def test_a_chat_needs_a_model_of_chats(tiny_run):

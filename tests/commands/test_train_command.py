@@ -1,17 +1,20 @@
 """train.py as a user meets it: runs, resumes, signals, mistakes. Every test starts the real
 command."""
 
+import contextlib
 import math
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 
 import pytest
 import torch
 import yaml
 from conftest import ROOT, TINY_OVERRIDES, run_script, start_script
+from pseudo_terminal import open_terminal
 from safetensors.torch import load_file
 from training_runs import (
     assert_same_tensors,
@@ -483,8 +486,41 @@ def test_samples_appear_while_training(train_args, tmp_path):
                       "train.save_every=3")  # fmt: skip
     assert "step 3: Line" in done.stderr
     assert "step 6: Line" in done.stderr
-    assert "step 3, saving" in done.stderr  # the bar says why it stands still
-    assert "step 3, sampling" in done.stderr
+
+
+def test_a_log_has_whole_lines_of_progress(train_args, tmp_path):
+    """Tokenizing, steps, samples, saves, evaluations: nothing is drawn over itself."""
+    done = run_script(*train_args, f"run.dir={tmp_path / 'run'}", "train.sample_every=3", "train.save_every=3",
+                      "train.eval_every=2", f"data.cache_dir={tmp_path / 'cache'}")  # fmt: skip
+    assert done.returncode == 0
+    assert "\r" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert any(
+        re.match(r"tokenizing: 100%, [\d,]+ tokens, [\d,]+ tokens/s \[", line) for line in lines
+    )
+    last = [line for line in lines if re.match(r"\d+%, step", line)][-1]
+    form = r"100%, step 6, epoch [\d.]+, loss [\d.]+, validation [\d.]+, [\d,]+ tokens/s .*\[\d+:\d+<00:00\]"
+    assert re.fullmatch(form, last), last
+    assert ", saving" not in done.stderr
+    assert ", sampling" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
+def test_the_bar_on_a_terminal_says_why_it_stands_still(train_args, tmp_path):
+    ours, its = open_terminal()
+    command = [sys.executable, *train_args, f"run.dir={tmp_path / 'run'}"]
+    process = subprocess.Popen([*command, "train.sample_every=3", "train.save_every=3"], cwd=ROOT,
+                               stdout=subprocess.DEVNULL, stderr=its)  # fmt: skip
+    os.close(its)
+    shown = b""
+    with contextlib.suppress(OSError):  # on Linux, when the process has ended
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert process.wait() == 0
+    assert b"step 3, saving" in shown
+    assert b"step 3, sampling" in shown
+    assert b"\r100%|" in shown
 
 
 # ------------------------------------------------------------------ mistakes: one line, status 2,

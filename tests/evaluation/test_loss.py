@@ -1,6 +1,8 @@
 """The evaluation, against losses computed one document at a time."""
 
+import io
 import math
+import sys
 
 import pytest
 import torch
@@ -128,16 +130,23 @@ def test_the_bidirectional_prefix_is_not_counted_and_has_no_floor(corpus, model)
     )  # the last of 20 predicts the first that is not given
 
 
-def test_progress_is_shown_where_an_evaluation_takes_long(corpus, model, monkeypatch, capsys):
+def test_progress_is_shown_where_an_evaluation_takes_long(corpus, model, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
     windows, lengths = (
         PackedDataset(corpus.val, 500, "documents"),
         token_byte_lengths(corpus.tokenizer),
     )
     monkeypatch.setattr(loss, "PROGRESS_DELAY", 1e9)
     quick = Evaluator(windows, 3, lengths, progress=True)(model)
-    assert "evaluating" not in capsys.readouterr().err
+    assert "evaluating" not in terminal.getvalue()
     monkeypatch.setattr(loss, "PROGRESS_DELAY", 0)
     assert Evaluator(windows, 3, lengths, progress=True)(model) == quick
-    assert "evaluating:   0%|" in capsys.readouterr().err
+    assert "evaluating:   0%|" in terminal.getvalue()
+    before = terminal.getvalue()
     Evaluator(windows, 3, lengths)(model)
-    assert capsys.readouterr().err == ""
+    assert terminal.getvalue() == before

@@ -96,6 +96,8 @@ def test_parts_of_the_user_are_trained_reopened_and_not_exported_as_something_el
     lines = (project / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
     losses = [line["train_loss"] for line in map(json.loads, lines) if "train_loss" in line]
     assert losses[-1] < losses[0] - 0.5
+    _, shown = run("thinker-train", "runs/mine", "train.max_steps=31")
+    assert "resuming from step 30 in runs/mine" in shown
     sample = ["runs/mine", "--prompt", "Once", "--seed", "1", "--max-new-tokens", "20"]
     text, _ = run("thinker-generate", *sample)
     assert run("thinker-generate", *sample, "--no-cache")[0] == text

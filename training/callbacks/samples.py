@@ -4,10 +4,9 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import RunError
+from thinker.runtime.process.progress import Progress
 from thinker.training.callback import Callback, StepInfo, TrainingParts, TrainingRun
 from thinker.training.config.sections import TrainConfig
 
@@ -94,7 +93,7 @@ class Samples(Callback):
             return
         if run.directory.writes:
             line = " ".join((self.prompt + text).split())
-            tqdm.write(f"step {info.step}: {line}", file=sys.stderr)
+            Progress.write(f"step {info.step}: {line}", file=sys.stderr)
             run.directory.log_sample(info.step, self.prompt, text)
         for callback in run.parts.callbacks:
             callback.on_sample(info.step, self.prompt, text)
@@ -111,7 +110,7 @@ class Samples(Callback):
             try:
                 text = generator.generate([self.prompt], params)[0].text
             except RunError as error:  # training goes on and checks the next loss
-                tqdm.write(f"step {step}: {error}", file=sys.stderr)
+                Progress.write(f"step {step}: {error}", file=sys.stderr)
         return self.run.parts.dist.broadcast_object(text)
 
     def _generator(self) -> "Generator | None":

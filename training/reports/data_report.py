@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.batches.windows import PackedDataset
@@ -24,6 +23,7 @@ from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure, plain_text, save_figure
+from thinker.runtime.process.progress import Progress
 from thinker.training.config.config import Config
 from thinker.training.data.run_corpus import prepare_training_data
 from thinker.training.data.training_batches import open_loader
@@ -192,7 +192,7 @@ def _count_equal(tokens: TokenShards) -> int:
     seen: set[bytes] = set()
     n = 0
     total = min(tokens.n_documents, COMPARED_DOCUMENTS)
-    with tqdm(desc="comparing documents", total=total, leave=False, delay=1) as bar:
+    with Progress(desc="comparing documents", total=total, leave=False, delay=1) as bar:
         for shard in tokens.shards:
             for start, end in pairwise(shard.offsets[: COMPARED_DOCUMENTS - n + 1].tolist()):
                 document = shard.tokens[start:end].tobytes()

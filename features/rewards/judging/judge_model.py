@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from thinker.features.rewards.judging.pass_at_k import PassAtK, estimate, ks
 from thinker.features.rewards.prompts import Prompt
 from thinker.features.rewards.rollouts import Answered, Sampler, mean_parts
 from thinker.model import Thinker
+from thinker.runtime.process.progress import Progress
 
 ANSWERS_AT_ONCE = 256
 
@@ -78,7 +78,7 @@ def judge_model(
     numbers."""
     asked = [prompt for prompt in prompts for _ in range(n_answers)]
     answered: list[Answered] = []
-    with tqdm(total=len(asked), desc=description, unit="answers") as bar:
+    with Progress(total=len(asked), desc=description, unit="answers") as bar:
         for start in range(0, len(asked), ANSWERS_AT_ONCE):
             part = asked[start : start + ANSWERS_AT_ONCE]
             seeds = [sampler.seed + start + number for number in range(len(part))]

@@ -15,10 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from tqdm import tqdm
-
 from thinker.features.rewards.verifiers.verifier import Answer
 from thinker.runtime.errors import UserError
+from thinker.runtime.process.progress import Progress
 
 WORKER = "thinker.features.rewards.verifiers.verifier_worker"
 MAX_REASONS = 10  # that are told apart, as a reason may hold the answer
@@ -78,7 +77,7 @@ class VerifierProcess:
         if reason not in self.failures and len(self.failures) >= MAX_REASONS:
             reason = OTHER_REASONS
         if reason not in self.failures:
-            tqdm.write(f"no reward: {reason}", file=sys.stderr)  # above a progress bar
+            Progress.write(f"no reward: {reason}", file=sys.stderr)  # above a progress bar
         self.failures[reason] += 1
 
     def _send(self, answers: Sequence[Answer]) -> None:
