@@ -68,11 +68,6 @@ class Progress(tqdm):
             self._write_line()
         return True
 
-    def clear(self, nolock: bool = False) -> None:
-        """Remove the bar from the screen. Lines stay."""
-        if self.log is None:
-            super().clear(nolock)
-
     def close(self) -> None:
         """End the bar. Its last state stays, unless leave=False."""
         is_open = not getattr(self, "disable", True)  # without it, __init__() has failed

@@ -143,6 +143,18 @@ def test_a_quick_bar_has_one_line(clock):
     assert written(log)[0].startswith("quick: 100% 5/5")
 
 
+def test_the_end_has_one_line_which_says_when_it_was(clock):
+    """As in training, whose last evaluation follows its last step."""
+    log = io.StringIO()
+    with Progress(total=2, desc="work", file=log) as bar:
+        move(bar, clock, 2)
+        move(bar, clock, 2)
+        clock.now += 3
+    assert [line.split(", ")[0] for line in written(log)] == [
+        "work:  50% 1/2 [00:02<00:02", "work: 100% 2/2 [00:07<00:00"
+    ]  # fmt: skip
+
+
 # ---------------------------------------------------------------- what tqdm's options mean then
 
 

@@ -94,7 +94,8 @@ class Interrupt(Callback):
 
 def test_a_step_whose_evaluation_is_interrupted_is_sent_once_it_is_complete(tmp_path, monkeypatch):
     monkeypatch.setattr(summary, "print_summary", lambda *arguments: None)
-    config = small_config(tmp_path, "run", ["train.eval_every=2", "train.save_every=null"])
+    more = ["train.eval_every=2", "train.save_every=null", "train.sample_every=null"]
+    config = small_config(tmp_path, "run", more)
     first = Recorder()
     assert train(config, callbacks=[Interrupt(4), Tracking([first])]) == 128 + signal.SIGTERM
     assert first.calls == [

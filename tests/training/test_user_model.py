@@ -30,7 +30,10 @@ class ScaledThinker(Thinker):
         return super().forward_blocks(*arguments, **options) * self.scale
 
 
-MORE = [["train.ema_decay=0.9", "train.sample_every=3"], ["train.max_nonfinite_steps=1"]]
+MORE = [
+    ["train.ema_decay=0.9", "train.sample_every=3"],
+    ["train.max_nonfinite_steps=1", "train.sample_every=null"],
+]
 
 
 @pytest.mark.parametrize("more", MORE, ids=["average and samples", "plain"])
