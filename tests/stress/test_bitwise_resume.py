@@ -4,7 +4,13 @@ import signal
 
 import pytest
 from conftest import run_script, start_script
-from training_runs import assert_same_run, checkpoint_steps, kill_inside_checkpoints, last_step
+from training_runs import (
+    assert_same_run,
+    checkpoint_steps,
+    kill_inside_checkpoints,
+    last_step,
+    written_samples,
+)
 
 # everything that could differ: dropout, micro-batches, evaluations, saves in between, a falling
 # rate
@@ -59,6 +65,7 @@ def test_seven_steps_a_kill_and_the_rest(
     assert done.returncode == 0, done.stderr
     assert "resuming from step 7" in done.stderr
     assert_same_run(whole, parts, 20)
+    assert written_samples(whole) == written_samples(parts) != ""
 
 
 def test_the_same_config_twice(train_args, tmp_path):
