@@ -26,3 +26,6 @@ INLINE void write_row(void *to, int64_t is_bf16, int64_t n, const float *restric
     #pragma omp simd
     for (int64_t i = 0; i < n; i++) halves[i] = float_to_bf16(space[i]);
 }
+
+/* Queries, keys or values of attention, by their strides in elements; that of D is 1. */
+typedef struct { void *data; int64_t batch, head, position; } Heads;

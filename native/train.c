@@ -3,6 +3,7 @@
    depend on it. native/training.py calls these functions; in plain PyTorch, they are in model/ and training/optim/muon.py. */
 #include "dropout.h"
 #include "rows.h"
+#include "tile_attention.h"
 
 INLINE float inverse_rms(const float *restrict x, float eps, int64_t n) {
     float squares = 0;
@@ -72,9 +73,6 @@ void rms_norm_backward(const void *grad, const void *x, int64_t is_bf16, const f
     }
     add_parts(partial, n, w_grad);
 }
-
-/* Queries, keys or values of attention, by their strides in elements; that of D is 1. */
-typedef struct { void *data; int64_t batch, head, position; } Heads;
 
 typedef struct {
     int64_t is_bf16, B, T, H, K, D;

@@ -27,6 +27,9 @@ SIGNATURES = {
     "swiglu": "piiipi",
     "swiglu_backward": "ppiiipi",
     "dropout": "piipdpi",
+    "has_tiles": "",
+    "attend": "pi",
+    "attend_backward": "pi",
     "muon_momentum": "ppiiidipii",
     "muon_update": "pippiiidddipi",
 }
@@ -38,13 +41,28 @@ def load_training_library() -> ctypes.CDLL:
 
     Raises UserError as compiler.load_library() does.
     """
-    return compiled("train.c", SIGNATURES, FLAG)
+    library = compiled("train.c", SIGNATURES, FLAG)
+    for name in ("has_tiles", "attend", "attend_backward"):
+        getattr(library, name).restype = c_int64
+    return library
 
 
 class _Heads(Structure):
     """Heads (B, heads, T, D) by strides in elements; that of D is 1."""
 
     _fields_ = [("data", c_void_p), *[(name, c_int64) for name in ("batch", "head", "position")]]
+
+
+class _TileAttention(Structure):
+    """The arguments of attend() and attend_backward(); see tile_attention.h."""
+
+    _fields_ = [
+        *[(name, c_int64) for name in ("B", "H", "K", "T", "D")],
+        ("scale", c_double),
+        *[(name, _Heads) for name in ("q", "k", "v", "y")],
+        ("log_sums", c_void_p),
+        *[(name, _Heads) for name in ("y_grad", "q_grad", "k_grad", "v_grad")],
+    ]
 
 
 class _Rotation(Structure):
@@ -97,6 +115,26 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """Set elements to zero with probability p and divide the others by 1 - p; uses torch's default
     generator."""
     return _Dropout.apply(x, p)
+
+
+def has_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether causal_attention() can compute with these on this processor, and is worth it."""
+    if any(x.dtype != torch.bfloat16 or x.device.type != "cpu" for x in (q, k, v)):
+        return False
+    if q.shape[2] != k.shape[2] or k.shape != v.shape or q.shape[-1] % 32 != 0:
+        return False
+    # A thread computes the heads that share keys.
+    if len(k) * k.shape[1] < torch.get_num_threads() or q.numel() == 0:
+        return False
+    return bool(load_training_library().has_tiles())
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal softmax(scale · q kᵀ) v: q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D), in bf16.
+
+    The result lies in memory as (B, T, H, D).
+    """
+    return _CausalAttention.apply(q, k, v, scale)
 
 
 def muon_momentum(
@@ -253,6 +291,56 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
 
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q, k, v = map(_with_unit_stride, (q, k, v))
+        B, H, T, _ = q.shape
+        y = _new_heads(q)
+        log_sums = torch.empty(B, H, T, dtype=torch.float32, device="cpu")
+        heads = {"q": q, "k": k, "v": v, "y": y}
+        _attend("attend", heads, log_sums, scale)
+        ctx.save_for_backward(q, k, v, y, log_sums)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, y_grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, y, log_sums = ctx.saved_tensors
+        grads = (_new_heads(q), _new_heads(k), _new_heads(v))
+        heads = {"q": q, "k": k, "v": v, "y": y, "y_grad": _with_unit_stride(y_grad)}
+        heads |= zip(("q_grad", "k_grad", "v_grad"), grads)
+        _attend("attend_backward", heads, log_sums, ctx.scale)
+        return *grads, None
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    """x, or a copy of it whose last dimension lies together."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _new_heads(x: Tensor) -> Tensor:
+    """A new tensor of the shape of x (B, heads, T, D), in memory as (B, T, heads, D)."""
+    B, n_heads, T, D = x.shape
+    return x.new_empty(B, T, n_heads, D).transpose(1, 2)
+
+
+def _attend(name: str, heads: dict[str, Tensor], log_sums: Tensor, scale: float) -> None:
+    """Call attend() of tile_attention.h, or attend_backward(). heads: by field of its arguments."""
+    q = heads["q"]
+    if isinstance(q, FakeTensor):
+        return
+    B, H, T, D = q.shape
+    arguments = _TileAttention(B=B, H=H, K=heads["k"].shape[1], T=T, D=D, scale=scale)
+    arguments.log_sums = log_sums.data_ptr()
+    for field, tensor in heads.items():
+        _place(getattr(arguments, field), tensor)
+    function = getattr(load_training_library(), name)
+    if not function(ctypes.byref(arguments), torch.get_num_threads()):
+        raise MemoryError("no memory for attention")
+
+
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
@@ -322,9 +410,14 @@ def _rotate(
         rotation.x_grad = results.qkv.data_ptr()
         rotation.norm_grads = _pointers(results.weights)
     for place, tensor in zip(rotation.heads, heads):
-        place.data = tensor.data_ptr()
-        place.batch, place.head, place.position, _ = tensor.stride()
+        _place(place, tensor)
     getattr(load_training_library(), name)(ctypes.byref(rotation), torch.get_num_threads())
+
+
+def _place(place: _Heads, tensor: Tensor) -> None:
+    """Say where the heads of a tensor (B, heads, T, D) are."""
+    place.data = tensor.data_ptr()
+    place.batch, place.head, place.position, _ = tensor.stride()
 
 
 def _run(name: str, *arguments: Tensor | list[Tensor] | int | float) -> None:

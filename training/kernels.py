@@ -16,8 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinker.model import Thinker, proof
-from thinker.model.attention import Attention, LinearAttention
+from thinker.model.attention import AnyCache, Attention, LinearAttention
+from thinker.model.attention_dispatch import AttentionMask
+from thinker.model.kernels.blockwise_attention import BlockwiseAttention
 from thinker.model.layers import Linear, RMSNorm
+from thinker.model.masks import MaskBuilder
+from thinker.model.patterns.pattern import TokenInfo
 from thinker.model.positions import Rotation
 from thinker.model.transformer import MLP
 from thinker.native import training as native
@@ -28,6 +32,7 @@ FP32_TOLERANCE = 1e-5
 BF16_TOLERANCE = 0.03  # of outputs and gradients; plain and fused forms round at other places
 GRADIENT_POSITIONS = 32  # at either end of the context
 REAL_POSITIONS = 4  # in the real shape
+ATTENTION_POSITIONS = 150  # more than two blocks of the kernel, and no multiple of them
 DROPOUT_ELEMENTS = 1 << 16
 
 
@@ -57,6 +62,23 @@ def project(attention: Attention, x: Tensor, rope: Rotation) -> tuple[Tensor, Te
     return native.rotate_heads(qkv, H, K, q_weight, k_weight, eps, rope)
 
 
+def attend(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: AnyCache
+) -> Tensor:
+    """Attention.attend() in one kernel, for causal attention in bf16; others as written."""
+    is_plain = attention.attn_logit_softcap is None and attention.sinks is None and cache is None
+    if is_plain and _is_causal(mask) and native.has_causal_attention(q, k, v):
+        return native.causal_attention(q, k, v, attention.scale)
+    return type(attention).attend(attention, q, k, v, mask, cache)
+
+
+def _is_causal(mask: AttentionMask) -> bool:
+    """Whether each query attends to all keys up to its own position, whatever kernel may do so."""
+    if not mask.is_causal or mask.allowed is not None or mask.content_mask is not None:
+        return False
+    return mask.kernel == "sdpa" or type(mask.compute) is BlockwiseAttention
+
+
 def swiglu(mlp: MLP, x: Tensor) -> Tensor:
     """MLP.forward() with gate and up in one matrix product, and one kernel for SwiGLU."""
     return mlp.down_proj(native.swiglu(project_jointly(x, mlp.gate_proj, mlp.up_proj)))
@@ -80,16 +102,16 @@ def project_jointly(x: Tensor, *linears: nn.Module) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-# The method that is replaced in modules of exactly this type, and by what.
-Forms = dict[type, tuple[str, Callable[..., Tensor | tuple[Tensor, ...]]]]
+# The methods that are replaced in modules of exactly this type, and by what.
+Forms = dict[type, dict[str, Callable[..., Tensor | tuple[Tensor, ...]]]]
 NATIVE: Forms = {
-    RMSNorm: ("forward", rms_norm),
-    Attention: ("project", project),
-    LinearAttention: ("project", project),
-    MLP: ("forward", swiglu),
-    nn.Dropout: ("forward", dropout),
+    RMSNorm: {"forward": rms_norm},
+    Attention: {"project": project, "attend": attend},
+    LinearAttention: {"project": project},
+    MLP: {"forward": swiglu},
+    nn.Dropout: {"forward": dropout},
 }
-OF_TORCH: Forms = {RMSNorm: ("forward", rms_norm_of_torch)}
+OF_TORCH: Forms = {RMSNorm: {"forward": rms_norm_of_torch}}
 
 
 @dataclass(frozen=True)
@@ -129,11 +151,10 @@ def fused_kernels(model: nn.Module, kernels: Kernels | None) -> Iterator[None]:
     try:
         if kernels is not None and kernels.forms:
             for module in model.modules():
-                form = kernels.forms.get(type(module))
-                if form is not None and is_known(module, form[0]):
-                    name, function = form
-                    vars(module)[name] = partial(function, module)
-                    replaced.append((module, name))
+                for name, function in kernels.forms.get(type(module), {}).items():
+                    if is_known(module, name):
+                        vars(module)[name] = partial(function, module)
+                        replaced.append((module, name))
         yield
     finally:
         for module, name in replaced:
@@ -145,14 +166,11 @@ def without_kernels(model: nn.Module, kernels: Kernels) -> Iterator[None]:
     """Context in which the model runs as written, also within fused_kernels()."""
     removed: list[tuple[nn.Module, str, partial]] = []
     for module in model.modules():
-        form = kernels.forms.get(type(module))
-        if form is None:
-            continue
-        name, function = form
-        replaced = vars(module).get(name)
-        if isinstance(replaced, partial) and replaced.func is function:
-            removed.append((module, name, replaced))
-            del vars(module)[name]
+        for name, function in kernels.forms.get(type(module), {}).items():
+            replaced = vars(module).get(name)
+            if isinstance(replaced, partial) and replaced.func is function:
+                removed.append((module, name, replaced))
+                del vars(module)[name]
     try:
         yield
     finally:
@@ -164,6 +182,8 @@ def is_known(module: nn.Module, method: str) -> bool:
     """Whether all that a form leaves out is of known types and unchanged on this instance."""
     if method in vars(module):
         return False
+    if method == "attend":
+        return True
     if isinstance(module, Attention):
         matrices = (module.q_proj, module.k_proj, module.v_proj)
         norms = (module.q_norm, module.k_norm)
@@ -266,7 +286,7 @@ def _different_kinds(forms: Forms, model: Thinker, noise: proof.Noise) -> set[ty
             kind = type(module)
             if kind not in forms or kind in wrong or kind is nn.Dropout:
                 continue
-            method, form = forms[kind]
+            method, form = next(iter(forms[kind].items()))
             if not is_known(module, method):
                 continue
             plain, fast = getattr(module, method), partial(form, module)
@@ -290,7 +310,44 @@ def _different_kinds(forms: Forms, model: Thinker, noise: proof.Noise) -> set[ty
     if block is not None:
         for dtype in (torch.float32, torch.bfloat16):
             compare(block, positions[:REAL_POSITIONS], dtype, gradients=True)
+    if "attend" in forms.get(Attention, {}) and not _attends_alike(twin, block, noise):
+        wrong.add(Attention)
     return wrong
+
+
+def _attends_alike(twin: Thinker, block: nn.Module | None, noise: proof.Noise) -> bool:
+    """Compare attend() with each layer of a twin, and with a block in the real shape."""
+    config = twin.config
+    n_positions = min(config.max_seq_len, ATTENTION_POSITIONS)
+    masks = MaskBuilder.of_model(config, torch.bfloat16, twin.device, "auto")
+    query = TokenInfo(torch.arange(n_positions, device=twin.device))
+    if masks.by_token or config.positions == "relative":
+        return True  # such masks need a pass of the model, and the kernel computes none of them
+    layers = list(twin.modules())
+    if block is not None:
+        layers += list(block.modules())
+    causal = [mask for mask in masks.whole_sequence(query).masks if _is_causal(mask)]
+    if not causal:
+        return True
+    for layer in layers:
+        if type(layer) is Attention and not _agrees(layer, causal[0], n_positions, noise):
+            return False
+    return True
+
+
+def _agrees(attention: Attention, mask: AttentionMask, T: int, noise: proof.Noise) -> bool:
+    """Whether both forms of attend() have the same result and gradients."""
+    H, K, D = attention.n_heads, attention.n_kv_heads, attention.head_dim
+
+    def of_joined(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        heads = x.transpose(1, 2)  # (1, H + 2K, T, D)
+        q, k, v = heads.split((H, K, K), dim=1)
+        return function(q, k, v, mask, None)
+
+    x = noise((1, T, H + 2 * K, D)).to(torch.bfloat16)
+    plain = partial(of_joined, attention.attend)
+    fast = partial(of_joined, partial(attend, attention))
+    return proof.agree(plain, fast, x, [], BF16_TOLERANCE)
 
 
 def _is_projected(name: str) -> bool:
