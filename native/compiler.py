@@ -181,7 +181,7 @@ def _key(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
     if CPU_INFO.exists():
         described = r"(?m)^(?:model name|flags|Features)\s*:.*"
         cpu = re.findall(described, CPU_INFO.read_text())[:2]
-    headers = sorted(FOLDER.glob("*.h"))
+    headers = sorted(FOLDER.rglob("*.h"))
     texts = [path.read_text(encoding="utf-8") for path in (source, *headers)]
     stat = os.stat(compiler)
     found = [compiler, stat.st_size, stat.st_mtime_ns, "".join(cpu), torch.__version__]

@@ -3,7 +3,8 @@
    depend on it. native/training.py calls these functions; in plain PyTorch, they are in model/ and training/optim/muon.py. */
 #include "dropout.h"
 #include "rows.h"
-#include "tile_attention.h"
+#include "tiles/causal_attention.h"
+#include "tiles/weight_gradient.h"
 
 INLINE float inverse_rms(const float *restrict x, float eps, int64_t n) {
     float squares = 0;
@@ -171,12 +172,12 @@ void rotate_heads_backward(const Rotation *r, int64_t n_threads) {
         if (r->norms[kind]) add_parts(r->partial + kind * PARTS * r->D, r->D, r->norm_grads[kind]);
 }
 
-/* 1 / (1 + exp(-x)). exp as exp_vec(), in a form that compilers turn into vectors. */
-INLINE float sigmoid(float x) {
+/* exp(x) as exp_vec(), in a form that compilers turn into vectors. */
+INLINE float exponential(float x) {
     x = x > 87.0f ? 87.0f : x;
     x = x < -87.0f ? -87.0f : x;
-    float n = (x * -1.44269504f + 12582912.0f) - 12582912.0f;
-    float r = -x - n * 0.693359375f - n * -2.12194440e-4f, p = 1.9875691500e-4f;
+    float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    float r = x - n * 0.693359375f - n * -2.12194440e-4f, p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
@@ -184,8 +185,10 @@ INLINE float sigmoid(float x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     union { uint32_t bits; float value; } power = {(uint32_t)((int32_t)n + 127) << 23};
-    return 1.0f / (1.0f + p * power.value);
+    return p * power.value;
 }
+
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
 INLINE void swiglu_row(const float *restrict gate, const float *restrict up, int64_t n, float *restrict out) {
     #pragma omp simd
@@ -239,6 +242,43 @@ void swiglu_backward(const void *grad, const void *gate_up, int64_t is_bf16, int
                 write_row(at(out, is_bf16, gate), is_bf16, count, gate_out);
                 write_row(at(out, is_bf16, up), is_bf16, count, up_out);
             }
+        }
+    }
+}
+
+/* Cross-entropy of a row of logits in fp32 with a target: its loss; the gradient replaces the logits in `out`. */
+INLINE float cross_entropy_row(const float *x, int64_t n, int64_t target, int64_t needs_gradient, float *out) {
+    float largest = -INFINITY, total = 0;
+    #pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < n; i++) largest = x[i] > largest ? x[i] : largest;
+    #pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < n; i++) total += exponential(x[i] - largest);
+    float log_total = largest + logf(total), loss = log_total - x[target];
+    if (!needs_gradient) return loss;
+    #pragma omp simd
+    for (int64_t i = 0; i < n; i++) out[i] = exponential(x[i] - log_total);
+    out[target] -= 1;
+    return loss;
+}
+
+/* logits (n_rows, n), which their gradient replaces; targets (n_rows,), or below 0: no loss; losses (n_rows,); space
+   (PARTS, 2, n). */
+void cross_entropy(void *logits, int64_t is_bf16, int64_t n_rows, int64_t n, const int64_t *targets, float *losses,
+                   int64_t needs_gradient, float *space, int64_t n_threads) {
+    #pragma omp parallel for num_threads(n_threads) schedule(static)
+    for (int part = 0; part < PARTS; part++) {
+        float *x_space = space + 2 * part * n, *out_space = x_space + n;
+        PART(n_rows, part, begin, end);
+        for (int64_t row = begin; row < end; row++) {
+            void *x = at(logits, is_bf16, row * n);
+            if (targets[row] < 0) {
+                losses[row] = 0;
+                if (needs_gradient) memset(x, 0, n * (is_bf16 ? 2 : 4));
+                continue;
+            }
+            float *out = row_to_write(x, is_bf16, out_space);
+            losses[row] = cross_entropy_row(read_row(x, is_bf16, n, x_space), n, targets[row], needs_gradient, out);
+            if (needs_gradient) write_row(x, is_bf16, n, out);
         }
     }
 }

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
@@ -15,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from thinker.native.compiler import compiled
 
 N_PARTS = 48  # PARTS in rows.h
+AMX = 2  # in tiles/products.h
+MIN_LINEAR_TOKENS = 256  # of linear(); with fewer, torch is as fast
 # Without it GCC does not vectorize loops that choose between two numbers.
 FLAG = "-fno-trapping-math"
 # By function of train.c, a letter of compiler.TYPES for each argument; the last one is the number
@@ -27,9 +30,11 @@ SIGNATURES = {
     "swiglu": "piiipi",
     "swiglu_backward": "ppiiipi",
     "dropout": "piipdpi",
-    "has_tiles": "",
+    "cross_entropy": "piiippipi",
+    "tile_support": "",
     "attend": "pi",
     "attend_backward": "pi",
+    "weight_gradient": "pi",
     "muon_momentum": "ppiiidipii",
     "muon_update": "pippiiidddipi",
 }
@@ -42,7 +47,7 @@ def load_training_library() -> ctypes.CDLL:
     Raises UserError as compiler.load_library() does.
     """
     library = compiled("train.c", SIGNATURES, FLAG)
-    for name in ("has_tiles", "attend", "attend_backward"):
+    for name in ("tile_support", "attend", "attend_backward", "weight_gradient"):
         getattr(library, name).restype = c_int64
     return library
 
@@ -54,7 +59,7 @@ class _Heads(Structure):
 
 
 class _TileAttention(Structure):
-    """The arguments of attend() and attend_backward(); see tile_attention.h."""
+    """The arguments of attend() and attend_backward(); see tiles/causal_attention.h."""
 
     _fields_ = [
         *[(name, c_int64) for name in ("B", "H", "K", "T", "D")],
@@ -62,6 +67,17 @@ class _TileAttention(Structure):
         *[(name, _Heads) for name in ("q", "k", "v", "y")],
         ("log_sums", c_void_p),
         *[(name, _Heads) for name in ("y_grad", "q_grad", "k_grad", "v_grad")],
+    ]
+
+
+class _WeightGradient(Structure):
+    """The arguments of weight_gradient(); see tiles/weight_gradient.h."""
+
+    _fields_ = [
+        *[(name, c_int64) for name in ("n_tokens", "n_out", "n_in")],
+        *[(name, c_void_p) for name in ("y_grad", "x")],
+        *[(name, c_int64) for name in ("y_grad_stride", "x_stride")],
+        ("w_grad", c_void_p),
     ]
 
 
@@ -126,7 +142,7 @@ def has_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     # A thread computes the heads that share keys.
     if len(k) * k.shape[1] < torch.get_num_threads() or q.numel() == 0:
         return False
-    return bool(load_training_library().has_tiles())
+    return load_training_library().tile_support() > 0
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -135,6 +151,49 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     The result lies in memory as (B, T, H, D).
     """
     return _CausalAttention.apply(q, k, v, scale)
+
+
+def has_linear(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether linear() can compute with these on this processor, and is worth it."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        return False
+    if x.shape[-1] % 32 != 0 or x.numel() < MIN_LINEAR_TOKENS * x.shape[-1]:
+        return False
+    for weight in weights:
+        if weight.dtype != torch.float32 or type(weight) is not torch.nn.Parameter:
+            return False
+    if sum(map(len, weights)) % 32 != 0:
+        return False
+    return has_fast_weight_gradient()
+
+
+def has_fast_weight_gradient() -> bool:
+    """Whether this processor has AMX, without which torch is as fast."""
+    return load_training_library().tile_support() == AMX
+
+
+def linear(
+    x: Tensor, cast_weight: Tensor, bias: Tensor | None, weights: Sequence[Tensor]
+) -> Tensor:
+    """x · cast_weightᵀ + bias, (..., n_in) -> (..., n_out), in bf16; the gradients of the weights
+    are summed in fp32.
+
+    `weights` in fp32, whose rows together are those of cast_weight, which needs no gradient.
+    """
+    return _Linear.apply(x, cast_weight, bias, *weights)
+
+
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, needs_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Cross-entropy of logits (n, V) with targets (n,): in nats (n,), fp32, and the gradient, which
+    replaces the logits. As the function of this name in model/kernels/linear_cross_entropy.py."""
+    logits = logits.contiguous()
+    losses = torch.empty(len(logits), dtype=torch.float32, device="cpu")
+    space = torch.empty(N_PARTS, 2, logits.shape[1], dtype=torch.float32, device="cpu")
+    inputs = (logits, _is_bf16(logits), *logits.shape, targets.contiguous())
+    _run("cross_entropy", *inputs, losses, needs_gradient, space)
+    return losses, logits if needs_gradient else None
 
 
 def muon_momentum(
@@ -327,7 +386,7 @@ def _new_heads(x: Tensor) -> Tensor:
 
 
 def _attend(name: str, heads: dict[str, Tensor], log_sums: Tensor, scale: float) -> None:
-    """Call attend() of tile_attention.h, or attend_backward(). heads: by field of its arguments."""
+    """Call attend() or attend_backward() of tiles/causal_attention.h. heads: by field."""
     q = heads["q"]
     if isinstance(q, FakeTensor):
         return
@@ -336,9 +395,57 @@ def _attend(name: str, heads: dict[str, Tensor], log_sums: Tensor, scale: float)
     arguments.log_sums = log_sums.data_ptr()
     for field, tensor in heads.items():
         _place(getattr(arguments, field), tensor)
+    _call(name, arguments)
+
+
+def _call(name: str, arguments: Structure) -> None:
+    """Call a function that returns 0 if it finds no memory."""
     function = getattr(load_training_library(), name)
     if not function(ctypes.byref(arguments), torch.get_num_threads()):
-        raise MemoryError("no memory for attention")
+        raise MemoryError(f"no memory for {name}()")
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cast_weight: Tensor, bias: Tensor | None, *weights: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, cast_weight)
+        ctx.n_rows = [len(weight) for weight in weights]
+        return F.linear(x, cast_weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, y_grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, cast_weight = ctx.saved_tensors
+        needs_x_grad, _, needs_bias_grad, *need_grads = ctx.needs_input_grad
+        x_grad = bias_grad = None
+        grads: Sequence[Tensor | None] = [None] * len(need_grads)
+        if needs_x_grad:
+            x_grad = y_grad @ cast_weight
+        if needs_bias_grad:
+            bias_grad = y_grad.flatten(0, -2).sum(0)
+        if any(need_grads):
+            grads = weight_gradient(y_grad, x).split(ctx.n_rows)
+        return x_grad, None, bias_grad, *grads
+
+
+def weight_gradient(y_grad: Tensor, x: Tensor) -> Tensor:
+    """y_gradᵀ x over all tokens: (..., n_out) and (..., n_in) -> (n_out, n_in) in fp32."""
+    y_grad = _with_unit_stride(y_grad.flatten(0, -2))
+    x = _with_unit_stride(x.flatten(0, -2))
+    n_tokens, n_out = y_grad.shape
+    w_grad = x.new_empty(n_out, x.shape[1], dtype=torch.float32)
+    if isinstance(w_grad, FakeTensor):
+        return w_grad
+    arguments = _WeightGradient(n_tokens=n_tokens, n_out=n_out, n_in=x.shape[1])
+    arguments.y_grad = y_grad.data_ptr()
+    arguments.x = x.data_ptr()
+    arguments.y_grad_stride = y_grad.stride(0)
+    arguments.x_stride = x.stride(0)
+    arguments.w_grad = w_grad.data_ptr()
+    _call("weight_gradient", arguments)
+    return w_grad
 
 
 class _Dropout(torch.autograd.Function):

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +20,14 @@ from thinker.model import Thinker, proof
 from thinker.model.attention import AnyCache, Attention, LinearAttention
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.kernels.blockwise_attention import BlockwiseAttention
+from thinker.model.kernels.linear_cross_entropy import loss_and_gradient
 from thinker.model.layers import Linear, RMSNorm
 from thinker.model.masks import MaskBuilder
 from thinker.model.patterns.pattern import TokenInfo
 from thinker.model.positions import Rotation
 from thinker.model.transformer import MLP
 from thinker.native import training as native
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training.settings.settings import TrainSettings
 
@@ -34,6 +37,8 @@ GRADIENT_POSITIONS = 32  # at either end of the context
 REAL_POSITIONS = 4  # in the real shape
 ATTENTION_POSITIONS = 150  # more than two blocks of the kernel, and no multiple of them
 DROPOUT_ELEMENTS = 1 << 16
+LOSS_ROWS = 50  # of logits to compare
+LOSS_TOKENS = 601
 
 
 def rms_norm(norm: RMSNorm, x: Tensor) -> Tensor:
@@ -79,6 +84,24 @@ def _is_causal(mask: AttentionMask) -> bool:
     return mask.kernel == "sdpa" or type(mask.compute) is BlockwiseAttention
 
 
+def linear(module: Linear, x: Tensor) -> Tensor:
+    """Linear.forward(), whose weight gradient is summed in fp32 by a kernel."""
+    if not native.has_linear(x, [module.weight]):
+        return type(module).forward(module, x)
+    bias = module.bias
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    return native.linear(x, module.cast_weight(x.dtype).detach(), bias, [module.weight])
+
+
+def loss(model: Thinker, *arguments: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """Thinker.forward() with the cross-entropy of a chunk of logits in one kernel."""
+    is_supported = model.dtype in (torch.float32, torch.bfloat16)
+    if is_supported and options.get("chunk_loss") is None:
+        options["chunk_loss"] = native.loss_and_gradient
+    return type(model).forward(model, *arguments, **options)
+
+
 def swiglu(mlp: MLP, x: Tensor) -> Tensor:
     """MLP.forward() with gate and up in one matrix product, and one kernel for SwiGLU."""
     return mlp.down_proj(native.swiglu(project_jointly(x, mlp.gate_proj, mlp.up_proj)))
@@ -99,6 +122,9 @@ def project_jointly(x: Tensor, *linears: nn.Module) -> Tensor:
     weight = torch.cat([linear.cast_weight(x.dtype) for linear in linears])
     biases = [linear.bias.to(x.dtype) for linear in linears if linear.bias is not None]
     bias = torch.cat(biases) if biases else None
+    weights = [linear.weight for linear in linears]
+    if native.has_linear(x, weights):
+        return native.linear(x, weight.detach(), bias, weights)
     return F.linear(x, weight, bias)
 
 
@@ -109,6 +135,8 @@ NATIVE: Forms = {
     Attention: {"project": project, "attend": attend},
     LinearAttention: {"project": project},
     MLP: {"forward": swiglu},
+    Linear: {"forward": linear},
+    Thinker: {"forward": loss},
     nn.Dropout: {"forward": dropout},
 }
 OF_TORCH: Forms = {RMSNorm: {"forward": rms_norm_of_torch}}
@@ -184,6 +212,9 @@ def is_known(module: nn.Module, method: str) -> bool:
         return False
     if method == "attend":
         return True
+    if isinstance(module, Linear):
+        cast = vars(module).get("cast_weight")
+        return cast is None or getattr(cast, "func", None) is _cast_once
     if isinstance(module, Attention):
         matrices = (module.q_proj, module.k_proj, module.v_proj)
         norms = (module.q_norm, module.k_norm)
@@ -271,6 +302,8 @@ def _disproved(forms: Forms, model: Thinker, rates: set[float]) -> frozenset[typ
             wrong = _different_kinds(forms, model, noise)
         if nn.Dropout in forms and not all(map(keeps_contract, rates)):
             wrong.add(nn.Dropout)
+        if Thinker in forms and not has_same_loss(noise):
+            wrong.add(Thinker)
     return frozenset(wrong)
 
 
@@ -281,10 +314,12 @@ def _different_kinds(forms: Forms, model: Thinker, noise: proof.Noise) -> set[ty
     block = proof.real_block(model, noise)
     positions = proof.positions_to_compare(model.config.max_seq_len).to(model.device)
 
-    def compare(modules: nn.Module, chosen: Tensor, dtype: torch.dtype, gradients: bool) -> None:
+    def compare(
+        modules: nn.Module, chosen: Tensor, dtype: torch.dtype, gradients: bool, n_rows: int = 1
+    ) -> None:
         for module in modules.modules():
             kind = type(module)
-            if kind not in forms or kind in wrong or kind is nn.Dropout:
+            if kind not in forms or kind in wrong or kind in (nn.Dropout, Thinker):
                 continue
             method, form = next(iter(forms[kind].items()))
             if not is_known(module, method):
@@ -297,7 +332,7 @@ def _different_kinds(forms: Forms, model: Thinker, noise: proof.Noise) -> set[ty
                     rope = twin.rope(chosen, model.config.max_seq_len, dtype)
                 plain, fast = partial(plain, rope=rope), partial(fast, rope=rope)
                 parameters = [p for name, p in module.named_parameters() if _is_projected(name)]
-            x = noise((1, len(chosen), _width(module))).to(model.device, dtype)
+            x = noise((n_rows, len(chosen), _width(module))).to(model.device, dtype)
             tolerance = FP32_TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
             if not gradients:
                 parameters = None
@@ -308,8 +343,12 @@ def _different_kinds(forms: Forms, model: Thinker, noise: proof.Noise) -> set[ty
     compare(twin, positions, torch.float32, gradients=False)
     compare(twin, ends, torch.float32, gradients=True)
     if block is not None:
-        for dtype in (torch.float32, torch.bfloat16):
-            compare(block, positions[:REAL_POSITIONS], dtype, gradients=True)
+        some = positions[:REAL_POSITIONS]
+        compare(block, some, torch.float32, gradients=True)
+        n_rows = 1
+        if Linear in forms and native.has_fast_weight_gradient():
+            n_rows = -(-native.MIN_LINEAR_TOKENS // len(some))
+        compare(block, some, torch.bfloat16, gradients=True, n_rows=n_rows)
     if "attend" in forms.get(Attention, {}) and not _attends_alike(twin, block, noise):
         wrong.add(Attention)
     return wrong
@@ -360,7 +399,26 @@ def _width(module: nn.Module) -> int:
         return len(module.weight)
     if isinstance(module, MLP):
         return module.gate_proj.in_features
+    if isinstance(module, Linear):
+        return module.in_features
     return module.q_proj.in_features
+
+
+def has_same_loss(noise: proof.Noise) -> bool:
+    """Whether the kernel of the loss computes what the model's own function does."""
+    logits = 4 * noise((LOSS_ROWS, LOSS_TOKENS))
+    targets = torch.arange(LOSS_ROWS) * 7 % LOSS_TOKENS
+    targets[3] = IGNORE_INDEX
+    for dtype, tolerance in ((torch.float32, FP32_TOLERANCE), (torch.bfloat16, BF16_TOLERANCE)):
+        for needs_gradient in (True, False):
+            values = logits.to(dtype)
+            known = loss_and_gradient(values.clone(), targets, needs_gradient)
+            found = native.loss_and_gradient(values.clone(), targets, needs_gradient)
+            if not proof.is_near(found[0], known[0], FP32_TOLERANCE):
+                return False
+            if needs_gradient and not proof.is_near(found[1], known[1], tolerance):
+                return False
+    return True
 
 
 def keeps_contract(p: float) -> bool:
