@@ -253,10 +253,10 @@ INLINE float cross_entropy_row(const float *x, int64_t n, int64_t target, int64_
     for (int64_t i = 0; i < n; i++) largest = x[i] > largest ? x[i] : largest;
     #pragma omp simd reduction(+ : total)
     for (int64_t i = 0; i < n; i++) total += exponential(x[i] - largest);
-    float log_total = largest + logf(total), loss = log_total - x[target];
+    float loss = logf(total) - (x[target] - largest), inverse = 1 / total;
     if (!needs_gradient) return loss;
     #pragma omp simd
-    for (int64_t i = 0; i < n; i++) out[i] = exponential(x[i] - log_total);
+    for (int64_t i = 0; i < n; i++) out[i] = exponential(x[i] - largest) * inverse;
     out[target] -= 1;
     return loss;
 }

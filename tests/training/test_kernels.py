@@ -8,11 +8,15 @@ import torch
 
 from thinker.data.batches.prefetch import Batch
 from thinker.model import ThinkerConfig
-from thinker.model.attention import Attention
-from thinker.model.layers import RMSNorm
-from thinker.model.transformer import MLP
+from thinker.model import attention as model_attention
+from thinker.model.attention import Attention, LinearAttention
+from thinker.model.kernels import blockwise_attention, linear_cross_entropy
+from thinker.model.kernels.linear_cross_entropy import loss_and_gradient
+from thinker.model.layers import Linear
+from thinker.model.transformer import MLP, Thinker
 from thinker.native import compiler, training
 from thinker.native.compiler import has_compiler
+from thinker.training import kernels as kernels_module
 from thinker.training.config.load import validate_config
 from thinker.training.kernels import NATIVE, Kernels, choose_kernels, fused_kernels, without_kernels
 from thinker.training.settings.resolve import resolve_settings
@@ -107,14 +111,15 @@ def test_only_the_step_uses_the_kernels(monkeypatch):
 
     def replaced():
         modules = step.model.modules()
-        return {type(each) for each in modules if {"forward", "project"} & set(vars(each))}
+        names = {"forward", "project", "attend"}
+        return {type(each) for each in modules if names & set(vars(each))}
 
     with fused_kernels(step.model, step.kernels):
-        assert replaced() == {Attention, torch.nn.Dropout, MLP, RMSNorm}
+        assert replaced() == set(NATIVE) - {LinearAttention}
         step.model.blocks[1].mlp.forward = len  # of a user
         with without_kernels(step.model, step.kernels):
             assert replaced() == {MLP}
-        assert replaced() == {Attention, torch.nn.Dropout, MLP, RMSNorm}
+        assert replaced() == set(NATIVE) - {LinearAttention}
     assert replaced() == set()
     trained(step)
     assert replaced() == set()
@@ -139,3 +144,98 @@ def test_why_a_run_has_no_kernels(monkeypatch):
         trained(step)
     finally:
         training.load_training_library.cache_clear()
+
+
+def smoothed(logits, targets, needs_gradient):
+    losses, grad = loss_and_gradient(logits, targets, needs_gradient)
+    return 0.9 * losses, grad
+
+
+def forward_without_options(self, tokens=None, *, targets=None, document_ids=None):
+    return THINKER_FORWARD(self, tokens, targets=targets, document_ids=document_ids)
+
+
+THINKER_FORWARD = Thinker.forward
+WIDE = dataclasses.replace(
+    CONFIG, d_model=64, n_heads=2, n_kv_heads=1, head_dim=32, d_ff=64, max_seq_len=128
+)
+# What tile_support() is at least for an edit to matter.
+SUPPORT = {"attend": 1, "blockwise": 1, "the function": 1, "forward": 2, "cast": 2}
+# By name: what an edit replaces and by what, and the type of module that then runs as written.
+EDITS = {
+    "attend": (Attention, "attend", lambda self, q, k, v, mask, cache: v + 0 * q, Attention),
+    "blockwise": (
+        blockwise_attention.BlockwiseAttention,
+        "__call__",
+        lambda self, q, k, v, scale, *unused: v + 0 * q,
+        Attention,
+    ),
+    "the function": (model_attention, "attend", lambda q, k, v, *rest: v + 0 * q, Attention),
+    "forward": (Linear, "forward", lambda self, x: x @ (2 * self.weight).T.to(x.dtype), Linear),
+    "cast": (Linear, "cast_weight", lambda self, dtype: (1.01 * self.weight).to(dtype), Linear),
+    "loss": (linear_cross_entropy, "loss_and_gradient", smoothed, Thinker),
+    "loss without options": (Thinker, "forward", forward_without_options, Thinker),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_model_trains_as_it_is_written(edit, precision, monkeypatch, capsys):
+    """Also where only bf16 has a faster form, with heads and tokens that it supports."""
+    if training.load_training_library().tile_support() < SUPPORT.get(edit, 0):
+        pytest.skip("this processor has no form of it")
+    config = dataclasses.replace(WIDE, n_kv_heads=2)
+    options = {"precision": precision, "micro_batch_size": 4}
+    assert set(make_step(config, **options).kernels.forms) == set(NATIVE)
+    place, name, function, kind = EDITS[edit]
+    monkeypatch.setattr(place, name, function)
+    if place is linear_cross_entropy:
+        monkeypatch.setattr(kernels_module, "loss_and_gradient", function)
+    step = make_step(config, **options)
+    assert kind not in step.kernels.forms
+    assert "as written" in capsys.readouterr().err
+    losses, grads = long_trained(step)
+    plain_losses, plain = long_trained(make_step(config, **options, kernels="off"))
+    tolerance = 1e-5 if precision == "fp32" else 2e-2
+    torch.testing.assert_close(losses, plain_losses, rtol=tolerance, atol=1e-5)
+    for parameter, grad in plain.items():
+        if grad is not None:
+            difference = (grads[parameter] - grad).norm()
+            assert difference <= 10 * tolerance * grad.norm() + 1e-6, parameter
+
+
+def long_trained(step):
+    """A loss and its gradients, of as many tokens as the kernels need."""
+    tokens = torch.randint(50, (4, 129), generator=torch.Generator().manual_seed(2))
+    with step.fast_model():
+        total, _ = step.model(tokens[:, :-1], targets=tokens[:, 1:].contiguous())
+        total.backward()
+    return total.detach(), {name: p.grad for name, p in step.model.named_parameters()}
+
+
+@needs_compiler
+def test_plain_causal_attention_in_bf16_takes_the_kernel(monkeypatch):
+    """What else changes the scores does not."""
+    if training.load_training_library().tile_support() == 0:
+        pytest.skip("needs AMX or AVX512-BF16")
+    calls = []
+    computes = training.causal_attention
+    monkeypatch.setattr(
+        training, "causal_attention", lambda *args: (calls.append(1), computes(*args))[1]
+    )
+
+    def n_calls(precision="bf16", **changes):
+        step = make_step(dataclasses.replace(WIDE, **changes), precision=precision)
+        calls.clear()
+        long_trained(step)
+        return len(calls)
+
+    assert n_calls() == 3
+    assert n_calls(precision="fp32") == 0
+    assert n_calls(attention=["full", "window(8)", "full"]) == 2
+    assert n_calls(attn_logit_softcap=20.0) == 0
+    assert n_calls(attention_sinks=True) == 0
+    assert n_calls(positions="alibi") == 0
+    assert n_calls(positions="learned") == 3
+    assert n_calls(head_dim=16) == 0
