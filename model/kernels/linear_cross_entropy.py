@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from thinker.model.layers import LogitTransform
 from thinker.runtime.constants import IGNORE_INDEX
 
-CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # logits per chunk: fit a core's cache or fill a GPU
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}  # logits per chunk
 # bf16 only: as many bytes as 2**27 in bf16 with two fp32 copies.
 COMPILED_CHUNK_ELEMENTS = 5 * 2**27
 MIN_CHUNK_ROWS = 256  # because each chunk reads and writes the whole weight gradient

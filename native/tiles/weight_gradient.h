@@ -17,6 +17,9 @@ typedef struct {
 } WeightGradient;
 
 #if HAS_TILES
+/* Numbers from one panel of n_rows tokens to the next: not a power of two, whose caches would evict each other. */
+INLINE int64_t panel_stride(int64_t n_rows) { return n_rows / 2 * PANEL + PANEL; }
+
 /* Tokens of a step of the sums, a multiple of 32. */
 INLINE int64_t tokens_per_step(int64_t n_in) {
     int64_t n = INPUT_BYTES / (2 * n_in) / 32 * 32;
@@ -29,16 +32,14 @@ INLINE const uint16_t *token_row(const void *x, int64_t stride, int64_t n_tokens
     return t < n_tokens ? (const uint16_t *)x + t * stride : zeros;
 }
 
-/* A panel of the inputs as pairs: PANEL columns of all tokens, (n_rows / 2, PANEL). */
-static void pack_panel(const WeightGradient *g, int64_t panel, int64_t n_rows, const uint16_t *zeros, uint32_t *out) {
-    for (int64_t t = 0; t < n_rows; t += 2) {
-        const uint16_t *even = token_row(g->x, g->x_stride, g->n_tokens, t, zeros) + panel * PANEL;
-        const uint16_t *odd = token_row(g->x, g->x_stride, g->n_tokens, t + 1, zeros) + panel * PANEL;
-        for (int64_t i = 0; i < PANEL; i += 16) {
-            __m256i a = _mm256_loadu_si256((const __m256i *)(even + i));
-            __m256i b = _mm256_loadu_si256((const __m256i *)(odd + i));
-            _mm512_storeu_si512(out + t / 2 * PANEL + i, pairs_of(a, b));
-        }
+/* Two rows of the inputs as pairs, in all panels. A panel has PANEL columns of all tokens, (n_rows / 2, PANEL). */
+static void pack_rows(const WeightGradient *g, int64_t t, int64_t n_rows, const uint16_t *zeros, uint32_t *panels) {
+    const uint16_t *even = token_row(g->x, g->x_stride, g->n_tokens, t, zeros);
+    const uint16_t *odd = token_row(g->x, g->x_stride, g->n_tokens, t + 1, zeros);
+    for (int64_t i = 0; i < g->n_in; i += 16) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)(even + i));
+        __m256i b = _mm256_loadu_si256((const __m256i *)(odd + i));
+        _mm512_storeu_si512(panels + i / PANEL * panel_stride(n_rows) + t / 2 * PANEL + i % PANEL, pairs_of(a, b));
     }
 }
 
@@ -73,7 +74,7 @@ static void gradient_rows(const WeightGradient *g, int64_t begin, int64_t end, i
             int64_t count = n_rows - token < n_step ? n_rows - token : n_step;
             transpose_columns(g, row, n, token, count, zeros, pairs, columns, stride);
             for (int64_t panel = 0; panel < g->n_in / PANEL; panel++)
-                product(columns, stride, panels + (panel * n_rows + token) / 2 * PANEL, PANEL,
+                product(columns, stride, panels + panel * panel_stride(n_rows) + token / 2 * PANEL, PANEL,
                         g->w_grad + row * g->n_in + panel * PANEL, g->n_in, n, PANEL, count, token > 0);
         }
     }
@@ -85,7 +86,7 @@ int64_t weight_gradient(const WeightGradient *g, int64_t n_threads) {
 #if HAS_TILES
     int64_t n_rows = (g->n_tokens + 31) / 32 * 32, stride = tokens_per_step(g->n_in) + 32;
     int64_t widest = g->n_out > g->n_in ? g->n_out : g->n_in;
-    int64_t panel_bytes = 2 * n_rows * g->n_in, zero_bytes = (2 * widest + 63) / 64 * 64;
+    int64_t panel_bytes = 4 * panel_stride(n_rows) * (g->n_in / PANEL), zero_bytes = (2 * widest + 63) / 64 * 64;
     int64_t n_bytes = (4 * 16 * GRADIENT_ROWS + 2 * GRADIENT_ROWS * stride + 4095) / 4096 * 4096;
     char *space = aligned_alloc(64, (panel_bytes + zero_bytes + n_bytes * n_threads + 63) / 64 * 64);
     if (!space) return 0;
@@ -98,8 +99,7 @@ int64_t weight_gradient(const WeightGradient *g, int64_t n_threads) {
         TileConfig before;
         set_tiles(&before);
         #pragma omp for schedule(static)
-        for (int64_t panel = 0; panel < g->n_in / PANEL; panel++)
-            pack_panel(g, panel, n_rows, zeros, panels + panel * n_rows / 2 * PANEL);
+        for (int64_t t = 0; t < n_rows; t += 2) pack_rows(g, t, n_rows, zeros, panels);
         int64_t n_blocks = g->n_out / 32, thread = omp_get_thread_num(), n = omp_get_num_threads();
         int64_t begin = n_blocks * thread / n * 32, end = n_blocks * (thread + 1) / n * 32;
         gradient_rows(g, begin, end, n_rows, panels, zeros, at + thread * n_bytes);
