@@ -46,6 +46,7 @@ def test_a_wheel_holds_the_files_that_packages_read():
     files = {path for folder in folders for path in folder.iterdir() if path.is_file()}
     pages = [ROOT / room / "page" for room in ("interpretability", "lessons", "runtime", "serving")]
     files |= {path for page in pages for path in page.rglob("*") if path.is_file()}
+    files |= set((ROOT / "native" / "tiles").iterdir())
     files |= set((ROOT / "lessons" / "notebooks").iterdir())
     files |= set((ROOT / "configs").iterdir())
     files |= set((ROOT / "benchmarks" / "configs").iterdir())

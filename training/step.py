@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
@@ -194,8 +195,9 @@ def clip_gradients(model: Thinker, limit: float | None) -> Tensor:
         return full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
     # As in clip_grad_norm_(), which takes twice as long for a small model.
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    if norm.device.type == "cpu" and bool(norm + 1e-6 <= limit):
-        return norm  # a factor of 1, which would read and write all gradients
+    has_value = norm.device.type == "cpu" and not isinstance(norm, FakeTensor)
+    if has_value and bool(norm + 1e-6 <= limit):
+        return norm  # a factor of 1, for which all gradients would be read and written
     torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
