@@ -246,39 +246,60 @@ void swiglu_backward(const void *grad, const void *gate_up, int64_t is_bf16, int
     }
 }
 
-/* Cross-entropy of a row of logits in fp32 with a target: its loss; the gradient replaces the logits in `out`. */
-INLINE float cross_entropy_row(const float *x, int64_t n, int64_t target, int64_t needs_gradient, float *out) {
-    float largest = -INFINITY, total = 0;
+INLINE float largest_of(const float *restrict x, int64_t n, float largest) {
     #pragma omp simd reduction(max : largest)
     for (int64_t i = 0; i < n; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+
+INLINE float sum_of_exponentials(const float *restrict x, int64_t n, float largest) {
+    float total = 0;
     #pragma omp simd reduction(+ : total)
     for (int64_t i = 0; i < n; i++) total += exponential(x[i] - largest);
-    float loss = logf(total) - (x[target] - largest), inverse = 1 / total;
-    if (!needs_gradient) return loss;
+    return total;
+}
+
+/* y may be the memory of x. */
+INLINE void softmax_of(const float *x, int64_t n, float largest, float inverse, float *y) {
     #pragma omp simd
-    for (int64_t i = 0; i < n; i++) out[i] = exponential(x[i] - largest) * inverse;
-    out[target] -= 1;
+    for (int64_t i = 0; i < n; i++) y[i] = exponential(x[i] - largest) * inverse;
+}
+
+/* Cross-entropy of a row of logits, which its gradient replaces. */
+INLINE float cross_entropy_row(void *logits, int64_t is_bf16, int64_t n, int64_t target, int64_t needs_gradient) {
+    float space[COLUMNS], out_space[COLUMNS], largest = -INFINITY, total = 0;
+    for (int64_t begin = 0; begin < n; begin += COLUMNS) {
+        int64_t count = n - begin < COLUMNS ? n - begin : COLUMNS;
+        largest = largest_of(read_row(at(logits, is_bf16, begin), is_bf16, count, space), count, largest);
+    }
+    for (int64_t begin = 0; begin < n; begin += COLUMNS) {
+        int64_t count = n - begin < COLUMNS ? n - begin : COLUMNS;
+        total += sum_of_exponentials(read_row(at(logits, is_bf16, begin), is_bf16, count, space), count, largest);
+    }
+    float loss = logf(total) - (*read_row(at(logits, is_bf16, target), is_bf16, 1, space) - largest);
+    if (!needs_gradient) return loss;
+    for (int64_t begin = 0; begin < n; begin += COLUMNS) {
+        int64_t count = n - begin < COLUMNS ? n - begin : COLUMNS;
+        void *place = at(logits, is_bf16, begin);
+        float *out = row_to_write(place, is_bf16, out_space);
+        softmax_of(read_row(place, is_bf16, count, space), count, largest, 1 / total, out);
+        if (target >= begin && target < begin + count) out[target - begin] -= 1;
+        write_row(place, is_bf16, count, out);
+    }
     return loss;
 }
 
-/* logits (n_rows, n), which their gradient replaces; targets (n_rows,), or below 0: no loss; losses (n_rows,); space
-   (PARTS, 2, n). */
+/* logits (n_rows, n), which their gradient replaces; targets (n_rows,), or below 0: no loss; losses (n_rows,). */
 void cross_entropy(void *logits, int64_t is_bf16, int64_t n_rows, int64_t n, const int64_t *targets, float *losses,
-                   int64_t needs_gradient, float *space, int64_t n_threads) {
+                   int64_t needs_gradient, int64_t n_threads) {
     #pragma omp parallel for num_threads(n_threads) schedule(static)
-    for (int part = 0; part < PARTS; part++) {
-        float *x_space = space + 2 * part * n, *out_space = x_space + n;
-        PART(n_rows, part, begin, end);
-        for (int64_t row = begin; row < end; row++) {
-            void *x = at(logits, is_bf16, row * n);
-            if (targets[row] < 0) {
-                losses[row] = 0;
-                if (needs_gradient) memset(x, 0, n * (is_bf16 ? 2 : 4));
-                continue;
-            }
-            float *out = row_to_write(x, is_bf16, out_space);
-            losses[row] = cross_entropy_row(read_row(x, is_bf16, n, x_space), n, targets[row], needs_gradient, out);
-            if (needs_gradient) write_row(x, is_bf16, n, out);
+    for (int64_t row = 0; row < n_rows; row++) {
+        void *x = at(logits, is_bf16, row * n);
+        if (targets[row] >= 0) {
+            losses[row] = cross_entropy_row(x, is_bf16, n, targets[row], needs_gradient);
+        } else {
+            losses[row] = 0;
+            if (needs_gradient) memset(x, 0, n * (is_bf16 ? 2 : 4));
         }
     }
 }

@@ -30,7 +30,7 @@ SIGNATURES = {
     "swiglu": "piiipi",
     "swiglu_backward": "ppiiipi",
     "dropout": "piipdpi",
-    "cross_entropy": "piiippipi",
+    "cross_entropy": "piiippii",
     "tile_support": "",
     "attend": "pi",
     "attend_backward": "pi",
@@ -189,9 +189,8 @@ def loss_and_gradient(
     replaces the logits. As the function of this name in model/kernels/linear_cross_entropy.py."""
     logits = logits.contiguous()
     losses = torch.empty(len(logits), dtype=torch.float32, device="cpu")
-    space = torch.empty(N_PARTS, 2, logits.shape[1], dtype=torch.float32, device="cpu")
     inputs = (logits, _is_bf16(logits), *logits.shape, targets.contiguous())
-    _run("cross_entropy", *inputs, losses, needs_gradient, space)
+    _run("cross_entropy", *inputs, losses, needs_gradient)
     return losses, logits if needs_gradient else None
 
 

@@ -23,10 +23,10 @@ def return_freed_memory_at_once():
 def peak_of_two_steps(dist, tree, shape):
     """The bytes that two training steps take at most."""
     return_freed_memory_at_once()
-    config = validate_config(tree)
-    small = ThinkerConfig(vocab_size=64, d_model=32, n_layers=1)
-    time_steps(resolve_settings(config, small, CPU), CPU, 1)  # loads libraries, starts threads
-    settings, meter = resolve_settings(config, ThinkerConfig(**shape), CPU), MemoryMeter(CPU)
+    settings = resolve_settings(validate_config(tree), ThinkerConfig(**shape), CPU)
+    # Loads libraries, starts threads, and lets the library of matrix products take what it keeps.
+    time_steps(settings, CPU, 1)
+    meter = MemoryMeter(CPU)
     time_steps(settings, CPU, 1)
     return meter.peak()
 

@@ -267,6 +267,30 @@ def train(results: Results) -> Table:
 
 
 @table
+def step_limit(results: Results) -> Table:
+    """Whole steps beside their matrix products, each with torch.mm; the last result of each code."""
+    rows = []
+    runs = results["step_limit"]
+    for run in runs:
+        for name, step in run["steps"].items():
+            rows.append(
+                {"code": run.get("code", "now"), "name": name, "ms": 1e3 * step["step_s"]}
+                | step
+                | {"products": 1e3 * run["products_s"]}
+            )
+    columns = {
+        "code": "{code}",
+        "step": "{name}",
+        "ms": "{ms:.0f}",
+        "tokens/s": "{tokens_per_second:,.0f}",
+        "products, ms": "{products:.0f}",
+        "times the products": "{to_products:.2f}",
+        "times the speed of transformers compiled": "{speed_to_baseline:.2f}",
+    }
+    return rows_table(runs, rows, columns)
+
+
+@table
 def train_emulated(results: Results) -> Table:
     """The same in bf16 on a processor without bf16 units."""
     return train_table(results["train"][1:])
