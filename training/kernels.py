@@ -438,6 +438,7 @@ def has_same_loss(noise: proof.Noise) -> bool:
 def _has_same_total(model: Thinker, noise: proof.Noise) -> bool:
     """Whether a twin has the same loss and gradients with the kernel of the loss."""
     twin = proof.narrow_twin(model, noise).to(model.device)
+    twin.eval()  # dropout would make two passes differ
     tokens = torch.arange(min(LOSS_ROWS, model.config.max_seq_len), device=model.device)[None]
     tokens = tokens % twin.config.vocab_size
     results = []

@@ -44,12 +44,13 @@ FORMS = {
     "masked": {"attention": "strided(5)"},
     "window in some layers": {"attention": ["full", "window(6)"]},
 }
+WITHOUT_KERNELS = {"relative": {"positions": "relative"}}
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
 
 
 def make_model(form, dtype=torch.float32, native=False):
     shape = {"vocab_size": 264, "d_model": 64, "max_seq_len": 128}
-    model = random_model(1, 0.4, 0.25, **shape, **FORMS[form])
+    model = random_model(1, 0.4, 0.25, **shape, **(FORMS | WITHOUT_KERNELS)[form])
     return fuse_for_inference(model, dtype, native=native)
 
 
@@ -83,7 +84,7 @@ def test_zeros_and_numbers_that_are_not_finite():
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *WITHOUT_KERNELS])
 @torch.no_grad()
 def test_logits_are_those_of_rounded_keys_and_values(form, bits):
     """The reference rounds the keys and values of a full pass; with 4 bits, each query has the
@@ -101,7 +102,11 @@ def test_logits_are_those_of_rounded_keys_and_values(form, bits):
     patches, outputs = {}, {}
     slopes = 2.0 ** -torch.arange(2, 10, 2)[:, None, None]  # of 4 heads
     distance = torch.arange(T) - torch.arange(T)[:, None]
-    bias = slopes * distance if FORMS[form].get("positions") == "alibi" else 0
+    bias = 0
+    if form == "alibi":
+        bias = slopes * distance
+    if form == "relative":
+        bias = model.relative_bias(distance.abs())  # (H, T, S)
     names = [f"blocks.{layer}.attention.{point}" for layer in layers for point in "qkv"]
     for layer in layers:
         attention, name = model.blocks[layer].attention, f"blocks.{layer}.attention"

@@ -215,6 +215,16 @@ def long_trained(step):
 
 
 @needs_compiler
+@pytest.mark.parametrize("changes", [{}, {"dropout": 0.3}, {"tie_embeddings": True},
+    {"logit_softcap": 20.0}, {"value_embeddings": True, "bigram_rows": 64}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_unchanged_model_uses_all_kernels(changes, precision, capsys):
+    step = make_step(dataclasses.replace(WIDE, **changes), precision=precision)
+    assert set(step.kernels.forms) == set(NATIVE)
+    assert "as written" not in capsys.readouterr().err
+
+
+@needs_compiler
 def test_plain_causal_attention_in_bf16_takes_the_kernel(monkeypatch):
     """What else changes the scores does not."""
     if training.load_training_library().tile_support() == 0:

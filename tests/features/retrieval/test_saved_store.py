@@ -7,7 +7,8 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT, random_model, run_script
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
@@ -159,6 +160,21 @@ def test_a_damaged_file_is_refused(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="damaged"):
             load_conversation(new(Conversation), path)
+
+
+@pytest.mark.parametrize("part", ["format", "kind", "model", "state", "cached"])
+def test_a_file_that_lacks_a_part_is_refused(tmp_path, part):
+    path = tmp_path / "mine.conversation"
+    first = new(Conversation)
+    say(first, LINES[0])
+    save_conversation(first, path)
+    with safe_open(path, framework="pt") as file:
+        content = json.loads(file.metadata()["conversation"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    del content[part]
+    save_file(tensors, path, metadata={"conversation": json.dumps(content)})
+    with pytest.raises(UserError, match="damaged"):
+        load_conversation(new(Conversation), path)
 
 
 def test_two_processes_write_what_one_does(tiny_run, tmp_path):
