@@ -34,10 +34,12 @@ def table(function: Callable[[Results], Table]) -> Callable[[Results], Table]:
 @table
 def quickstart(results: Results) -> Table:
     """Runs of the quickstart."""
-    runs = results["quickstart-2026-11-24"] + results["quickstart"]
+    runs = [*results["quickstart-2026-11-29"], *results["quickstart-2026-11-24"]]
+    runs += results["quickstart"]
     rows = [run | {"day": run["environment"]["date"], "above": run["ratio"] - 1} for run in runs]
     columns = {
         "date": "{day}",
+        "processor with": "{environment[features]}",
         "seconds": "{seconds:.0f}",
         "tokens": "{tokens:,}",
         "loss": "{val_loss:.4f}",
