@@ -443,8 +443,8 @@ def _has_same_total(model: Thinker, noise: proof.Noise) -> bool:
     tokens = tokens % twin.config.vocab_size
     results = []
     for forward in (type(twin).forward, loss):
-        total, n_targets = forward(twin, tokens, targets=tokens.flip(1))
         with torch.enable_grad():
+            total, n_targets = forward(twin, tokens, targets=tokens.flip(1))
             grads = torch.autograd.grad(total, list(twin.parameters()), allow_unused=True)
         results.append([total.detach(), n_targets, *grads])
     for found, known in zip(results[1], results[0], strict=True):
