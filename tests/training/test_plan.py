@@ -144,7 +144,7 @@ def test_plan_command(run_script, tmp_path):
     assert list(tmp_path.iterdir()) == []
     done = run_script(*arguments, "--no-steps", "--json", cwd=tmp_path)
     plan = json.loads(done.stdout)
-    assert plan["tokens"] == 1500 * 14 * 176
+    assert plan["tokens"] == 2400 * 14 * 176
     assert plan["optimal_tokens"] == 20 * plan["parameters"]
     assert "step_s" not in plan
     done = run_script(
