@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from thinker.model.layers import LogitTransform
 from thinker.runtime.constants import IGNORE_INDEX
 
-CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}  # logits per chunk
+CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # logits per chunk: fit a core's cache or fill a GPU
 # bf16 only: as many bytes as 2**27 in bf16 with two fp32 copies.
 COMPILED_CHUNK_ELEMENTS = 5 * 2**27
 MIN_CHUNK_ROWS = 256  # because each chunk reads and writes the whole weight gradient
@@ -111,7 +111,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x_grad = torch.empty_like(x)
         w_grad = None  # (V, C)
         total = x.new_zeros((), dtype=_sum_dtype(x))
-        rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS.get(x.device.type, 2**24) // w.shape[0])
+        n_elements = CHUNK_ELEMENTS.get(x.device.type, 2**24)
+        if x.dtype == torch.bfloat16 and x.device.type == "cpu":
+            n_elements *= 4  # whose products are so fast that adding them takes longer
+        rows = max(MIN_CHUNK_ROWS, n_elements // w.shape[0])
         if is_compiled:
             n_chunks = -(-len(x) * w.shape[0] // COMPILED_CHUNK_ELEMENTS)
             rows = -(-len(x) // n_chunks)
