@@ -103,9 +103,8 @@ def words(text):
 
 SETUPS = {
     "fp32": words("data.packing=documents"),
-    "bf16": words(
-        "train.precision=bf16 data.document_masking=true model.attention=LG model.window=16"
-    ),
+    # Not in bf16: its loss, attention and weight gradients have new kernels.
+    "patterns": words("data.document_masking=true model.attention=LG model.window=16"),
     "accumulation": words(
         "train.micro_batch_size=2 model.dropout=0.1 model.tie_embeddings=true "
         "optimizer.weight_decay=0.1 optimizer.cautious_weight_decay=true train.schedule=cosine"
@@ -126,8 +125,8 @@ for setup, overrides in SETUPS.items():
 ADAMW = ("optimizer.name=adamw",)
 TRAININGS += [
     Training("fp32 with AdamW, one process", SETUPS["fp32"] + ADAMW),
-    Training("bf16 with AdamW, one process", SETUPS["bf16"] + ADAMW),
-    Training("bf16, sharded checkpoints", (*SETUPS["bf16"], "train.save_sharded=true"), 2),
+    Training("patterns with AdamW, one process", SETUPS["patterns"] + ADAMW),
+    Training("patterns, sharded checkpoints", (*SETUPS["patterns"], "train.save_sharded=true"), 2),
     Training(
         "other layers, one process",
         words(
@@ -221,7 +220,7 @@ INITIAL = ("run.init_from=runs/first", *ROWS, "data.tokenizer=null")
 READ = ("--read-data",)
 RUNS = [
     Run("plain", SETUPS["fp32"]),
-    Run("bf16 with patterns", SETUPS["bf16"], can_export=False),
+    Run("patterns", SETUPS["patterns"], can_export=False),
     Run("dropout and accumulation", SETUPS["accumulation"]),
     Run("ema_decay", words("train.ema_decay=0.9")),
     Run("fine-tuned", INITIAL, starts_from=True, evaluation=READ),
