@@ -17,7 +17,7 @@ from thinker.native.compiler import compiled
 
 N_PARTS = 48  # PARTS in rows.h
 AMX = 2  # in tiles/products.h
-MIN_LINEAR_TOKENS = 256  # of linear(); with fewer, torch is as fast
+MIN_LINEAR_TOKENS = 256  # of linear(): the fewest with which it was measured to be faster
 # Without it GCC does not vectorize loops that choose between two numbers.
 FLAG = "-fno-trapping-math"
 # By function of train.c, a letter of compiler.TYPES for each argument; the last one is the number
@@ -167,7 +167,7 @@ def has_linear(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def has_fast_weight_gradient() -> bool:
-    """Whether this processor has AMX, without which torch is as fast."""
+    """Whether this processor has AMX, the only one on which it was measured to be faster."""
     return load_training_library().tile_support() == AMX
 
 
