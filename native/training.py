@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
@@ -16,8 +15,6 @@ from torch.autograd.function import once_differentiable
 from thinker.native.compiler import compiled
 
 N_PARTS = 48  # PARTS in rows.h
-AMX = 2  # in tiles/products.h
-MIN_LINEAR_TOKENS = 256  # of linear(): the fewest with which it was measured to be faster
 # Without it GCC does not vectorize loops that choose between two numbers.
 FLAG = "-fno-trapping-math"
 # By function of train.c, a letter of compiler.TYPES for each argument; the last one is the number
@@ -38,6 +35,7 @@ SIGNATURES = {
     "muon_momentum": "ppiiidipii",
     "muon_update": "pippiiidddipi",
 }
+WITH_RESULT = ("tile_support", "attend", "attend_backward", "weight_gradient")
 
 
 @cache
@@ -47,38 +45,15 @@ def load_training_library() -> ctypes.CDLL:
     Raises UserError as compiler.load_library() does.
     """
     library = compiled("train.c", SIGNATURES, FLAG)
-    for name in ("tile_support", "attend", "attend_backward", "weight_gradient"):
+    for name in WITH_RESULT:
         getattr(library, name).restype = c_int64
     return library
 
 
-class _Heads(Structure):
+class Heads(Structure):
     """Heads (B, heads, T, D) by strides in elements; that of D is 1."""
 
     _fields_ = [("data", c_void_p), *[(name, c_int64) for name in ("batch", "head", "position")]]
-
-
-class _TileAttention(Structure):
-    """The arguments of attend() and attend_backward(); see tiles/causal_attention.h."""
-
-    _fields_ = [
-        *[(name, c_int64) for name in ("B", "H", "K", "T", "D")],
-        ("scale", c_double),
-        *[(name, _Heads) for name in ("q", "k", "v", "y")],
-        ("log_sums", c_void_p),
-        *[(name, _Heads) for name in ("y_grad", "q_grad", "k_grad", "v_grad")],
-    ]
-
-
-class _WeightGradient(Structure):
-    """The arguments of weight_gradient(); see tiles/weight_gradient.h."""
-
-    _fields_ = [
-        *[(name, c_int64) for name in ("n_tokens", "n_out", "n_in")],
-        *[(name, c_void_p) for name in ("y_grad", "x")],
-        *[(name, c_int64) for name in ("y_grad_stride", "x_stride")],
-        ("w_grad", c_void_p),
-    ]
 
 
 class _Rotation(Structure):
@@ -92,7 +67,7 @@ class _Rotation(Structure):
         ("cosines", c_void_p),
         ("sines", c_void_p),
         ("table_batch", c_int64),
-        ("heads", _Heads * 3),
+        ("heads", Heads * 3),
         ("x_grad", c_void_p),
         ("norm_grads", c_void_p * 2),
         ("partial", c_void_p),
@@ -131,55 +106,6 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """Set elements to zero with probability p and divide the others by 1 - p; uses torch's default
     generator."""
     return _Dropout.apply(x, p)
-
-
-def has_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether causal_attention() can compute with these on this processor, and is worth it."""
-    if any(x.dtype != torch.bfloat16 or x.device.type != "cpu" for x in (q, k, v)):
-        return False
-    if q.shape[2] != k.shape[2] or k.shape != v.shape or q.shape[-1] % 32 != 0:
-        return False
-    if q.numel() == 0:
-        return False
-    return load_training_library().tile_support() > 0
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal softmax(scale · q kᵀ) v: q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D), in bf16.
-
-    The result lies in memory as (B, T, H, D).
-    """
-    return _CausalAttention.apply(q, k, v, scale)
-
-
-def has_linear(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether linear() can compute with these on this processor, and is worth it."""
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
-        return False
-    if x.shape[-1] % 32 != 0 or x.numel() < MIN_LINEAR_TOKENS * x.shape[-1]:
-        return False
-    for weight in weights:
-        if weight.dtype != torch.float32 or type(weight) is not torch.nn.Parameter:
-            return False
-    if sum(map(len, weights)) % 32 != 0:
-        return False
-    return has_fast_weight_gradient()
-
-
-def has_fast_weight_gradient() -> bool:
-    """Whether this processor has AMX, the only one on which it was measured to be faster."""
-    return load_training_library().tile_support() == AMX
-
-
-def linear(
-    x: Tensor, cast_weight: Tensor, bias: Tensor | None, weights: Sequence[Tensor]
-) -> Tensor:
-    """x · cast_weightᵀ + bias, (..., n_in) -> (..., n_out), in bf16; the gradients of the weights
-    are summed in fp32.
-
-    `weights` in fp32, whose rows together are those of cast_weight, which needs no gradient.
-    """
-    return _Linear.apply(x, cast_weight, bias, *weights)
 
 
 def loss_and_gradient(
@@ -348,104 +274,6 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
 
-class _CausalAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        q, k, v = map(_with_unit_stride, (q, k, v))
-        B, H, T, _ = q.shape
-        y = _new_heads(q)
-        log_sums = torch.empty(B, H, T, dtype=torch.float32, device="cpu")
-        heads = {"q": q, "k": k, "v": v, "y": y}
-        _attend("attend", heads, log_sums, scale)
-        ctx.save_for_backward(q, k, v, y, log_sums)
-        ctx.scale = scale
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, y_grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, y, log_sums = ctx.saved_tensors
-        grads = (_new_heads(q), _new_heads(k), _new_heads(v))
-        heads = {"q": q, "k": k, "v": v, "y": y, "y_grad": _with_unit_stride(y_grad)}
-        heads |= zip(("q_grad", "k_grad", "v_grad"), grads)
-        _attend("attend_backward", heads, log_sums, ctx.scale)
-        return *grads, None
-
-
-def _with_unit_stride(x: Tensor) -> Tensor:
-    """x, or a copy of it whose last dimension lies together."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _new_heads(x: Tensor) -> Tensor:
-    """A new tensor of the shape of x (B, heads, T, D), in memory as (B, T, heads, D)."""
-    B, n_heads, T, D = x.shape
-    return x.new_empty(B, T, n_heads, D).transpose(1, 2)
-
-
-def _attend(name: str, heads: dict[str, Tensor], log_sums: Tensor, scale: float) -> None:
-    """Call attend() or attend_backward() of tiles/causal_attention.h. heads: by field."""
-    q = heads["q"]
-    if isinstance(q, FakeTensor):
-        return
-    B, H, T, D = q.shape
-    arguments = _TileAttention(B=B, H=H, K=heads["k"].shape[1], T=T, D=D, scale=scale)
-    arguments.log_sums = log_sums.data_ptr()
-    for field, tensor in heads.items():
-        _place(getattr(arguments, field), tensor)
-    _call(name, arguments)
-
-
-def _call(name: str, arguments: Structure) -> None:
-    """Call a function that returns 0 if it finds no memory."""
-    function = getattr(load_training_library(), name)
-    if not function(ctypes.byref(arguments), torch.get_num_threads()):
-        raise MemoryError(f"no memory for {name}()")
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, cast_weight: Tensor, bias: Tensor | None, *weights: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(x, cast_weight)
-        ctx.n_rows = [len(weight) for weight in weights]
-        return F.linear(x, cast_weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, y_grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, cast_weight = ctx.saved_tensors
-        needs_x_grad, _, needs_bias_grad, *need_grads = ctx.needs_input_grad
-        x_grad = bias_grad = None
-        grads: Sequence[Tensor | None] = [None] * len(need_grads)
-        if needs_x_grad:
-            x_grad = y_grad @ cast_weight
-        if needs_bias_grad:
-            bias_grad = y_grad.flatten(0, -2).sum(0)
-        if any(need_grads):
-            grads = weight_gradient(y_grad, x).split(ctx.n_rows)
-        return x_grad, None, bias_grad, *grads
-
-
-def weight_gradient(y_grad: Tensor, x: Tensor) -> Tensor:
-    """y_gradᵀ x over all tokens: (..., n_out) and (..., n_in) -> (n_out, n_in) in fp32."""
-    y_grad = _with_unit_stride(y_grad.flatten(0, -2))
-    x = _with_unit_stride(x.flatten(0, -2))
-    n_tokens, n_out = y_grad.shape
-    w_grad = x.new_empty(n_out, x.shape[1], dtype=torch.float32)
-    if isinstance(w_grad, FakeTensor):
-        return w_grad
-    arguments = _WeightGradient(n_tokens=n_tokens, n_out=n_out, n_in=x.shape[1])
-    arguments.y_grad = y_grad.data_ptr()
-    arguments.x = x.data_ptr()
-    arguments.y_grad_stride = y_grad.stride(0)
-    arguments.x_stride = x.stride(0)
-    arguments.w_grad = w_grad.data_ptr()
-    _call("weight_gradient", arguments)
-    return w_grad
-
-
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
@@ -515,11 +343,11 @@ def _rotate(
         rotation.x_grad = results.qkv.data_ptr()
         rotation.norm_grads = _pointers(results.weights)
     for place, tensor in zip(rotation.heads, heads):
-        _place(place, tensor)
+        place_heads(place, tensor)
     getattr(load_training_library(), name)(ctypes.byref(rotation), torch.get_num_threads())
 
 
-def _place(place: _Heads, tensor: Tensor) -> None:
+def place_heads(place: Heads, tensor: Tensor) -> None:
     """Say where the heads of a tensor (B, heads, T, D) are."""
     place.data = tensor.data_ptr()
     place.batch, place.head, place.position, _ = tensor.stride()

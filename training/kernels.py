@@ -27,6 +27,7 @@ from thinker.model.masks import MaskBuilder
 from thinker.model.patterns.pattern import TokenInfo
 from thinker.model.positions import Rotation
 from thinker.model.transformer import MLP
+from thinker.native import tile_kernels as tiles
 from thinker.native import training as native
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
@@ -73,8 +74,8 @@ def attend(
 ) -> Tensor:
     """Attention.attend() in one kernel, for causal attention in bf16; others as written."""
     is_plain = attention.attn_logit_softcap is None and attention.sinks is None and cache is None
-    if is_plain and _is_causal(mask) and native.has_causal_attention(q, k, v):
-        return native.causal_attention(q, k, v, attention.scale)
+    if is_plain and _is_causal(mask) and tiles.has_causal_attention(q, k, v):
+        return tiles.causal_attention(q, k, v, attention.scale)
     return type(attention).attend(attention, q, k, v, mask, cache)
 
 
@@ -87,12 +88,12 @@ def _is_causal(mask: AttentionMask) -> bool:
 
 def linear(module: Linear, x: Tensor) -> Tensor:
     """Linear.forward(), whose weight gradient is summed in fp32 by a kernel."""
-    if not native.has_linear(x, [module.weight]):
+    if not tiles.has_linear(x, [module.weight]):
         return type(module).forward(module, x)
     bias = module.bias
     if bias is not None:
         bias = bias.to(x.dtype)
-    return native.linear(x, module.cast_weight(x.dtype).detach(), bias, [module.weight])
+    return tiles.linear(x, module.cast_weight(x.dtype).detach(), bias, [module.weight])
 
 
 def loss(model: Thinker, *arguments: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -126,8 +127,8 @@ def project_jointly(x: Tensor, *linears: nn.Module) -> Tensor:
     biases = [linear.bias.to(x.dtype) for linear in linears if linear.bias is not None]
     bias = torch.cat(biases) if biases else None
     weights = [linear.weight for linear in linears]
-    if native.has_linear(x, weights):
-        return native.linear(x, weight.detach(), bias, weights)
+    if tiles.has_linear(x, weights):
+        return tiles.linear(x, weight.detach(), bias, weights)
     return F.linear(x, weight, bias)
 
 
@@ -355,8 +356,8 @@ def _different_kinds(forms: Forms, model: Thinker, noise: proof.Noise) -> set[ty
         some = positions[:REAL_POSITIONS]
         compare(block, some, torch.float32, gradients=True)
         n_rows = 1
-        if Linear in forms and native.has_fast_weight_gradient():
-            n_rows = -(-native.MIN_LINEAR_TOKENS // len(some))
+        if Linear in forms and tiles.has_fast_weight_gradient():
+            n_rows = -(-tiles.MIN_LINEAR_TOKENS // len(some))
         compare(block, some, torch.bfloat16, gradients=True, n_rows=n_rows)
     if "attend" in forms.get(Attention, {}) and not _attends_alike(twin, block, noise):
         wrong.add(Attention)

@@ -1,5 +1,5 @@
 /* The gradient of a weight matrix in fp32: the transposed gradient of the outputs times the inputs, both in bf16. With
-   AMX only, where it was measured to be faster than torch's product. native/training.py calls this function. */
+   AMX only, where it was measured to be faster than torch's product. native/tile_kernels.py calls this function. */
 #pragma once
 #include "products.h"
 

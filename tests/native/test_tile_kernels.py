@@ -8,7 +8,7 @@ from conftest import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from thinker.native import compiler, training
+from thinker.native import compiler, tile_kernels, training
 from thinker.native.compiler import has_compiler
 
 if not has_compiler():
@@ -19,7 +19,7 @@ WITHOUT_AMX = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 HAS_TILES = training.load_training_library().tile_support() > 0
 needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="needs AMX or AVX512-BF16")
 needs_amx = pytest.mark.skipif(
-    training.load_training_library().tile_support() != training.AMX, reason="needs AMX"
+    training.load_training_library().tile_support() != tile_kernels.AMX, reason="needs AMX"
 )
 BF16_ROUNDING = 2.0**-7  # of the largest value of a tensor
 
@@ -28,13 +28,14 @@ BF16_ROUNDING = 2.0**-7  # of the largest value of a tensor
 def library(request, monkeypatch):
     """Each form of the kernels that this processor has."""
     if request.param == "dot products":
-        if training.load_training_library().tile_support() != training.AMX:
+        if training.load_training_library().tile_support() != tile_kernels.AMX:
             pytest.skip("is what this processor uses anyway")
         library = compiler.compiled("train.c", training.SIGNATURES, training.FLAG, *WITHOUT_AMX)
-        for name in ("tile_support", "attend", "attend_backward", "weight_gradient"):
+        for name in training.WITH_RESULT:
             getattr(library, name).restype = ctypes.c_int64
         assert library.tile_support() == 1
         monkeypatch.setattr(training, "load_training_library", lambda: library)
+        monkeypatch.setattr(tile_kernels, "load_training_library", lambda: library)
     return training.load_training_library()
 
 
@@ -76,9 +77,9 @@ def test_attention_is_that_of_the_formula(library, shape, is_transposed):
     B, H, K, T, D = shape
     q, k, v = (heads(B, n, T, D, seed, is_transposed) for seed, n in enumerate((H, K, K)))
     y_grad = heads(B, H, T, D, 3, not is_transposed)
-    assert training.has_causal_attention(q, k, v)
+    assert tile_kernels.has_causal_attention(q, k, v)
     ours = with_gradients(
-        lambda q, k, v: training.causal_attention(q, k, v, 0.2), (q, k, v), y_grad
+        lambda q, k, v: tile_kernels.causal_attention(q, k, v, 0.2), (q, k, v), y_grad
     )
     doubles = [x.double() for x in (q, k, v)]
     known = with_gradients(lambda q, k, v: plain_attention(q, k, v, 0.2), doubles, y_grad)
@@ -102,7 +103,7 @@ def test_later_positions_and_threads_change_no_bit(T, D, seed):
             torch.set_num_threads(n)
             results.append(
                 with_gradients(
-                    lambda q, k, v: training.causal_attention(q, k, v, 0.1), (q, k, v), y_grad
+                    lambda q, k, v: tile_kernels.causal_attention(q, k, v, 0.1), (q, k, v), y_grad
                 )
             )
     finally:
@@ -113,7 +114,7 @@ def test_later_positions_and_threads_change_no_bit(T, D, seed):
     q[:, :, cut:] = 3
     k[:, :, cut:] = -2
     v[:, :, cut:] = 7
-    y = training.causal_attention(q, k, v, 0.1)
+    y = tile_kernels.causal_attention(q, k, v, 0.1)
     assert torch.equal(y[:, :, :cut], results[0][0][:, :, :cut])
 
 
@@ -123,7 +124,9 @@ def test_a_nan_or_infinite_score_is_not_hidden(library):
         q, k, v = (heads(1, 2, 70, 32, seed, True) for seed in range(3))
         q[0, 1, 40, 3] = value
         results = with_gradients(
-            lambda q, k, v: training.causal_attention(q, k, v, 0.2), (q, k, v), torch.ones_like(q)
+            lambda q, k, v: tile_kernels.causal_attention(q, k, v, 0.2),
+            (q, k, v),
+            torch.ones_like(q),
         )
         y, _, k_grad, v_grad = results
         assert y[0, 1, 40].isnan().all()
@@ -137,11 +140,11 @@ def test_a_nan_or_infinite_score_is_not_hidden(library):
 @needs_tiles
 def test_what_attention_leaves_to_torch():
     q, k, v = (heads(2, 2, 8, 32, seed, True) for seed in range(3))
-    assert training.has_causal_attention(q, k, v)
-    assert not training.has_causal_attention(q.float(), k.float(), v.float())
-    assert not training.has_causal_attention(q[:, :, -1:], k, v)  # a cache
-    assert not training.has_causal_attention(q[..., :16], k[..., :16], v[..., :16])
-    assert not training.has_causal_attention(q[:0], k[:0], v[:0])
+    assert tile_kernels.has_causal_attention(q, k, v)
+    assert not tile_kernels.has_causal_attention(q.float(), k.float(), v.float())
+    assert not tile_kernels.has_causal_attention(q[:, :, -1:], k, v)  # a cache
+    assert not tile_kernels.has_causal_attention(q[..., :16], k[..., :16], v[..., :16])
+    assert not tile_kernels.has_causal_attention(q[:0], k[:0], v[:0])
 
 
 @needs_amx
@@ -164,7 +167,7 @@ def test_the_gradient_of_a_weight_is_the_product(n_tokens, out_blocks, in_blocks
     try:
         for n in (1, 3):
             torch.set_num_threads(n)
-            results.append(training.weight_gradient(y_grad, x))
+            results.append(tile_kernels.weight_gradient(y_grad, x))
     finally:
         torch.set_num_threads(n_threads)
     assert torch.equal(*results)
@@ -184,10 +187,10 @@ def test_a_joined_product_gives_each_weight_its_gradient(has_bias):
     if has_bias:
         bias = torch.randn(192, generator=generator).to(torch.bfloat16).requires_grad_()
     y_grad = torch.randn(4, 100, 192, generator=generator).to(torch.bfloat16)
-    assert training.has_linear(x, weights)
+    assert tile_kernels.has_linear(x, weights)
     cast = torch.cat([weight.detach().to(torch.bfloat16) for weight in weights])
     inputs = [x, *weights, *([bias] if has_bias else [])]
-    y = training.linear(x, cast, bias, weights)
+    y = tile_kernels.linear(x, cast, bias, weights)
     ours = torch.autograd.grad(y, inputs, y_grad)
 
     doubles = [cast.double().requires_grad_(), x.detach().double().requires_grad_()]
@@ -209,13 +212,13 @@ def test_a_joined_product_gives_each_weight_its_gradient(has_bias):
 def test_what_linear_leaves_to_torch():
     weight = torch.nn.Parameter(torch.zeros(64, 64))
     x = torch.zeros(1, 300, 64, dtype=torch.bfloat16)
-    assert training.has_linear(x, [weight])
-    assert not training.has_linear(x.float(), [weight])
-    assert not training.has_linear(x[:, :100], [weight])
-    assert not training.has_linear(x[..., :48], [torch.nn.Parameter(torch.zeros(64, 48))])
-    assert not training.has_linear(x, [torch.nn.Parameter(torch.zeros(65, 64))])
-    assert not training.has_linear(x, [torch.nn.Parameter(torch.zeros(64, 64).bfloat16())])
-    assert not training.has_linear(x, [weight.to_sparse().requires_grad_()])
+    assert tile_kernels.has_linear(x, [weight])
+    assert not tile_kernels.has_linear(x.float(), [weight])
+    assert not tile_kernels.has_linear(x[:, :100], [weight])
+    assert not tile_kernels.has_linear(x[..., :48], [torch.nn.Parameter(torch.zeros(64, 48))])
+    assert not tile_kernels.has_linear(x, [torch.nn.Parameter(torch.zeros(65, 64))])
+    assert not tile_kernels.has_linear(x, [torch.nn.Parameter(torch.zeros(64, 64).bfloat16())])
+    assert not tile_kernels.has_linear(x, [weight.to_sparse().requires_grad_()])
 
 
 @given(

@@ -14,7 +14,7 @@ from thinker.model.kernels import blockwise_attention, linear_cross_entropy
 from thinker.model.kernels.linear_cross_entropy import loss_and_gradient
 from thinker.model.layers import Linear
 from thinker.model.transformer import MLP, Thinker
-from thinker.native import compiler, training
+from thinker.native import compiler, tile_kernels, training
 from thinker.native.compiler import has_compiler
 from thinker.training import kernels as kernels_module
 from thinker.training.config.load import validate_config
@@ -230,9 +230,9 @@ def test_plain_causal_attention_in_bf16_takes_the_kernel(monkeypatch):
     if training.load_training_library().tile_support() == 0:
         pytest.skip("needs AMX or AVX512-BF16")
     calls = []
-    computes = training.causal_attention
+    computes = tile_kernels.causal_attention
     monkeypatch.setattr(
-        training, "causal_attention", lambda *args: (calls.append(1), computes(*args))[1]
+        tile_kernels, "causal_attention", lambda *args: (calls.append(1), computes(*args))[1]
     )
 
     def n_calls(precision="bf16", **changes):
