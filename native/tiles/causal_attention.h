@@ -7,7 +7,12 @@
 #pragma once
 #include "products.h"
 
-#define BLOCK 64 /* queries of a block in the forward pass, keys of one in the backward pass */
+/* Queries of a block in the forward pass, keys of one in the backward pass: what was fastest with each form. */
+#if HAS_TILES && HAS_AMX
+#define BLOCK 64
+#else
+#define BLOCK 32
+#endif
 #define CHUNK 128 /* queries of a block in the backward pass */
 
 typedef struct {
@@ -194,6 +199,7 @@ static void attend_head_backward(const TileAttention *a, int64_t batch, int64_t 
         if (t >= T) continue;
         s->log_sums[t] = a->log_sums[(batch * a->H + head) * T + t];
         const uint16_t *y = row_of(&a->y, batch, head, t), *grad = s->y_grad + t * D;
+        fetch_row(&a->y, batch, head, t, T, D);
         vec dots = {};
         for (int64_t d = 0; d < D; d += 16) dots += load_bf16(y + d) * load_bf16(grad + d);
         s->dots[t] = sum(dots);
@@ -215,6 +221,7 @@ static void attend_head_backward(const TileAttention *a, int64_t batch, int64_t 
 static void write_rows(const float *x, int64_t T, int64_t D, const Heads *out, int64_t batch, int64_t head) {
     for (int64_t t = 0; t < T; t++) {
         uint16_t *y = row_of(out, batch, head, t);
+        fetch_row(out, batch, head, t, T, D);
         for (int64_t d = 0; d < D; d += 16) {
             __m512 value = _mm512_loadu_ps(x + t * D + d);
             _mm256_storeu_si256((__m256i *)(y + d), (__m256i)_mm512_cvtneps_pbh(value));

@@ -25,6 +25,7 @@
 #define omp_get_num_threads() 1
 #endif
 
+#define ROWS_AHEAD 32
 #define ARCH_REQ_XCOMP_PERM 0x1023
 #define XFEATURE_XTILEDATA 18
 
@@ -129,9 +130,19 @@ INLINE uint16_t *row_of(const Heads *x, int64_t batch, int64_t head, int64_t pos
     return (uint16_t *)x->data + batch * x->batch + head * x->head + position * x->position;
 }
 
+/* Fetch the row of a head that is read or written soon: rows of D lie too far apart for the processor to guess. */
+INLINE void fetch_row(const Heads *x, int64_t batch, int64_t head, int64_t t, int64_t T, int64_t D) {
+    if (t + ROWS_AHEAD >= T) return;
+    const uint16_t *row = row_of(x, batch, head, t + ROWS_AHEAD);
+    for (int64_t d = 0; d < D; d += 32) __builtin_prefetch(row + d);
+}
+
 /* The rows of a head, one after the other: (n_rows, D). */
 static void copy_rows(const Heads *x, int64_t batch, int64_t head, int64_t T, int64_t n_rows, int64_t D, uint16_t *out) {
-    for (int64_t t = 0; t < T; t++) memcpy(out + t * D, row_of(x, batch, head, t), 2 * D);
+    for (int64_t t = 0; t < T; t++) {
+        fetch_row(x, batch, head, t, T, D);
+        memcpy(out + t * D, row_of(x, batch, head, t), 2 * D);
+    }
     memset(out + T * D, 0, 2 * (n_rows - T) * D);
 }
 
