@@ -127,7 +127,7 @@ def project_jointly(x: Tensor, *linears: nn.Module) -> Tensor:
     biases = [linear.bias.to(x.dtype) for linear in linears if linear.bias is not None]
     bias = torch.cat(biases) if biases else None
     weights = [linear.weight for linear in linears]
-    if tiles.has_linear(x, weights):
+    if all(map(_casts_once, linears)) and tiles.has_linear(x, weights):
         return tiles.linear(x, weight.detach(), bias, weights)
     return F.linear(x, weight, bias)
 
@@ -249,8 +249,15 @@ def _are_unchanged(*parts: nn.Module) -> bool:
 
 
 def _are_alike(*matrices: nn.Module) -> bool:
-    """Whether all or none have a bias."""
-    return len({matrix.bias is None for matrix in matrices}) == 1
+    """Whether all or none have a bias. A module of another kind has what it likes."""
+    biases = [matrix.bias is None for matrix in matrices if isinstance(matrix, Linear)]
+    return len(set(biases)) <= 1
+
+
+def _casts_once(matrix: Linear) -> bool:
+    """Whether its weight is cast as its class does it, perhaps before a step."""
+    cast = vars(matrix).get("cast_weight")
+    return cast is None or getattr(cast, "func", None) is _cast_once
 
 
 @contextlib.contextmanager
