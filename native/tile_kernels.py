@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from thinker.native.training import Heads, load_training_library, place_heads
 
-AMX = 2  # in tiles/products.h
+DOT_PRODUCTS, AMX = 1, 2  # in tiles/products.h
+PLAIN, SWIGLU, SWIGLU_BACKWARD = 0, 1, 2  # in tiles/activation_product.h
 MIN_LINEAR_TOKENS = 256  # of linear(): the fewest with which it was measured to be faster
 
 
@@ -26,6 +27,19 @@ class _TileAttention(Structure):
         *[(name, Heads) for name in ("q", "k", "v", "y")],
         ("log_sums", c_void_p),
         *[(name, Heads) for name in ("y_grad", "q_grad", "k_grad", "v_grad")],
+    ]
+
+
+class _ActivationProduct(Structure):
+    """The arguments of activation_product(); see tiles/activation_product.h."""
+
+    _fields_ = [
+        *[(name, c_int64) for name in ("n_tokens", "n_in", "n_out", "kind")],
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("w", c_void_p),
+        ("is_transposed", c_int64),
+        *[(name, c_void_p) for name in ("gate_up", "y")],
     ]
 
 
@@ -70,12 +84,19 @@ def has_linear(x: Tensor, weights: Sequence[Tensor]) -> bool:
             return False
     if sum(map(len, weights)) % 32 != 0:
         return False
-    return has_fast_weight_gradient()
+    return has_fast_linear()
 
 
-def has_fast_weight_gradient() -> bool:
-    """Whether this processor has AMX, the only one on which it was measured to be faster."""
-    return load_training_library().tile_support() == AMX
+def has_fast_linear() -> bool:
+    """Whether this processor has AMX or AVX512-BF16, with which linear() was measured to be
+    faster."""
+    return load_training_library().tile_support() > 0
+
+
+def has_fast_activation_product() -> bool:
+    """Whether products of activations and weights are faster here than torch's; with AMX, that was
+    not measured."""
+    return load_training_library().tile_support() == DOT_PRODUCTS
 
 
 def linear(
@@ -87,6 +108,23 @@ def linear(
     `weights` in fp32, whose rows together are those of cast_weight, which needs no gradient.
     """
     return _Linear.apply(x, cast_weight, bias, *weights)
+
+
+def has_swiglu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> bool:
+    """Whether swiglu_mlp() can compute with these weights on this processor, and is worth it."""
+    if len(gate) != len(up) or len(gate) % 32 != 0:
+        return False
+    return has_linear(x, [gate, up]) and has_linear(x, [down]) and has_fast_activation_product()
+
+
+def swiglu_mlp(x: Tensor, cast_weights: tuple[Tensor, Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """(silu(x gateᵀ) · x upᵀ) downᵀ, (..., C) -> (..., C), in bf16; the gradients of the weights
+    are summed in fp32.
+
+    cast_weights: gate and up as one matrix (2 d_ff, C), and down (C, d_ff), in bf16. They need no
+    gradient. `weights`: gate, up and down in fp32.
+    """
+    return _SwiGLUMLP.apply(x, *cast_weights, *weights)
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -151,6 +189,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, cast_weight)
         ctx.n_rows = [len(weight) for weight in weights]
+        if bias is None and has_fast_activation_product():
+            return activation_product(x, cast_weight.T)
         return F.linear(x, cast_weight, bias)
 
     @staticmethod
@@ -161,12 +201,75 @@ class _Linear(torch.autograd.Function):
         x_grad = bias_grad = None
         grads: Sequence[Tensor | None] = [None] * len(need_grads)
         if needs_x_grad:
-            x_grad = y_grad @ cast_weight
+            x_grad = input_gradient(y_grad, cast_weight)
         if needs_bias_grad:
             bias_grad = y_grad.flatten(0, -2).sum(0)
         if any(need_grads):
             grads = weight_gradient(y_grad, x).split(ctx.n_rows)
         return x_grad, None, bias_grad, *grads
+
+
+class _SwiGLUMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, *weights: Tensor
+    ) -> Tensor:
+        gate_up = x.new_empty(*x.shape[:-1], len(gate_up_weight))
+        hidden = activation_product(x, gate_up_weight.T, SWIGLU, gate_up)
+        ctx.save_for_backward(x, gate_up_weight, down_weight, gate_up, hidden)
+        return activation_product(hidden, down_weight.T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, y_grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate_up_weight, down_weight, gate_up, hidden = ctx.saved_tensors
+        needs_x_grad, _, _, *need_grads = ctx.needs_input_grad
+        gate_up_grad = activation_product(y_grad, down_weight, SWIGLU_BACKWARD, gate_up)
+        x_grad = None
+        if needs_x_grad:
+            x_grad = activation_product(gate_up_grad, gate_up_weight)
+        gate_grad = up_grad = down_grad = None
+        if need_grads[0] or need_grads[1]:
+            gate_grad, up_grad = weight_gradient(gate_up_grad, x).chunk(2)
+        if need_grads[2]:
+            down_grad = weight_gradient(y_grad, hidden)
+        return x_grad, None, None, gate_grad, up_grad, down_grad
+
+
+def input_gradient(y_grad: Tensor, weight: Tensor) -> Tensor:
+    """y_grad weight: (..., n_out) and (n_out, n_in) -> (..., n_in)."""
+    if has_fast_activation_product():
+        return activation_product(y_grad, weight)
+    return y_grad @ weight
+
+
+def activation_product(
+    x: Tensor, w: Tensor, kind: int = PLAIN, gate_up: Tensor | None = None
+) -> Tensor:
+    """x w: (..., n_in) and (n_in, n_out) -> (..., n_out), in bf16. w or its transpose is
+    contiguous.
+
+    SWIGLU: x w is gate and up, which `gate_up` receives, (..., 2 width). Returns silu(gate) · up,
+    (..., width). SWIGLU_BACKWARD: x w is the gradient of that. Returns that of `gate_up`.
+    """
+    rows = _with_unit_stride(x.flatten(0, -2))
+    n_in, n_out = w.shape
+    width = {PLAIN: n_out, SWIGLU: n_out // 2, SWIGLU_BACKWARD: 2 * n_out}[kind]
+    y = x.new_empty(*x.shape[:-1], width)
+    if isinstance(y, FakeTensor):
+        return y
+    arguments = _ActivationProduct(n_tokens=len(rows), n_in=n_in, n_out=n_out, kind=kind)
+    arguments.x = rows.data_ptr()
+    arguments.x_stride = rows.stride(0)
+    arguments.w = w.data_ptr()
+    arguments.is_transposed = not w.is_contiguous()
+    assert w.is_contiguous() or w.T.is_contiguous()
+    arguments.y = y.data_ptr()
+    if gate_up is not None:
+        assert gate_up.is_contiguous()
+        arguments.gate_up = gate_up.data_ptr()
+    _call("activation_product", arguments)
+    return y
 
 
 def weight_gradient(y_grad: Tensor, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 #include "dropout.h"
 #include "rows.h"
 #include "swiglu.h"
+#include "tiles/activation_product.h"
 #include "tiles/causal_attention.h"
 #include "tiles/weight_gradient.h"
 

@@ -31,11 +31,12 @@ SIGNATURES = {
     "tile_support": "",
     "attend": "pi",
     "attend_backward": "pi",
+    "activation_product": "pi",
     "weight_gradient": "pi",
     "muon_momentum": "ppiiidipii",
     "muon_update": "pippiiidddipi",
 }
-WITH_RESULT = ("tile_support", "attend", "attend_backward", "weight_gradient")
+WITH_RESULT = ("tile_support", "attend", "attend_backward", "activation_product", "weight_gradient")
 
 
 @cache

@@ -107,8 +107,24 @@ def loss(model: Thinker, *arguments: Any, **options: Any) -> Tensor | tuple[Tens
 
 
 def swiglu(mlp: MLP, x: Tensor) -> Tensor:
-    """MLP.forward() with gate and up in one matrix product, and one kernel for SwiGLU."""
+    """MLP.forward() with gate and up in one matrix product, and one kernel for SwiGLU, or with
+    SwiGLU in the kernels of the products."""
+    matrices = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    if all(map(_is_plain_linear, matrices)):
+        weights = [matrix.weight for matrix in matrices]
+        if tiles.has_swiglu_mlp(x, *weights):
+            gate, up, down = (matrix.cast_weight(x.dtype).detach() for matrix in matrices)
+            return tiles.swiglu_mlp(x, (torch.cat((gate, up)), down), weights)
     return mlp.down_proj(native.swiglu(project_jointly(x, mlp.gate_proj, mlp.up_proj)))
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether a form may leave out the call of this matrix, which may have its own form."""
+    if type(module) is not Linear or module.bias is not None:
+        return False
+    forward = vars(module).get("forward")
+    is_ours = forward is None or getattr(forward, "func", None) is linear
+    return is_ours and _casts_once(module) and not _has_hooks(module)
 
 
 def dropout(module: nn.Dropout, x: Tensor) -> Tensor:
@@ -217,8 +233,7 @@ def is_known(module: nn.Module, method: str) -> bool:
     if method == "attend":
         return True
     if isinstance(module, Linear):
-        cast = vars(module).get("cast_weight")
-        return cast is None or getattr(cast, "func", None) is _cast_once
+        return _casts_once(module)
     if isinstance(module, Attention):
         matrices = (module.q_proj, module.k_proj, module.v_proj)
         norms = (module.q_norm, module.k_norm)
@@ -240,24 +255,26 @@ def is_known(module: nn.Module, method: str) -> bool:
 def _are_unchanged(*parts: nn.Module) -> bool:
     """Whether a form may leave out the calls of these modules: no hooks, no forward() of an
     instance."""
-    for part in parts:
-        if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
-            return False
-        if part._backward_hooks or part._backward_pre_hooks:
-            return False
-    return True
+    return not any(_has_hooks(part) or "forward" in vars(part) for part in parts)
 
 
-def _are_alike(*matrices: nn.Module) -> bool:
-    """Whether all or none have a bias. A module of another kind has what it likes."""
-    biases = [matrix.bias is None for matrix in matrices if isinstance(matrix, Linear)]
-    return len(set(biases)) <= 1
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether something is to be called before or after the module."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return True
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _casts_once(matrix: Linear) -> bool:
     """Whether its weight is cast as its class does it, perhaps before a step."""
     cast = vars(matrix).get("cast_weight")
     return cast is None or getattr(cast, "func", None) is _cast_once
+
+
+def _are_alike(*matrices: nn.Module) -> bool:
+    """Whether all or none have a bias. A module of another kind has what it likes."""
+    biases = [matrix.bias is None for matrix in matrices if isinstance(matrix, Linear)]
+    return len(set(biases)) <= 1
 
 
 @contextlib.contextmanager
@@ -363,7 +380,7 @@ def _different_kinds(forms: Forms, model: Thinker, noise: proof.Noise) -> set[ty
         some = positions[:REAL_POSITIONS]
         compare(block, some, torch.float32, gradients=True)
         n_rows = 1
-        if Linear in forms and tiles.has_fast_weight_gradient():
+        if Linear in forms and tiles.has_fast_linear():
             n_rows = -(-tiles.MIN_LINEAR_TOKENS // len(some))
         compare(block, some, torch.bfloat16, gradients=True, n_rows=n_rows)
     if "attend" in forms.get(Attention, {}) and not _attends_alike(twin, block, noise):

@@ -1,12 +1,19 @@
-/* The gradient of a weight matrix in fp32: the transposed gradient of the outputs times the inputs, both in bf16. With
-   AMX only, where it was measured to be faster than torch's product. native/tile_kernels.py calls this function. */
+/* The gradient of a weight matrix in fp32: the transposed gradient of the outputs times the inputs, both in bf16.
+   native/tile_kernels.py calls this function. */
 #pragma once
-#include "products.h"
+#include "activation_product.h"
 
-#define PANEL 32 /* columns of the inputs that lie together */
-#define GRADIENT_ROWS 256 /* rows of the result that a thread computes at a time */
-#define INPUT_BYTES (512 * 1024) /* of inputs that these rows are multiplied by at a time */
-#define MAX_TOKENS 512 /* and their number of tokens at most */
+/* Rows of the result that a thread computes at a time; the most tokens of a step of its sums, and the most bytes of
+   their inputs. Measured with each form of product(); see docs/development/experiments.md. */
+#if HAS_TILES && HAS_AMX
+#define GRADIENT_ROWS 256
+#define MAX_TOKENS 512
+#define INPUT_BYTES (512 * 1024)
+#else
+#define GRADIENT_ROWS 128
+#define MAX_TOKENS 2048
+#define INPUT_BYTES (4 * 1024 * 1024)
+#endif
 
 typedef struct {
     int64_t n_tokens, n_out, n_in; /* the latter two are multiples of 32 */

@@ -1,4 +1,4 @@
-"""Attention, weight gradients and the loss by kernels give the numbers of plain formulas in fp64."""
+"""Attention, products and the loss by kernels give the numbers of plain formulas in fp64."""
 
 import ctypes
 
@@ -18,9 +18,6 @@ if not has_compiler():
 WITHOUT_AMX = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 HAS_TILES = training.load_training_library().tile_support() > 0
 needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="needs AMX or AVX512-BF16")
-needs_amx = pytest.mark.skipif(
-    training.load_training_library().tile_support() != tile_kernels.AMX, reason="needs AMX"
-)
 BF16_ROUNDING = 2.0**-7  # of the largest value of a tensor
 
 
@@ -147,7 +144,7 @@ def test_what_attention_leaves_to_torch():
     assert not tile_kernels.has_causal_attention(q[:0], k[:0], v[:0])
 
 
-@needs_amx
+@needs_tiles
 @given(
     st.integers(1, 700), st.integers(1, 12), st.integers(1, 40), st.booleans(), st.integers(0, 99)
 )
@@ -175,7 +172,7 @@ def test_the_gradient_of_a_weight_is_the_product(n_tokens, out_blocks, in_blocks
     assert (results[0] - known).abs().max() <= 1e-5 * known.abs().max() + 1e-6
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_joined_product_gives_each_weight_its_gradient(has_bias):
     generator = torch.Generator().manual_seed(1)
@@ -208,7 +205,7 @@ def test_a_joined_product_gives_each_weight_its_gradient(has_bias):
         assert (ours[4] - expected[2]).abs().max() <= BF16_ROUNDING * expected[2].abs().max()
 
 
-@needs_amx
+@needs_tiles
 def test_what_linear_leaves_to_torch():
     weight = torch.nn.Parameter(torch.zeros(64, 64))
     x = torch.zeros(1, 300, 64, dtype=torch.bfloat16)
@@ -219,6 +216,134 @@ def test_what_linear_leaves_to_torch():
     assert not tile_kernels.has_linear(x, [torch.nn.Parameter(torch.zeros(65, 64))])
     assert not tile_kernels.has_linear(x, [torch.nn.Parameter(torch.zeros(64, 64).bfloat16())])
     assert not tile_kernels.has_linear(x, [weight.to_sparse().requires_grad_()])
+
+
+def rows_of(n, width, seed, is_part=False):
+    """Random rows in bf16, which do not follow one another if they are a part of longer ones."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, width + 3, generator=generator).to(torch.bfloat16)[:, :width]
+    return x if is_part else x.contiguous()
+
+
+def with_threads(function):
+    """The result of a function, which must be the same with one and with three threads."""
+    n_threads = torch.get_num_threads()
+    results = []
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            results.append(function())
+    finally:
+        torch.set_num_threads(n_threads)
+    assert torch.equal(*results)
+    return results[0]
+
+
+@needs_tiles
+@given(
+    st.integers(1, 300), st.integers(1, 20), st.integers(1, 20), st.booleans(), st.booleans(),
+    st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=examples(40), deadline=None)
+def test_products_of_activations(n_tokens, in_blocks, out_blocks, is_part, is_transposed, seed):
+    n_in, n_out = 32 * in_blocks, 32 * out_blocks
+    x = rows_of(n_tokens, n_in, seed, is_part)
+    w = rows_of(n_in, n_out, seed + 1)
+    if is_transposed:
+        w = w.T.contiguous().T
+    y = with_threads(lambda: tile_kernels.activation_product(x, w))
+    known = x.double() @ w.double()
+    assert y.dtype == torch.bfloat16
+    assert y.shape == known.shape
+    assert (y - known).abs().max() <= BF16_ROUNDING * known.abs().max()
+
+
+@needs_tiles
+@pytest.mark.parametrize("n_tokens", [1, 64, 65, 200])
+@pytest.mark.parametrize("width", [32, 288, 544])  # the last has more panels than a piece of work
+def test_products_that_end_with_swiglu(library, n_tokens, width):
+    x, w = rows_of(n_tokens, 96, 1), rows_of(2 * width, 96, 2)
+    gate_up = torch.full((n_tokens, 2 * width), 7.0, dtype=torch.bfloat16)
+    y = with_threads(
+        lambda: tile_kernels.activation_product(x, w.T, tile_kernels.SWIGLU, gate_up).clone()
+    )
+    known = x.double() @ w.double().T
+    assert (gate_up - known).abs().max() <= BF16_ROUNDING * known.abs().max()
+    # of what was rounded
+    gate, up = (half.requires_grad_() for half in gate_up.double().chunk(2, dim=-1))
+    result = torch.nn.functional.silu(gate) * up
+    assert (y - result).abs().max() <= BF16_ROUNDING * result.abs().max()
+
+    y_grad, down = rows_of(n_tokens, 64, 3), rows_of(64, width, 4)
+    grad = with_threads(
+        lambda: tile_kernels.activation_product(y_grad, down, tile_kernels.SWIGLU_BACKWARD, gate_up)
+    )
+    expected = torch.autograd.grad(result, (gate, up), y_grad.double() @ down.double())
+    expected = torch.cat(expected, dim=-1)
+    assert (grad - expected).abs().max() <= BF16_ROUNDING * expected.abs().max()
+
+
+@needs_tiles
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_nan_or_infinite_activation_is_not_hidden(library, value):
+    x = rows_of(70, 32, 1)
+    x[3, 5] = value
+    w = rows_of(64, 32, 2)
+    gate_up = torch.empty(70, 64, dtype=torch.bfloat16)
+    is_finite = torch.arange(70) != 3
+    for y in (
+        tile_kernels.activation_product(x, w.T),
+        tile_kernels.activation_product(x, w.T, tile_kernels.SWIGLU, gate_up),
+        tile_kernels.activation_product(x, w[:32], tile_kernels.SWIGLU_BACKWARD, gate_up),
+    ):
+        assert torch.equal(y.isfinite().all(-1), is_finite)
+
+
+@needs_tiles
+@pytest.mark.parametrize("frozen", [None, "x", "up", "down"])
+def test_an_mlp_of_products_has_the_gradients_of_its_formula(frozen):
+    if not tile_kernels.has_fast_activation_product():
+        pytest.skip("was not measured on this processor")
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}
+    weights = {}
+    for name, shape in shapes.items():
+        weights[name] = torch.nn.Parameter(torch.randn(shape, generator=generator) / 8)
+        weights[name].requires_grad_(name != frozen)
+    x = rows_of(300, 64, 5).view(3, 100, 64).requires_grad_(frozen != "x")
+    y_grad = rows_of(300, 64, 6).view(3, 100, 64)
+    assert tile_kernels.has_swiglu_mlp(x, *weights.values())
+    gate, up, down = (weight.detach().bfloat16() for weight in weights.values())
+    y = tile_kernels.swiglu_mlp(x, (torch.cat((gate, up)), down), list(weights.values()))
+    inputs = [each for each in (x, *weights.values()) if each.requires_grad]
+    ours = torch.autograd.grad(y, inputs, y_grad)
+
+    doubles = [each.detach().bfloat16().double() for each in (x, *weights.values())]
+    for double, each in zip(doubles, (x, *weights.values())):
+        double.requires_grad_(each.requires_grad)
+    hidden = torch.nn.functional.silu(doubles[0] @ doubles[1].T) * (doubles[0] @ doubles[2].T)
+    known = hidden @ doubles[3].T
+    needed = [each for each in doubles if each.requires_grad]
+    expected = torch.autograd.grad(known, needed, y_grad.double())
+    assert (y - known).abs().max() <= 2 * BF16_ROUNDING * known.abs().max()
+    for found, grad in zip(ours, expected, strict=True):
+        assert (found - grad).abs().max() <= 2 * BF16_ROUNDING * grad.abs().max()
+
+
+@needs_tiles
+def test_what_an_mlp_leaves_to_torch(monkeypatch):
+    monkeypatch.setattr(tile_kernels, "has_fast_activation_product", lambda: True)
+    x = torch.zeros(1, 300, 64, dtype=torch.bfloat16)
+    wide, narrow, down = (
+        torch.nn.Parameter(torch.zeros(shape)) for shape in ((96, 64), (80, 64), (64, 96))
+    )
+    assert tile_kernels.has_swiglu_mlp(x, wide, wide, down)
+    assert not tile_kernels.has_swiglu_mlp(x, wide, narrow, down)
+    assert not tile_kernels.has_swiglu_mlp(x, narrow, narrow, down)
+    assert not tile_kernels.has_swiglu_mlp(x[:, :100], wide, wide, down)
+    assert not tile_kernels.has_swiglu_mlp(x.float(), wide, wide, down)
+    monkeypatch.setattr(tile_kernels, "has_fast_activation_product", lambda: False)
+    assert not tile_kernels.has_swiglu_mlp(x, wide, wide, down)
 
 
 @given(
