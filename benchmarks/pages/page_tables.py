@@ -270,22 +270,29 @@ def train(results: Results) -> Table:
 
 @table
 def step_limit(results: Results) -> Table:
-    """Whole steps beside their matrix products, each with torch.mm; the last result of each code."""
-    rows = []
+    """Whole steps beside their matrix products, each with torch.mm; medians of the runs of a machine
+    and a version of the code."""
     runs = results["step_limit"]
+    groups: dict[tuple[str, str, str], list[Record]] = {}
     for run in runs:
         for name, step in run["steps"].items():
-            rows.append(
-                {"code": run.get("code", "now"), "name": name, "ms": 1e3 * step["step_s"]}
-                | step
-                | {"products": 1e3 * run["products_s"]}
-            )
+            step |= {"ms": 1e3 * step["step_s"], "products_ms": 1e3 * run["products_s"]}
+            key = (run["environment"]["features"], run["code"], name)
+            groups.setdefault(key, []).append(step)
+    rows = []
+    for (machine, code, name), steps in groups.items():
+        row = {"machine": machine, "code": code, "name": name, "n_runs": len(steps)}
+        for value in steps[0]:
+            row[value] = statistics.median(step[value] for step in steps)
+        rows.append(row)
     columns = {
+        "processor with": "{machine}",
         "code": "{code}",
         "step": "{name}",
+        "runs": "{n_runs}",
         "ms": "{ms:.0f}",
         "tokens/s": "{tokens_per_second:,.0f}",
-        "products, ms": "{products:.0f}",
+        "products, ms": "{products_ms:.0f}",
         "times the products": "{to_products:.2f}",
         "times the speed of transformers compiled": "{speed_to_baseline:.2f}",
     }
