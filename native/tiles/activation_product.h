@@ -94,17 +94,17 @@ static void multiply_block(const ActivationProduct *a, int64_t t, int64_t n, con
         product(rows, stride, panels + (panel + width / PANEL) * size, PANEL, sums[1], PANEL, TOKEN_BLOCK, PANEL, a->n_in,
                 0);
     }
+    uint16_t *y = a->y, *gate_up = a->gate_up;
     for (int64_t i = 0; i < n; i++) {
         const float *sum = sums[0] + i * PANEL;
-        uint16_t *y = (uint16_t *)a->y + (t + i) * width + column;
-        uint16_t *gate = (uint16_t *)a->gate_up + 2 * (t + i) * width + column;
-        if (a->kind == SWIGLU) {
-            write_swiglu(sum, sums[1] + i * PANEL, gate, gate + width, y);
-        } else if (a->kind == SWIGLU_BACKWARD) {
-            y += (t + i) * width;
-            write_swiglu_backward(sum, gate, gate + width, y, y + width);
+        int64_t place = (t + i) * width + column;
+        int64_t gate = 2 * (t + i) * width + column, up = gate + width;
+        if (a->kind == PLAIN) {
+            write_bf16(sum, y + place);
+        } else if (a->kind == SWIGLU) {
+            write_swiglu(sum, sums[1] + i * PANEL, gate_up + gate, gate_up + up, y + place);
         } else {
-            write_bf16(sum, y);
+            write_swiglu_backward(sum, gate_up + gate, gate_up + up, y + gate, y + up);
         }
     }
 }
