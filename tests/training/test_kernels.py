@@ -217,17 +217,18 @@ def long_trained(step):
 
 
 @needs_compiler
-@pytest.mark.parametrize("matrix", ["gate_proj", "down_proj"])
+@pytest.mark.parametrize("matrix", ["gate_proj", "down_proj", "v_proj", "o_proj"])
 @pytest.mark.parametrize("change", ["hook", "forward", "cast", "bias", "another module"])
-def test_a_changed_matrix_of_an_mlp_takes_effect_in_the_next_step(change, matrix):
+def test_a_changed_matrix_takes_effect_in_the_next_step(change, matrix):
     """Also after the proof."""
     options = {"precision": "bf16", "micro_batch_size": 4}
     steps = [make_step(WIDE, **options), make_step(WIDE, **options, kernels="off")]
     unchanged, _ = long_trained(steps[0])
     results = []
     for step in steps:
-        mlp = step.model.blocks[1].mlp
-        linear = getattr(mlp, matrix)
+        block = step.model.blocks[1]
+        part = block.mlp if hasattr(block.mlp, matrix) else block.attention
+        linear = getattr(part, matrix)
         if change == "hook":
             linear.register_forward_hook(lambda module, inputs, output: 3 * output)
         elif change == "forward":
@@ -235,11 +236,9 @@ def test_a_changed_matrix_of_an_mlp_takes_effect_in_the_next_step(change, matrix
         elif change == "cast":
             linear.cast_weight = lambda dtype, linear=linear: (3 * linear.weight).to(dtype)
         elif change == "bias":
-            linear.bias = torch.nn.Parameter(torch.linspace(-0.2, 0.2, 64))
-            if matrix == "gate_proj":  # forms take all or none
-                mlp.up_proj.bias = torch.nn.Parameter(torch.linspace(0.2, -0.2, 64))
+            linear.bias = torch.nn.Parameter(torch.linspace(-0.2, 0.2, len(linear.weight)))
         else:
-            setattr(mlp, matrix, torch.nn.Sequential(linear, torch.nn.ReLU()))
+            setattr(part, matrix, torch.nn.Sequential(linear, torch.nn.ReLU()))
         step.model.zero_grad()
         results.append(long_trained(step))
     (loss, grads), (plain_loss, plain) = results
