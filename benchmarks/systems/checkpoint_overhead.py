@@ -116,7 +116,10 @@ def measure_saves(trainer: Trainer, folder: Path, n_saves: int) -> dict[str, flo
     def copy() -> None:
         to_cpu(checkpoint.checkpoint_files(trainer.model, {}, trainer.step.optimizers.tensors()))
 
-    delays, next_delays, copies, saves = [], [], [], []
+    delays: list[float] = []
+    next_delays: list[float] = []
+    copies: list[float] = []
+    saves: list[float] = []
     for _ in Progress(range(n_saves), desc="saves"):
         before = measure_seconds(trainer.train_step, trainer.device)
         with_save = measure_seconds(save_and_step, trainer.device)
