@@ -24,6 +24,7 @@ from thinker.benchmarks.training_runs import ROOT, train_all
 from thinker.data.batches.prefetch import Batch
 from thinker.features.sweeps.seed_statistics import mean_and_interval
 from thinker.runtime.backend import configure_backend
+from thinker.runtime.device import choose_precision
 from thinker.runtime.errors import UserError
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config
@@ -126,7 +127,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         runs = plan_runs(arguments, text, costs, seconds)
         train_all(list(runs.values()), arguments.jobs)
         rows += compare(text, costs, runs, arguments)
-    return {"size": arguments.size, "seconds": seconds, "seeds": arguments.seeds, "rows": rows}
+    return {
+        "size": arguments.size,
+        "precision": choose_precision("auto", torch.device("cpu")),
+        "seconds": seconds,
+        "seeds": arguments.seeds,
+        "rows": rows,
+    }
 
 
 def saved_costs(

@@ -407,6 +407,7 @@ def tricks(results: Results) -> Table:
     rows = []
     columns = {
         "parameters": "{size}",
+        "precision": "{precision}",
         "text": "`{text}`",
         "trick": "{trick}",
         "seeds": "{seeds}",
@@ -415,6 +416,7 @@ def tricks(results: Results) -> Table:
     for run in runs:
         for row in run["rows"]:
             cells = row | {"size": run["size"].upper(), "seeds": run["seeds"]}
+            cells["precision"] = run["precision"]
             for budget in ("time", "tokens"):
                 if budget not in row:
                     continue
