@@ -14,8 +14,10 @@ from torch.autograd.function import once_differentiable
 from thinker.native.training import Heads, load_training_library, place_heads
 
 DOT_PRODUCTS, AMX = 1, 2  # in tiles/products.h
-PLAIN, SWIGLU, SWIGLU_BACKWARD = 0, 1, 2  # in tiles/activation_product.h
+NO_EPILOGUE, SWIGLU, SWIGLU_BACKWARD = 0, 1, 2  # in tiles/activation_product.h
 MIN_LINEAR_TOKENS = 256  # of linear(): the fewest with which it was measured to be faster
+# Elements of a weight; with three times as many, activation_product() was slower than torch's.
+MAX_WEIGHT_ELEMENTS = 6 << 20
 
 
 class _TileAttention(Structure):
@@ -34,7 +36,7 @@ class _ActivationProduct(Structure):
     """The arguments of activation_product(); see tiles/activation_product.h."""
 
     _fields_ = [
-        *[(name, c_int64) for name in ("n_tokens", "n_in", "n_out", "kind")],
+        *[(name, c_int64) for name in ("n_tokens", "n_in", "n_out", "epilogue")],
         ("x", c_void_p),
         ("x_stride", c_int64),
         ("w", c_void_p),
@@ -80,11 +82,16 @@ def has_linear(x: Tensor, weights: Sequence[Tensor]) -> bool:
     if x.shape[-1] % 32 != 0 or x.numel() < MIN_LINEAR_TOKENS * x.shape[-1]:
         return False
     for weight in weights:
-        if weight.dtype != torch.float32 or type(weight) is not torch.nn.Parameter:
+        if not _is_plain_weight(weight) or weight.shape[1] != x.shape[-1]:
             return False
     if sum(map(len, weights)) % 32 != 0:
         return False
     return has_fast_linear()
+
+
+def _is_plain_weight(weight: Tensor) -> bool:
+    """Whether it is a matrix in fp32 that is not sharded, nor without values as in estimates."""
+    return weight.dtype == torch.float32 and type(weight) is torch.nn.Parameter
 
 
 def has_fast_linear() -> bool:
@@ -93,9 +100,11 @@ def has_fast_linear() -> bool:
     return load_training_library().tile_support() > 0
 
 
-def has_fast_activation_product() -> bool:
-    """Whether products of activations and weights are faster here than torch's; with AMX, that was
-    not measured."""
+def has_fast_activation_product(n_elements: int) -> bool:
+    """Whether activation_product() with a weight of so many elements is faster than torch's
+    product. With AMX, that was not measured."""
+    if n_elements > MAX_WEIGHT_ELEMENTS:
+        return False
     return load_training_library().tile_support() == DOT_PRODUCTS
 
 
@@ -112,9 +121,12 @@ def linear(
 
 def has_swiglu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> bool:
     """Whether swiglu_mlp() can compute with these weights on this processor, and is worth it."""
-    if len(gate) != len(up) or len(gate) % 32 != 0:
+    width = len(gate)
+    if len(up) != width or down.shape[1] != width or width % 32 != 0:
         return False
-    return has_linear(x, [gate, up]) and has_linear(x, [down]) and has_fast_activation_product()
+    if not _is_plain_weight(down) or len(down) % 32 != 0:
+        return False
+    return has_linear(x, [gate, up]) and has_fast_activation_product(2 * gate.numel())
 
 
 def swiglu_mlp(x: Tensor, cast_weights: tuple[Tensor, Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -189,7 +201,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, cast_weight)
         ctx.n_rows = [len(weight) for weight in weights]
-        if bias is None and has_fast_activation_product():
+        if bias is None and has_fast_activation_product(cast_weight.numel()):
             return activation_product(x, cast_weight.T)
         return F.linear(x, cast_weight, bias)
 
@@ -238,35 +250,40 @@ class _SwiGLUMLP(torch.autograd.Function):
 
 def input_gradient(y_grad: Tensor, weight: Tensor) -> Tensor:
     """y_grad weight: (..., n_out) and (n_out, n_in) -> (..., n_in)."""
-    if has_fast_activation_product():
+    if has_fast_activation_product(weight.numel()):
         return activation_product(y_grad, weight)
     return y_grad @ weight
 
 
 def activation_product(
-    x: Tensor, w: Tensor, kind: int = PLAIN, gate_up: Tensor | None = None
+    x: Tensor, w: Tensor, epilogue: int = NO_EPILOGUE, gate_up: Tensor | None = None
 ) -> Tensor:
-    """x w: (..., n_in) and (n_in, n_out) -> (..., n_out), in bf16. w or its transpose is
-    contiguous.
+    """x w: (..., n_in) and (n_in, n_out) -> (..., n_out), in bf16.
 
-    SWIGLU: x w is gate and up, which `gate_up` receives, (..., 2 width). Returns silu(gate) · up,
-    (..., width). SWIGLU_BACKWARD: x w is the gradient of that. Returns that of `gate_up`.
+    What follows the product is computed with it, as its epilogue. SWIGLU: x w is gate and up, which
+    `gate_up` receives, (..., 2 width). Returns silu(gate) · up, (..., width). SWIGLU_BACKWARD: x w
+    is the gradient of that. Returns that of `gate_up`.
     """
     rows = _with_unit_stride(x.flatten(0, -2))
     n_in, n_out = w.shape
-    width = {PLAIN: n_out, SWIGLU: n_out // 2, SWIGLU_BACKWARD: 2 * n_out}[kind]
+    width = {NO_EPILOGUE: n_out, SWIGLU: n_out // 2, SWIGLU_BACKWARD: 2 * n_out}[epilogue]
     y = x.new_empty(*x.shape[:-1], width)
-    if isinstance(y, FakeTensor):
-        return y
-    arguments = _ActivationProduct(n_tokens=len(rows), n_in=n_in, n_out=n_out, kind=kind)
+    is_transposed = w.T.is_contiguous()
+    if not is_transposed:
+        w = w.contiguous()
+    if rows.shape[1] != n_in or x.dtype != torch.bfloat16 or w.dtype != torch.bfloat16:
+        raise RuntimeError(f"no product of {x.dtype} {(*x.shape,)} and {w.dtype} {(*w.shape,)}")
+    arguments = _ActivationProduct(n_tokens=len(rows), n_in=n_in, n_out=n_out, epilogue=epilogue)
     arguments.x = rows.data_ptr()
     arguments.x_stride = rows.stride(0)
     arguments.w = w.data_ptr()
-    arguments.is_transposed = not w.is_contiguous()
-    assert w.is_contiguous() or w.T.is_contiguous()
+    arguments.is_transposed = is_transposed
     arguments.y = y.data_ptr()
-    if gate_up is not None:
+    if epilogue != NO_EPILOGUE:
+        gate_up_width = n_out if epilogue == SWIGLU else 2 * n_out
+        assert gate_up.shape == (*x.shape[:-1], gate_up_width)
         assert gate_up.is_contiguous()
+        assert gate_up.dtype == torch.bfloat16
         arguments.gate_up = gate_up.data_ptr()
     _call("activation_product", arguments)
     return y
@@ -278,8 +295,8 @@ def weight_gradient(y_grad: Tensor, x: Tensor) -> Tensor:
     x = _with_unit_stride(x.flatten(0, -2))
     n_tokens, n_out = y_grad.shape
     w_grad = x.new_empty(n_out, x.shape[1], dtype=torch.float32)
-    if isinstance(w_grad, FakeTensor):
-        return w_grad
+    if n_tokens == 0:
+        return w_grad.zero_()
     arguments = _WeightGradient(n_tokens=n_tokens, n_out=n_out, n_in=x.shape[1])
     arguments.y_grad = y_grad.data_ptr()
     arguments.x = x.data_ptr()

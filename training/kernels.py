@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from thinker.model import Thinker, proof
 from thinker.model.attention import AnyCache, Attention, LinearAttention
@@ -87,7 +88,7 @@ def _is_causal(mask: AttentionMask) -> bool:
 
 
 def linear(module: Linear, x: Tensor) -> Tensor:
-    """Linear.forward(), whose weight gradient is summed in fp32 by a kernel."""
+    """Linear.forward() by a kernel where it is faster; one sums the weight gradient in fp32."""
     if not tiles.has_linear(x, [module.weight]):
         return type(module).forward(module, x)
     bias = module.bias
@@ -107,8 +108,8 @@ def loss(model: Thinker, *arguments: Any, **options: Any) -> Tensor | tuple[Tens
 
 
 def swiglu(mlp: MLP, x: Tensor) -> Tensor:
-    """MLP.forward() with gate and up in one matrix product, and one kernel for SwiGLU, or with
-    SwiGLU in the kernels of the products."""
+    """MLP.forward() with gate and up in one matrix product, followed by one kernel for SwiGLU, or
+    with SwiGLU as the epilogue of the product."""
     matrices = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     if all(map(_is_plain_linear, matrices)):
         weights = [matrix.weight for matrix in matrices]
@@ -134,16 +135,16 @@ def dropout(module: nn.Dropout, x: Tensor) -> Tensor:
     return native.dropout(x, module.p)
 
 
-def project_jointly(x: Tensor, *linears: nn.Module) -> Tensor:
+def project_jointly(x: Tensor, *matrices: nn.Module) -> Tensor:
     """Apply each matrix to x in one product, or one by one if any is not a Linear. Returns all
     outputs, concatenated."""
-    if any(type(linear) is not Linear for linear in linears):
-        return torch.cat([linear(x) for linear in linears], dim=-1)
-    weight = torch.cat([linear.cast_weight(x.dtype) for linear in linears])
-    biases = [linear.bias.to(x.dtype) for linear in linears if linear.bias is not None]
+    if any(type(matrix) is not Linear for matrix in matrices):
+        return torch.cat([matrix(x) for matrix in matrices], dim=-1)
+    weight = torch.cat([matrix.cast_weight(x.dtype) for matrix in matrices])
+    biases = [matrix.bias.to(x.dtype) for matrix in matrices if matrix.bias is not None]
     bias = torch.cat(biases) if biases else None
-    weights = [linear.weight for linear in linears]
-    if all(map(_casts_once, linears)) and tiles.has_linear(x, weights):
+    weights = [matrix.weight for matrix in matrices]
+    if all(map(_casts_once, matrices)) and tiles.has_linear(x, weights):
         return tiles.linear(x, weight.detach(), bias, weights)
     return F.linear(x, weight, bias)
 
@@ -259,8 +260,8 @@ def _are_unchanged(*parts: nn.Module) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether something is to be called before or after the module."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    """Whether something is to be called before or after the module, or each module."""
+    if _has_any_global_hook() or module._forward_hooks or module._forward_pre_hooks:
         return True
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
@@ -272,7 +273,7 @@ def _casts_once(matrix: Linear) -> bool:
 
 
 def _are_alike(*matrices: nn.Module) -> bool:
-    """Whether all or none have a bias. A module of another kind has what it likes."""
+    """Whether all or none of those that are Linear have a bias."""
     biases = [matrix.bias is None for matrix in matrices if isinstance(matrix, Linear)]
     return len(set(biases)) <= 1
 
@@ -356,7 +357,8 @@ def _different_kinds(forms: Forms, model: Thinker, noise: proof.Noise) -> set[ty
             if not is_known(module, method):
                 continue
             if kind is Linear and not _casts_plainly(module):
-                wrong.add(kind)
+                # The others give the weight the gradient of its cast, too.
+                wrong.update({Linear, MLP, Attention, LinearAttention} & set(forms))
                 continue
             plain, fast = getattr(module, method), partial(form, module)
             parameters = list(module.parameters())
@@ -376,13 +378,15 @@ def _different_kinds(forms: Forms, model: Thinker, noise: proof.Noise) -> set[ty
     ends = torch.cat((positions[:GRADIENT_POSITIONS], positions[-GRADIENT_POSITIONS:])).unique()
     compare(twin, positions, torch.float32, gradients=False)
     compare(twin, ends, torch.float32, gradients=True)
+    some = positions[:REAL_POSITIONS]
+    n_rows = 1
+    if Linear in forms and tiles.has_fast_linear():
+        n_rows = -(-tiles.MIN_LINEAR_TOKENS // len(some))
     if block is not None:
-        some = positions[:REAL_POSITIONS]
         compare(block, some, torch.float32, gradients=True)
-        n_rows = 1
-        if Linear in forms and tiles.has_fast_linear():
-            n_rows = -(-tiles.MIN_LINEAR_TOKENS // len(some))
         compare(block, some, torch.bfloat16, gradients=True, n_rows=n_rows)
+    else:  # too large; of the forms in bf16, only those of the twin's shape are seen
+        compare(twin, some, torch.bfloat16, gradients=True, n_rows=n_rows)
     if "attend" in forms.get(Attention, {}) and not _attends_alike(twin, block, noise):
         wrong.add(Attention)
     return wrong

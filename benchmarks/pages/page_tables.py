@@ -276,14 +276,14 @@ def step_limit(results: Results) -> Table:
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for run in runs:
         for name, step in run["steps"].items():
-            step |= {"ms": 1e3 * step["step_s"], "products_ms": 1e3 * run["products_s"]}
-            key = (run["environment"]["features"], run["code"], name)
-            groups.setdefault(key, []).append(step)
+            times = {"ms": 1e3 * step["step_s"], "products_ms": 1e3 * run["products_s"]}
+            key = (run["environment"]["features"], run.get("code", "now"), name)
+            groups.setdefault(key, []).append(step | times)
     rows = []
     for (machine, code, name), steps in groups.items():
         row = {"machine": machine, "code": code, "name": name, "n_runs": len(steps)}
-        for value in steps[0]:
-            row[value] = statistics.median(step[value] for step in steps)
+        for field in steps[0]:
+            row[field] = statistics.median(step[field] for step in steps)
         rows.append(row)
     columns = {
         "processor with": "{machine}",

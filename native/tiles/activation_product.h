@@ -1,24 +1,24 @@
 /* Products of activations (n_tokens, n_in) and a weight matrix in bf16, with sums in fp32: of a linear layer, forward and
    for the gradient of its input, and those around SwiGLU together with it. native/tile_kernels.py calls these functions.
 
-   The columns of the weight are packed into panels of PANEL columns, which lie in the first cache while the rows of a
-   block pass by. What follows a product is computed while its result is there, too. */
+   The columns of the weight are packed into panels of PANEL columns, which stay in the cache nearest to the core if they
+   have at most 768 rows, while the rows of a block pass by. The epilogue is what follows the product: it is computed while
+   the result of a panel is in that cache. */
 #pragma once
 #include "../swiglu.h"
 #include "products.h"
 
-#define PANEL 32       /* columns of the result that are computed together */
-#define TOKEN_BLOCK 64 /* and rows */
+#define TOKEN_BLOCK 64 /* rows of the result that are computed together */
 #define PANEL_GROUP 8  /* panels of a piece of work */
 
-/* What becomes of the result. */
-#define PLAIN 0           /* y (n_tokens, n_out) */
+/* What becomes of the result: the epilogue. */
+#define NO_EPILOGUE 0     /* y (n_tokens, n_out) */
 #define SWIGLU 1          /* gate and up, (n_tokens, n_out), and y (n_tokens, n_out / 2) = silu(gate) up */
 #define SWIGLU_BACKWARD 2 /* the result is the gradient of that y: y (n_tokens, 2 n_out), of gate and up */
 
 typedef struct {
     int64_t n_tokens, n_in, n_out; /* the latter two are multiples of 32; with SWIGLU, n_out of 64 */
-    int64_t kind;
+    int64_t epilogue;
     const void *x;                 /* (n_tokens, n_in) */
     int64_t x_stride;
     const void *w;
@@ -89,7 +89,7 @@ static void multiply_block(const ActivationProduct *a, int64_t t, int64_t n, con
     float sums[2][TOKEN_BLOCK * PANEL] __attribute__((aligned(64)));
     int64_t size = panel_numbers(a->n_in), column = panel * PANEL, width = a->n_out;
     product(rows, stride, panels + panel * size, PANEL, sums[0], PANEL, TOKEN_BLOCK, PANEL, a->n_in, 0);
-    if (a->kind == SWIGLU) {
+    if (a->epilogue == SWIGLU) {
         width = a->n_out / 2;
         product(rows, stride, panels + (panel + width / PANEL) * size, PANEL, sums[1], PANEL, TOKEN_BLOCK, PANEL, a->n_in,
                 0);
@@ -99,9 +99,9 @@ static void multiply_block(const ActivationProduct *a, int64_t t, int64_t n, con
         const float *sum = sums[0] + i * PANEL;
         int64_t place = (t + i) * width + column;
         int64_t gate = 2 * (t + i) * width + column, up = gate + width;
-        if (a->kind == PLAIN) {
+        if (a->epilogue == NO_EPILOGUE) {
             write_bf16(sum, y + place);
-        } else if (a->kind == SWIGLU) {
+        } else if (a->epilogue == SWIGLU) {
             write_swiglu(sum, sums[1] + i * PANEL, gate_up + gate, gate_up + up, y + place);
         } else {
             write_swiglu_backward(sum, gate_up + gate, gate_up + up, y + gate, y + up);
@@ -114,7 +114,7 @@ static void multiply_block(const ActivationProduct *a, int64_t t, int64_t n, con
 int64_t activation_product(const ActivationProduct *a, int64_t n_threads) {
 #if HAS_TILES
     int64_t n_panels = a->n_out / PANEL, n_blocks = (a->n_tokens + TOKEN_BLOCK - 1) / TOKEN_BLOCK;
-    int64_t n_left = a->n_tokens % TOKEN_BLOCK, n_results = a->kind == SWIGLU ? n_panels / 2 : n_panels;
+    int64_t n_left = a->n_tokens % TOKEN_BLOCK, n_results = a->epilogue == SWIGLU ? n_panels / 2 : n_panels;
     int64_t n_groups = (n_results + PANEL_GROUP - 1) / PANEL_GROUP;
     int64_t panel_bytes = 4 * panel_numbers(a->n_in) * n_panels, last_bytes = 2 * TOKEN_BLOCK * a->n_in;
     char *space = aligned_alloc(64, panel_bytes + last_bytes);

@@ -25,7 +25,8 @@
 #define omp_get_num_threads() 1
 #endif
 
-#define ROWS_AHEAD 32
+#define PANEL 32      /* columns of a packed matrix that lie together */
+#define ROWS_AHEAD 32 /* of a head, that are fetched into the cache */
 #define ARCH_REQ_XCOMP_PERM 0x1023
 #define XFEATURE_XTILEDATA 18
 

@@ -1,7 +1,7 @@
 /* The gradient of a weight matrix in fp32: the transposed gradient of the outputs times the inputs, both in bf16.
    native/tile_kernels.py calls this function. */
 #pragma once
-#include "activation_product.h"
+#include "products.h"
 
 /* Rows of the result that a thread computes at a time; the most tokens of a step of its sums, and the most bytes of
    their inputs. Measured with each form of product(); see docs/development/experiments.md. */

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 from conftest import examples
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from thinker.native import compiler, tile_kernels, training
@@ -18,6 +18,7 @@ if not has_compiler():
 WITHOUT_AMX = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 HAS_TILES = training.load_training_library().tile_support() > 0
 needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="needs AMX or AVX512-BF16")
+SHARED = [HealthCheck.function_scoped_fixture]  # the library is the same for all examples
 BF16_ROUNDING = 2.0**-7  # of the largest value of a tensor
 
 
@@ -148,9 +149,12 @@ def test_what_attention_leaves_to_torch():
 @given(
     st.integers(1, 700), st.integers(1, 12), st.integers(1, 40), st.booleans(), st.integers(0, 99)
 )
-@example(700, 9, 2, False, 0)  # more tokens and rows than the kernel takes at a time
-@settings(max_examples=examples(30), deadline=None)
-def test_the_gradient_of_a_weight_is_the_product(n_tokens, out_blocks, in_blocks, is_part, seed):
+@example(700, 9, 2, False, 0)  # more tokens and rows than the kernel takes at a time with AMX
+@example(2100, 5, 2, True, 0)  # and without
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=SHARED)
+def test_the_gradient_of_a_weight_is_the_product(
+    library, n_tokens, out_blocks, in_blocks, is_part, seed
+):
     generator = torch.Generator().manual_seed(seed)
     n_out, n_in = 32 * out_blocks, 32 * in_blocks
     y_grad = torch.randn(n_tokens, n_out + 5, generator=generator).to(torch.bfloat16)
@@ -206,6 +210,21 @@ def test_a_joined_product_gives_each_weight_its_gradient(has_bias):
 
 
 @needs_tiles
+def test_factors_that_do_not_fit_raise_an_error():
+    x = rows_of(300, 64, 1)
+    for w in (rows_of(32, 96, 2), rows_of(96, 32, 2).T, rows_of(64, 96, 2).float()):
+        with pytest.raises(RuntimeError, match="no product of"):
+            tile_kernels.activation_product(x, w)
+    with pytest.raises(RuntimeError, match="no product of"):
+        tile_kernels.activation_product(x.float(), rows_of(64, 96, 2))
+    known = x @ rows_of(64, 192, 2)[:, ::2]
+    found = tile_kernels.activation_product(x, rows_of(64, 192, 2)[:, ::2])
+    assert (found - known).abs().max() <= BF16_ROUNDING * known.abs().max()
+    assert tile_kernels.activation_product(x[:0], rows_of(64, 96, 2)).shape == (0, 96)
+    assert not tile_kernels.weight_gradient(x[:0], x[:0]).any()
+
+
+@needs_tiles
 def test_what_linear_leaves_to_torch():
     weight = torch.nn.Parameter(torch.zeros(64, 64))
     x = torch.zeros(1, 300, 64, dtype=torch.bfloat16)
@@ -214,6 +233,7 @@ def test_what_linear_leaves_to_torch():
     assert not tile_kernels.has_linear(x[:, :100], [weight])
     assert not tile_kernels.has_linear(x[..., :48], [torch.nn.Parameter(torch.zeros(64, 48))])
     assert not tile_kernels.has_linear(x, [torch.nn.Parameter(torch.zeros(65, 64))])
+    assert not tile_kernels.has_linear(x, [torch.nn.Parameter(torch.zeros(64, 32))])
     assert not tile_kernels.has_linear(x, [torch.nn.Parameter(torch.zeros(64, 64).bfloat16())])
     assert not tile_kernels.has_linear(x, [weight.to_sparse().requires_grad_()])
 
@@ -244,8 +264,10 @@ def with_threads(function):
     st.integers(1, 300), st.integers(1, 20), st.integers(1, 20), st.booleans(), st.booleans(),
     st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=examples(40), deadline=None)
-def test_products_of_activations(n_tokens, in_blocks, out_blocks, is_part, is_transposed, seed):
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=SHARED)
+def test_products_of_activations(
+    library, n_tokens, in_blocks, out_blocks, is_part, is_transposed, seed
+):
     n_in, n_out = 32 * in_blocks, 32 * out_blocks
     x = rows_of(n_tokens, n_in, seed, is_part)
     w = rows_of(n_in, n_out, seed + 1)
@@ -302,7 +324,7 @@ def test_a_nan_or_infinite_activation_is_not_hidden(library, value):
 @needs_tiles
 @pytest.mark.parametrize("frozen", [None, "x", "up", "down"])
 def test_an_mlp_of_products_has_the_gradients_of_its_formula(frozen):
-    if not tile_kernels.has_fast_activation_product():
+    if not tile_kernels.has_fast_activation_product(0):
         pytest.skip("was not measured on this processor")
     generator = torch.Generator().manual_seed(3)
     shapes = {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}
@@ -332,7 +354,7 @@ def test_an_mlp_of_products_has_the_gradients_of_its_formula(frozen):
 
 @needs_tiles
 def test_what_an_mlp_leaves_to_torch(monkeypatch):
-    monkeypatch.setattr(tile_kernels, "has_fast_activation_product", lambda: True)
+    monkeypatch.setattr(tile_kernels, "has_fast_activation_product", lambda n: True)
     x = torch.zeros(1, 300, 64, dtype=torch.bfloat16)
     wide, narrow, down = (
         torch.nn.Parameter(torch.zeros(shape)) for shape in ((96, 64), (80, 64), (64, 96))
@@ -341,8 +363,9 @@ def test_what_an_mlp_leaves_to_torch(monkeypatch):
     assert not tile_kernels.has_swiglu_mlp(x, wide, narrow, down)
     assert not tile_kernels.has_swiglu_mlp(x, narrow, narrow, down)
     assert not tile_kernels.has_swiglu_mlp(x[:, :100], wide, wide, down)
+    assert not tile_kernels.has_swiglu_mlp(x, wide, wide, torch.nn.Parameter(torch.zeros(64, 64)))
     assert not tile_kernels.has_swiglu_mlp(x.float(), wide, wide, down)
-    monkeypatch.setattr(tile_kernels, "has_fast_activation_product", lambda: False)
+    monkeypatch.setattr(tile_kernels, "has_fast_activation_product", lambda n: False)
     assert not tile_kernels.has_swiglu_mlp(x, wide, wide, down)
 
 

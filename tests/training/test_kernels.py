@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from thinker.data.batches.prefetch import Batch
-from thinker.model import ThinkerConfig
+from thinker.model import ThinkerConfig, proof
 from thinker.model import attention as model_attention
 from thinker.model.attention import Attention, LinearAttention
 from thinker.model.kernels import blockwise_attention, linear_cross_entropy
@@ -205,6 +205,49 @@ def test_an_edited_model_trains_as_it_is_written(edit, precision, monkeypatch, c
         if grad is not None:
             difference = (grads[parameter] - grad).norm()
             assert difference <= 10 * tolerance * grad.norm() + 1e-6, parameter
+    if edit == "cast":  # by which each gradient is 1% larger, less than bf16 may differ
+        for parameter, grad in plain.items():
+            scale = (grads[parameter] * grad).sum() / grad.square().sum()
+            assert abs(scale - 1) < 5e-3, parameter
+
+
+@needs_compiler
+def test_an_edit_of_a_model_of_large_blocks_is_noticed_in_bf16(monkeypatch, capsys):
+    """Blocks that are too large to be compared in their own shape are compared in a small one."""
+    if training.load_training_library().tile_support() == 0:
+        pytest.skip("needs AMX or AVX512-BF16")
+    monkeypatch.setattr(proof, "MAX_BLOCK", 0)
+    monkeypatch.setattr(Linear, "forward", EDITS["forward"][2])
+    step = make_step(WIDE, precision="bf16")
+    assert not {Linear, MLP} & set(step.kernels.forms)
+    assert "as written" in capsys.readouterr().err
+
+
+@needs_compiler
+def test_a_step_in_bf16_takes_the_products(monkeypatch):
+    if not tile_kernels.has_fast_activation_product(0):
+        pytest.skip("needs AVX512-BF16 without AMX")
+    calls = []
+    for name in ("swiglu_mlp", "linear"):
+        function = getattr(tile_kernels, name)
+        monkeypatch.setattr(
+            tile_kernels,
+            name,
+            lambda *args, name=name, function=function: (calls.append(name), function(*args))[1],
+        )
+    step = make_step(WIDE, precision="bf16", micro_batch_size=4)
+    calls.clear()
+    long_trained(step)
+    assert calls.count("swiglu_mlp") == 3
+    assert calls.count("linear") == 6  # q, k and v together, and what joins the heads
+
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+    calls.clear()
+    try:
+        long_trained(step)
+    finally:
+        hook.remove()
+    assert calls.count("swiglu_mlp") == 0
 
 
 def long_trained(step):
