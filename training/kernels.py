@@ -28,8 +28,8 @@ from thinker.model.masks import MaskBuilder
 from thinker.model.patterns.pattern import TokenInfo
 from thinker.model.positions import Rotation
 from thinker.model.transformer import MLP
-from thinker.native import tile_kernels as tiles
 from thinker.native import training as native
+from thinker.native.tiles import tile_kernels as tiles
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training.settings.settings import TrainSettings

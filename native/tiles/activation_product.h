@@ -1,5 +1,5 @@
 /* Products of activations (n_tokens, n_in) and a weight matrix in bf16, with sums in fp32: of a linear layer, forward and
-   for the gradient of its input, and those around SwiGLU together with it. native/tile_kernels.py calls these functions.
+   for the gradient of its input, and those around SwiGLU together with it. native/tiles/tile_kernels.py calls these functions.
 
    The columns of the weight are packed into panels of PANEL columns, which stay in the cache nearest to the core if they
    have at most 768 rows, while the rows of a block pass by. The epilogue is what follows the product: it is computed while

@@ -1,5 +1,5 @@
 /* Causal softmax attention in bf16, forward and backward. Scores and sums are in fp32. The scores of a block stay in the
-   cache; the backward pass computes them again from the logarithm of each query's sum. native/tile_kernels.py calls these
+   cache; the backward pass computes them again from the logarithm of each query's sum. native/tiles/tile_kernels.py calls these
    functions; in plain PyTorch, they are in model/kernels/blockwise_attention.py.
 
    A head is a matrix of T rows (positions) and D columns. `n_rows` is T rounded up to whole blocks; rows from T on are

@@ -1,5 +1,5 @@
 /* The gradient of a weight matrix in fp32: the transposed gradient of the outputs times the inputs, both in bf16.
-   native/tile_kernels.py calls this function. */
+   native/tiles/tile_kernels.py calls this function. */
 #pragma once
 #include "products.h"
 

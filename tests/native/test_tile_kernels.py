@@ -8,8 +8,9 @@ from conftest import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from thinker.native import compiler, tile_kernels, training
+from thinker.native import compiler, training
 from thinker.native.compiler import has_compiler
+from thinker.native.tiles import tile_kernels
 
 if not has_compiler():
     pytest.skip("needs a C compiler", allow_module_level=True)

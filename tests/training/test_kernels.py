@@ -15,8 +15,9 @@ from thinker.model.kernels import blockwise_attention, linear_cross_entropy
 from thinker.model.kernels.linear_cross_entropy import loss_and_gradient
 from thinker.model.layers import Linear
 from thinker.model.transformer import MLP, Thinker
-from thinker.native import compiler, tile_kernels, training
+from thinker.native import compiler, training
 from thinker.native.compiler import has_compiler
+from thinker.native.tiles import tile_kernels
 from thinker.training import kernels as kernels_module
 from thinker.training.config.load import validate_config
 from thinker.training.kernels import NATIVE, Kernels, choose_kernels, fused_kernels, without_kernels

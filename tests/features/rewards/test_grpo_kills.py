@@ -15,13 +15,14 @@ from thinker.training.run import build_trainer
 pytestmark = [pytest.mark.more, pytest.mark.usefixtures("one_thread")]
 STEPS = 4
 MOMENTS = 5  # of each kind
-# Kills the process at an event of a kind: a decoding step, a reply of the verifiers, a pass of
-# training, or a file of a checkpoint. Without a number it counts the events.
+# Kills the process at an event of a kind: a sampled token, a reply of the verifiers, a pass of
+# training, or a file of a checkpoint. Without a number it counts the events. Not decoding steps, of
+# which a fast machine takes several at a time.
 KILL = """
 import os, re, runpy, signal, sys
 from thinker.features.rewards.grpo import GRPOLoss
 from thinker.features.rewards.verifiers.verifier_process import VerifierProcess
-from thinker.generation.engine import Generator
+from thinker.generation.sequence import Sequence
 
 kind, number, counts = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 sys.argv = sys.argv[4:]
@@ -44,12 +45,23 @@ def counted(owner, method, name):
     setattr(owner, method, wrapper)
 
 
+extend = Sequence.extend
+
+
+def extend_and_count(self, sampled):
+    before = len(self.completion.token_ids)
+    result = extend(self, sampled)
+    for _ in self.completion.token_ids[before:]:
+        event("rollout")
+    return result
+
+
 def hook(name, arguments):
     if name == "open" and re.search(r"checkpoints/\\.step-", str(arguments[0])):
         event("save")
 
 
-counted(Generator, "_decode_step", "rollout")
+Sequence.extend = extend_and_count
 counted(VerifierProcess, "_receive", "reward")
 counted(GRPOLoss, "__call__", "update")
 sys.addaudithook(hook)

@@ -1,0 +1,1 @@
+"""Kernels of tiles: small blocks of matrices that a processor multiplies at once."""
