@@ -34,7 +34,8 @@ def table(function: Callable[[Results], Table]) -> Callable[[Results], Table]:
 @table
 def quickstart(results: Results) -> Table:
     """Runs of the quickstart."""
-    runs = [*results["quickstart-2026-11-29"], *results["quickstart-2026-11-24"]]
+    days = ("2026-11-29-avx512", "2026-11-29", "2026-11-24")
+    runs = [run for day in days for run in results[f"quickstart-{day}"]]
     runs += results["quickstart"]
     rows = [run | {"day": run["environment"]["date"], "above": run["ratio"] - 1} for run in runs]
     columns = {
@@ -864,6 +865,7 @@ def rollouts(results: Results) -> Table:
     """Tokens per second of answers with rewards, and of the engine alone."""
     runs = results["rollouts"]
     columns = {
+        "processor with": "{environment[features]}",
         "verifier": "`{verifier}`",
         "answers": "{answers}",
         "tokens per answer": "{answer_tokens:.1f}",
@@ -879,6 +881,7 @@ def exact_rewards(results: Results) -> Table:
     """What train.exact costs and brings."""
     runs = results["exact_rewards"]
     columns = {
+        "processor with": "{environment[features]}",
         "verifier": "`{verifier}`",
         "answers": "{answers}",
         "tokens per answer": "{answer_tokens:.1f}",
