@@ -36,7 +36,6 @@ def quickstart(results: Results) -> Table:
     """Runs of the quickstart."""
     days = ("2026-11-29-avx512", "2026-11-29", "2026-11-24")
     runs = [run for day in days for run in results[f"quickstart-{day}"]]
-    runs += results["quickstart"]
     rows = [run | {"day": run["environment"]["date"], "above": run["ratio"] - 1} for run in runs]
     columns = {
         "date": "{day}",
