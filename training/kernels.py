@@ -198,7 +198,8 @@ def fused_kernels(model: nn.Module, kernels: Kernels | None) -> Iterator[None]:
     written."""
     replaced: list[tuple[nn.Module, str]] = []
     try:
-        if kernels is not None and kernels.forms:
+        # Hooks of all modules are to see each of them, and forms leave out the calls of some.
+        if kernels is not None and kernels.forms and not _has_any_global_hook():
             for module in model.modules():
                 for name, function in kernels.forms.get(type(module), {}).items():
                     if is_known(module, name):
@@ -260,8 +261,8 @@ def _are_unchanged(*parts: nn.Module) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether something is to be called before or after the module, or each module."""
-    if _has_any_global_hook() or module._forward_hooks or module._forward_pre_hooks:
+    """Whether something is to be called before or after the module."""
+    if module._forward_hooks or module._forward_pre_hooks:
         return True
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
@@ -385,7 +386,7 @@ def _different_kinds(forms: Forms, model: Thinker, noise: proof.Noise) -> set[ty
     if block is not None:
         compare(block, some, torch.float32, gradients=True)
         compare(block, some, torch.bfloat16, gradients=True, n_rows=n_rows)
-    else:  # too large; of the forms in bf16, only those of the twin's shape are seen
+    else:  # comparing a block in the real shape would take too long
         compare(twin, some, torch.bfloat16, gradients=True, n_rows=n_rows)
     if "attend" in forms.get(Attention, {}) and not _attends_alike(twin, block, noise):
         wrong.add(Attention)

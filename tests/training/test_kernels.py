@@ -242,13 +242,18 @@ def test_a_step_in_bf16_takes_the_products(monkeypatch):
     assert calls.count("swiglu_mlp") == 3
     assert calls.count("linear") == 6  # q, k and v together, and what joins the heads
 
-    hook = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+    seen = set()
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, output: seen.add(module)
+    )
     calls.clear()
     try:
         long_trained(step)
+        mlp = step.model.blocks[1].mlp
+        assert {mlp, mlp.gate_proj, mlp.up_proj, mlp.down_proj} <= seen
     finally:
         hook.remove()
-    assert calls.count("swiglu_mlp") == 0
+    assert calls == []  # a hook of all modules is to see each of them
 
 
 def long_trained(step):
