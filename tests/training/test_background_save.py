@@ -25,7 +25,7 @@ OPTIONS = [
 
 # Runs train.py so that each access to a hidden folder of a checkpoint does something first:
 # "slow": waits until the run has trained for three more steps, as a disk that takes that long;
-# "full": fails; "kill": ends the process after it has been slow.
+# "full": fails, and leaves a file; "kill": ends the process after it has been slow.
 HOOK = """
 import errno, os, re, runpy, signal, sys, threading, time
 
@@ -47,6 +47,7 @@ def hook(event, arguments):
     if action == "full":
         if not arguments[2] & os.O_CREAT:
             return
+        open(os.path.join(os.path.dirname(metrics), "failed"), "w").close()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if threading.current_thread() is threading.main_thread():
         print("the loop itself writes", file=sys.stderr)
@@ -62,6 +63,31 @@ def hook(event, arguments):
 
 sys.addaudithook(hook)
 runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+# Holds the loop in the step after a save until that save has failed and has cleaned up.
+WAIT = """
+import time
+from pathlib import Path
+
+from thinker import CALLBACKS, Callback
+
+
+class WaitForFailure(Callback):
+    def __init__(self, run):
+        self.run = Path(run)
+
+    def on_step_end(self, info):
+        deadline = time.monotonic() + 300
+        while info.step == 201 and not self.has_failed() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def has_failed(self):
+        is_clean = not list((self.run / "checkpoints").glob(".*"))
+        return (self.run / "failed").exists() and is_clean
+
+
+CALLBACKS.register("wait_for_failure", lambda settings: WaitForFailure(settings.run.dir))
 """
 
 
@@ -124,8 +150,14 @@ def test_a_kill_while_training_goes_on(train_args, tmp_path, whole, kind):
 
 def test_a_failed_save_ends_the_run_before_the_next_one(train_args, tmp_path):
     run = tmp_path / "run"
-    options = ["train.max_steps=400", "train.save_every=200", "train.eval_every=200"]
-    done = train(train_args, run, *options, hidden=r"\.step-0*(200)\.tmp", action="full")
+    (tmp_path / "waits.py").write_text(WAIT)
+    script, base, *overrides = train_args
+    config = tmp_path / "config.yaml"
+    config.write_text(base.read_text() + "\nextensions: [waits]\n")
+    options = ["train.callbacks=[wait_for_failure]"]
+    options += ["train.max_steps=400", "train.save_every=200", "train.eval_every=200"]
+    command = [script, config, *overrides]
+    done = train(command, run, *options, hidden=r"\.step-0*(200)\.tmp", action="full")
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
