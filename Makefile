@@ -1,6 +1,6 @@
 # make demo   install, train the quickstart, sample three stories
-# make test   install, run the tests of every guarantee, in under five minutes on two cores
-# make test-more   the rest: lessons, documentation, pages in a browser, benchmarks, products of options
+# make test   install, run the tests of every guarantee (10 to 25 minutes on two cores)
+# make test-more   the rest (20 to 40 minutes): lessons, documentation, pages in a browser, benchmarks, products of options
 # make prove  all tests in full: every kill, full disk, malicious file, compiled run and product of options
 # make lint   style and formatting
 # make lessons   run the lessons, and write a notebook and a page for each, in site/lessons/

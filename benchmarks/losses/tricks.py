@@ -24,7 +24,6 @@ from thinker.benchmarks.training_runs import ROOT, train_all
 from thinker.data.batches.prefetch import Batch
 from thinker.features.sweeps.seed_statistics import mean_and_interval
 from thinker.runtime.backend import configure_backend
-from thinker.runtime.device import choose_precision
 from thinker.runtime.errors import UserError
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config
@@ -122,14 +121,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             names.append(name)
     seconds = arguments.seconds or SIZES[arguments.size].seconds
     rows = []
+    precisions = set()
     for text in arguments.texts:
         costs = saved_costs(arguments, text, names, seconds)
         runs = plan_runs(arguments, text, costs, seconds)
         train_all(list(runs.values()), arguments.jobs)
         rows += compare(text, costs, runs, arguments)
+        precisions |= {each.resolved["train"]["precision"] for each in runs.values()}
     return {
         "size": arguments.size,
-        "precision": choose_precision("auto", torch.device("cpu")),
+        "precision": " and ".join(sorted(precisions)),
         "seconds": seconds,
         "seeds": arguments.seeds,
         "rows": rows,

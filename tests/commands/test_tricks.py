@@ -4,6 +4,7 @@ import argparse
 import json
 
 import pytest
+import yaml
 
 from thinker.benchmarks.losses import tricks
 from thinker.benchmarks.losses.tricks import DEFAULTS, Cost, relative_time, run_lengths, saved_costs
@@ -53,3 +54,5 @@ def test_a_short_comparison(run_script, tmp_path):
         losses = other[budget]["losses"]
         differences = [a - b for a, b in zip(losses, default["time"]["losses"])]
         assert other[budget]["difference"] == pytest.approx(sum(differences) / 2)
+    trained = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*/config.yaml")]
+    assert {line["precision"]} == {config["train"]["precision"] for config in trained}
