@@ -56,6 +56,24 @@ def test_blocks_are_compiled_where_the_run_is_long_enough(
     )
 
 
+@pytest.mark.parametrize(("saved", "given", "expected"), [
+    (None, None, 0),  # a run from before Muon's momentum rose: it stays constant
+    (None, 7, 7),
+    (0, None, 0),
+    (500, None, 500),
+])  # fmt: skip
+def test_a_resumed_run_keeps_how_its_momentum_rises(saved, given, expected):
+    optimizer = PREVIOUS.optimizer.model_copy(update={"momentum_warmup_steps": saved})
+    previous = PREVIOUS.model_copy(update={"optimizer": optimizer})
+    fields = {"train": {"batch_size": 6, "max_steps": 9}}
+    if given is not None:
+        fields["optimizer"] = {"momentum_warmup_steps": given}
+    asked = validate_config(fields)
+    found = resolve_settings.resolve_settings(asked, WIDE, CPU, previous=previous)
+    assert found.optimizer.momentum_warmup_steps == expected
+    assert found.optimizer.momentum == 0.95
+
+
 def test_no_compiler_no_compiling(capsys, monkeypatch):
     monkeypatch.setattr(compile_choice.shutil, "which", lambda name: None)
     assert resolved(max_minutes=3000).compile is False

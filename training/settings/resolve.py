@@ -73,7 +73,7 @@ def resolve_settings(
     }
     resolved = {
         "model": model_config,
-        "optimizer": _resolve_optimizer(config, model_config),
+        "optimizer": _resolve_optimizer(config, model_config, previous),
         "train": TrainSettings(**train.model_dump() | choices),
     }
     settings = Settings(**dict(config) | resolved)
@@ -127,7 +127,9 @@ def _weight_bytes(model_config: ThinkerConfig) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def _resolve_optimizer(config: Config, model_config: ThinkerConfig) -> OptimizerConfig:
+def _resolve_optimizer(
+    config: Config, model_config: ThinkerConfig, previous: Settings | None
+) -> OptimizerConfig:
     """The section `optimizer` with all its learning rates."""
     train = config.train
     has_adapters = train.lora_rank is not None
@@ -135,6 +137,11 @@ def _resolve_optimizer(config: Config, model_config: ThinkerConfig) -> Optimizer
     if config.run.init_from is not None and not has_adapters:
         lr_scale = 0.1  # fine-tuning of all weights
     optimizer = resolve_learning_rates(config.optimizer, model_config, train.batch_size, lr_scale)
+    is_open = optimizer.name == "muon" and config.optimizer.momentum_warmup_steps is None
+    if previous is not None and is_open:
+        # Runs of earlier versions do not have this key; their momentum is constant.
+        warmup_steps = previous.optimizer.momentum_warmup_steps or 0
+        optimizer = optimizer.model_copy(update={"momentum_warmup_steps": warmup_steps})
     if not has_adapters:
         return optimizer
     for name in ("embedding_lr", "head_lr", "norm_lr"):  # adapters are matrices
