@@ -269,7 +269,7 @@ class Generator:
             yield from decode_with_drafts(*arguments)
             return
         while True:
-            n_steps = min(sequence.n_remaining for sequence in sequences)
+            n_steps = self.n_steps(sequences)
             sampled = self.decoder.sample(sequences, cache, logits, n_steps)
             unfinished = []
             for row, sequence in enumerate(sequences):
@@ -286,6 +286,12 @@ class Generator:
                     cache.select(unfinished)
             self._observe(sequences, cache)
             logits = self._decode_step(sequences, cache)
+
+    def n_steps(self, sequences: list[Sequence]) -> int:
+        """Tokens that a step may sample for each of the sequences."""
+        limits = [sequence.n_remaining for sequence in sequences]
+        limits += [observer.max_tokens() for observer in self.observers]
+        return min(limits)
 
     def _observe(self, sequences: list[Sequence], cache: KVCache | None) -> None:
         """Show the texts to all observers."""

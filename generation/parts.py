@@ -30,7 +30,11 @@ class Observer(Protocol):
         """Called after each step, when the newest token of each sequence has not been read.
 
         copy_row(index): a copy of the cache of a sequence, of which this call may change all.
+        Texts that have ended are not shown, so there may be no sequences.
         """
+
+    def max_tokens(self) -> int:
+        """Tokens per text that a step may sample before observe() is called."""
 
 
 def check_names(options: Options, own: list[str]) -> None:

@@ -46,9 +46,19 @@ class GenerateFlags(MonitoringFlags):
 
     def __init__(self, parser: ArgumentParser) -> None:
         super().__init__()
+        self.warnings: list[str] = []  # of drift, which are printed after the text
         monitor_help = "measure attention; warn if it drifts from validation"
         group = parser.group("input and output")
         group.add_argument("--monitor", action="store_true", help=monitor_help)
+
+    def generator_options(
+        self, arguments: argparse.Namespace, source: ModelSource
+    ) -> dict[str, Any]:
+        """As MonitoringFlags.generator_options()."""
+        options = super().generator_options(arguments, source)
+        for monitor in self.monitors.values():
+            monitor.warn = self.warnings.append
+        return options
 
     def facts(self, generator: Generator) -> dict[str, Any]:
         """As CommandFlags.facts()."""
@@ -62,7 +72,7 @@ class GenerateFlags(MonitoringFlags):
         lines = []
         for monitor in self.monitors.values():
             lines += monitor.lines()
-        return lines
+        return lines + [f"warning: {line}" for line in self.warnings]
 
 
 class ServerFlags(MonitoringFlags):

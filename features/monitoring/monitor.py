@@ -131,7 +131,8 @@ class Monitor:
 
     It measures again when measuring takes at most `max_cost` of the time that decoding has taken
     since the last time. So that a short text has figures, too, it also measures after the 1st, 2nd,
-    4th, 8th ... step, whatever that takes. warn(line) is called when figures begin to drift from
+    4th, 8th ... step, whatever that takes. These sample one token per text, as a text may end
+    within a longer step. warn(line) is called when figures begin to drift from
     `reference`, with the one that is farthest outside.
     """
 
@@ -175,7 +176,9 @@ class Monitor:
         """
         now = time.perf_counter()
         self._n_observed += 1
-        is_due = self._n_observed.bit_count() == 1  # a power of 2
+        if not sequences:
+            return
+        is_due = _is_power_of_2(self._n_observed)
         if self._last_text in sequences:  # otherwise there was a pause, or a prompt was read
             self._seconds += now - self._last_step
             if self._cost <= self.max_cost * self._seconds:
@@ -185,8 +188,12 @@ class Monitor:
             index = self.n_measured % len(sequences)
             self._measure(model, sequences[index], copy_row(index))
             self._cost = time.perf_counter() - now
-        self._last_text = sequences[-1] if sequences else None
+        self._last_text = sequences[-1]
         self._last_step = time.perf_counter()
+
+    def max_tokens(self) -> int:
+        """One before a step after which observe() measures whatever that takes."""
+        return 1 if _is_power_of_2(self._n_observed + 1) else sys.maxsize
 
     @torch.no_grad()
     def _measure(self, model: Thinker, sequence: Sequence, cache: KVCache) -> None:
@@ -233,9 +240,10 @@ class Monitor:
     def lines(self) -> list[str]:
         """The summary as lines of text."""
         if not self.n_measured:
-            return ["monitor: no position was measured, as no text had two tokens"]
+            return ["monitor: no position was measured, as no text had two new tokens"]
         entropy = f"token entropy {self.figures['token_entropy']:.3g}"
-        lines = [f"monitor: {self.n_measured} positions, {entropy}"]
+        plural = "" if self.n_measured == 1 else "s"
+        lines = [f"monitor: {self.n_measured} position{plural}, {entropy}"]
         for layer, values in enumerate(self.summary()["layers"]):
             words = [
                 f"{describe_figure(name)} {values[name]:.3g}"
@@ -244,6 +252,10 @@ class Monitor:
             ]
             lines.append(f"layer {layer}: {', '.join(words)}")
         return lines
+
+
+def _is_power_of_2(n: int) -> bool:
+    return n.bit_count() == 1
 
 
 def load_monitor(folder: Path, warn: Callable[[str], None] | None = None) -> Monitor:

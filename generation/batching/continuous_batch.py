@@ -114,7 +114,7 @@ class ContinuousBatch:
             return []
         n_steps = 1
         if not self.waiting and len(ready) == len(self.running):  # nobody has to wait
-            n_steps = min(row.sequence.n_remaining for row in ready)
+            n_steps = self.generator.n_steps([row.sequence for row in ready])
         sampled = self.rows.sample(ready, logits, n_steps)
         steps = [self._extend(row, tokens) for row, tokens in zip(ready, sampled)]
         self._observe([row for row in ready if row in self.running])

@@ -200,7 +200,33 @@ def test_every_text_has_figures_even_if_measuring_may_take_no_time(how):
         assert monitor.lines()[0].startswith(f"monitor: {monitor.n_measured} positions, token ")
     monitor = Monitor(max_cost=0.0)
     make_generator(how, monitor).generate(["ab"], SamplingParams(max_new_tokens=1, seed=1))
-    assert monitor.lines() == ["monitor: no position was measured, as no text had two tokens"]
+    assert monitor.lines() == ["monitor: no position was measured, as no text had two new tokens"]
+
+
+@pytest.mark.parametrize("how", ["gqa", "torch"])
+@pytest.mark.parametrize("n_tokens", [2, 3, 8, 16, 17])
+@pytest.mark.parametrize("n_texts", [1, 3])
+def test_a_text_that_ends_in_its_first_step_has_figures(how, n_tokens, n_texts):
+    monitor = Monitor(max_cost=0.0)
+    short = SamplingParams(max_new_tokens=n_tokens, seed=1, logit_bias=NO_END)
+    watched = make_generator(how, monitor).generate(["ab"] * n_texts, short)
+    assert monitor.n_measured >= 1
+    assert monitor.lines()[0].startswith("monitor: 1 position, " if n_tokens == 2 else "monitor: ")
+    plain = make_generator(how).generate(["ab"] * n_texts, short)
+    assert [one.token_ids for one in watched] == [one.token_ids for one in plain]
+
+
+def test_a_batch_whose_texts_have_all_ended_is_no_error():
+    """As on a server whose first requests are short."""
+    monitor = Monitor(max_cost=0.0)
+    generator = make_generator("gqa", monitor)
+    batch = ContinuousBatch(generator, 2)
+    for index, n_tokens in enumerate((1, 1, 1, 1, 2, 8, 8, 8, 8)):
+        short = SamplingParams(max_new_tokens=n_tokens, seed=index, logit_bias=NO_END)
+        batch.add(generator.new_sequence(index, Completion("ab"), short, generator.encode("ab")))
+        while not batch.is_idle:
+            batch.step()
+    assert monitor.n_measured >= 1
 
 
 def own_reference(generator, texts, step=1):

@@ -107,6 +107,14 @@ def test_generate_shows_what_it_measured(watched_run, drifting_run):
     assert text.stdout == run_script(*command).stdout
 
 
+def test_generate_reports_drift_after_the_text(drifting_run):
+    """Not within it, where both are shown in one terminal."""
+    done = run_script(ROOT / "generate.py", drifting_run, *LONG, "--monitor")
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("warning: layer 0: attention entropy ")
+    assert done.stderr.count("warning: ") == 1
+
+
 GUIDE = ROOT / "features" / "monitoring" / "guide.md"
 
 
