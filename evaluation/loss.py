@@ -61,6 +61,7 @@ class Evaluation:
     if known.
 
     metrics: more keys of the evaluation for metrics.jsonl.
+    rank: what the checkpoint `best` has the least of; None: the loss.
     """
 
     loss: float
@@ -69,6 +70,7 @@ class Evaluation:
     n_tokens: int
     n_bytes: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    rank: float | None = None
 
 
 @dataclass

@@ -359,14 +359,20 @@ class Trainer:
         self.last_evaluation = evaluation
         self.step_log.write(evaluation_line(evaluation))
         state.add_evaluation(evaluation.loss)
-        is_best = state.best_val_loss is None or evaluation.loss < state.best_val_loss
+        found, best = evaluation.loss, state.best_val_loss
+        if evaluation.rank is not None:
+            found, best = evaluation.rank, state.best_rank
+        is_best = best is None or found < best
         if is_best and all(callback.has_final_form() for callback in self.callbacks):
-            self._save_best(evaluation.loss)
+            self._save_best(evaluation)
 
-    def _save_best(self, val_loss: float) -> None:
+    def _save_best(self, evaluation: Evaluation) -> None:
         step = self.state.step
-        self.state.best_val_loss = val_loss
-        values = {"step": step, "val_loss": val_loss, "corpus": self.corpus.sha256}
+        self.state.best_val_loss = evaluation.loss
+        self.state.best_rank = evaluation.rank
+        values = {"step": step, "val_loss": evaluation.loss, "corpus": self.corpus.sha256}
+        if evaluation.rank is not None:
+            values["rank"] = evaluation.rank
         files = checkpoint.checkpoint_files(self.model, values)
         self.checkpoints.save("best", step, files)
 

@@ -130,7 +130,7 @@ class GRPOLoss(Callback):
         if is_complete and not self.has_signal:
             print(
                 "advice: nothing was learned, as all answers to the same prompt had the same "
-                "reward; reward a part of the way to a right answer",
+                "reward; if they are wrong, reward a part of the way to a right answer",
                 file=sys.stderr,
             )
         self.sampler.verifiers.close()

@@ -14,7 +14,7 @@ from thinker.data.text.document import Document, Message
 from thinker.data.text.sources import Source, SourceOptions, source_key
 from thinker.data.text.tables.any_rows import open_rows
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.runtime.errors import UserError, did_you_mean
+from thinker.runtime.errors import UserError
 
 FORMAT = 1  # changes with the tokens of prompts
 PROMPT = "prompt"
@@ -78,9 +78,10 @@ def _read_row(
     """The document of a row. Raises UserError."""
     name = f"row {number} of {where}"
     if row.get(PROMPT) is None:
-        hint = did_you_mean(PROMPT, row)
-        raise UserError(f"{name} has no column {PROMPT} (has {', '.join(row)}){hint}")
+        raise UserError(f"{name} has no column {PROMPT} (has {', '.join(row)})")
     prompt = row[PROMPT]
+    if prompt == "":
+        raise UserError(f"{name}: {PROMPT} is empty")
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     elif isinstance(prompt, list) and prompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from thinker.features.rewards.rollouts import Answered, Sampler, answer_seed, me
 from thinker.model import Thinker
 from thinker.runtime.ranks import DistContext
 
+WORST = sys.float_info.max  # the rank of a model whose answers could not be judged
 FIRST_ANSWER = 1 << 31  # the number of the first answer, beyond those of training
 
 
@@ -21,6 +23,7 @@ FIRST_ANSWER = 1 << 31  # the number of the first answer, beyond those of traini
 class RewardEvaluator:
     """Measure the loss of the validation split, and let the model answer some of its prompts once.
 
+    The checkpoint `best` is that with the highest mean reward, or without prompts the lowest loss.
     The answers have the same random numbers at each evaluation. Ranks share the prompts.
     """
 
@@ -49,8 +52,10 @@ class RewardEvaluator:
             "val_answers_failed": float(np.isnan(totals).mean()),
             "val_answer_tokens": sum(len(each.tokens) for each in answered) / len(answered),
         }
+        rank = WORST
         if not np.isnan(totals).all():
             metrics["val_reward"] = float(np.nanmean(totals))
+            rank = -metrics["val_reward"]
         for name, value in mean_parts([each.rewards for each in answered]).items():
             metrics[f"val_{name}"] = value
-        return replace(evaluation, metrics={**evaluation.metrics, **metrics})
+        return replace(evaluation, metrics={**evaluation.metrics, **metrics}, rank=rank)

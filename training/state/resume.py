@@ -157,22 +157,32 @@ def resume_run(
     if state.settings.train.eval_sequences != settings.train.eval_sequences:
         # Losses so far were of other sequences.
         state.best_val_loss = None
+        state.best_rank = None
         state.lowest_val_loss = None
         state.evaluations_since_lowest = 0
     else:
-        state.best_val_loss = dist.broadcast_object(_best_loss(run, state, dist))
+        best = [{"val_loss": state.best_val_loss, "rank": state.best_rank}]
+        if dist.is_main:
+            best += _best_states(run)
+        state.best_val_loss = dist.broadcast_object(_least(best, "val_loss"))
+        state.best_rank = dist.broadcast_object(_least(best, "rank"))
 
 
-def _best_loss(run: RunDirectory, state: RunState, dist: DistContext) -> float | None:
-    """The lowest loss of the checkpoints best-*, which are kept even if the run resumes from an
-    earlier step."""
-    losses = [state.best_val_loss]
-    folders = checkpoint.list_checkpoints(run.checkpoints, "best") if dist.is_main else []
-    for best in folders:
+def _best_states(run: RunDirectory) -> list[dict[str, Any]]:
+    """The states of the checkpoints best-*, which are kept even if the run resumes from an earlier
+    step."""
+    states = []
+    for best in checkpoint.list_checkpoints(run.checkpoints, "best"):
         with contextlib.suppress(CorruptCheckpoint):
             checkpoint.verify(best)
-            losses.append(checkpoint.read_json(best / "state.json").get("val_loss"))
-    return min((loss for loss in losses if isinstance(loss, float)), default=None)
+            states.append(checkpoint.read_json(best / "state.json"))
+    return states
+
+
+def _least(states: list[dict[str, Any]], key: str) -> float | None:
+    """The lowest value of a key."""
+    values = [state.get(key) for state in states]
+    return min((value for value in values if isinstance(value, float)), default=None)
 
 
 def restore(folder: Path, step: TrainingStep, state: RunState) -> None:

@@ -29,6 +29,7 @@ class RunState(BaseModel):
 
     # Evaluations.
     best_val_loss: float | None = None
+    best_rank: float | None = None  # Evaluation.rank of the checkpoint `best`
     evaluated_at: Count | None = None  # the step of the last evaluation
     # In this run; a resumed run may have a better one in best-*.
     lowest_val_loss: float | None = None

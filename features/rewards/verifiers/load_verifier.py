@@ -21,10 +21,13 @@ def load_verifier(name: str) -> Verifier:
     path, _, function = name.rpartition(":")
     if not path:
         return VERIFIERS.get(name)
-    found = getattr(_load_module(path), function, None)
-    if not callable(found):
-        hint = did_you_mean(function, vars(_load_module(path)))
+    values = vars(_load_module(path))
+    if function not in values:
+        hint = did_you_mean(function, values)
         raise UserError(f"{path} has no function {function}{hint}")
+    found = values[function]
+    if not callable(found):
+        raise UserError(f"{function} in {path} is {type(found).__name__}; it must be a function")
     return found
 
 
@@ -34,6 +37,10 @@ def check_verifier(name: str) -> None:
     if name.endswith(".py"):
         raise UserError(f"{name} names no function; use FILE.py:FUNCTION")
     if not path.endswith(".py"):
+        for separator in (":", "."):
+            module, _, function = name.rpartition(separator)
+            if Path(f"{module}.py").is_file():
+                raise UserError(f"unknown verifier {name}; did you mean {module}.py:{function}?")
         from thinker.features.rewards.verifiers import built_in
 
         built_in.check_packages(VERIFIERS.get(name))

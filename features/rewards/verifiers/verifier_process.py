@@ -23,6 +23,7 @@ WORKER = "thinker.features.rewards.verifiers.verifier_worker"
 MAX_REASONS = 10  # that are told apart, as a reason may hold the answer
 OTHER_REASONS = "other reasons"
 START_SECONDS = 120.0  # for the imports of a user's module
+MAX_ENDED = 5  # processes that may end before an answer has a reward
 Rewards = dict[str, dict[str, float]]  # by verifier, then by name
 
 
@@ -31,7 +32,7 @@ class VerifierProcess:
     returned no finite number, took too long, or ended its process.
 
     `failures` counts these by reason. The first of each is printed as one line. Raises UserError if
-    a verifier cannot be loaded.
+    a verifier cannot be loaded, or if the first answers all take too long or end the process.
     """
 
     def __init__(self, names: Sequence[str], timeout: float, log: Path) -> None:
@@ -39,6 +40,9 @@ class VerifierProcess:
         self.timeout = timeout  # seconds per answer
         self.log = log  # file for what verifiers print
         self.failures: Counter[str] = Counter()
+        self._has_judged = False
+        self._n_ended = 0  # processes, before an answer had a reward
+        self._label = self.names[0] if len(self.names) == 1 else f"one of {', '.join(self.names)}"
         self._process: subprocess.Popen | None = None
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._start()
@@ -70,6 +74,8 @@ class VerifierProcess:
             reply = self._receive()
             if "error" in reply:
                 self._count(reply["error"])
+            else:
+                self._has_judged = True
             judged.append(reply.get("rewards"))
         return judged
 
@@ -96,14 +102,22 @@ class VerifierProcess:
             line = self._replies.get(timeout=self.timeout)
         except queue.Empty:
             self.close()
-            return {
-                "error": f"the verifier took longer than {self.timeout:g} s (train.grpo.timeout)"
-            }
+            return self._ended(f"took longer than {self.timeout:g} s (train.grpo.timeout)")
         if not line:
             status = self._process.wait()
             self.close()
-            return {"error": f"the verifier ended its process (status {status})"}
+            return self._ended(f"ended its process (status {status})")
         return json.loads(line)
+
+    def _ended(self, what: str) -> dict[str, Any]:
+        """The reply for an answer with which the process ended."""
+        self._n_ended += 1
+        if not self._has_judged and self._n_ended == MAX_ENDED:
+            raise UserError(
+                f"{self._label} {what} with each of the first {MAX_ENDED} answers; what it loads "
+                "belongs at the top of its file, outside the function"
+            )
+        return {"error": f"{self._label} {what}"}
 
     def _start(self) -> None:
         command = [sys.executable, "-m", WORKER, *self.names]

@@ -16,18 +16,26 @@ from thinker.features.rewards.verifiers.load_verifier import load_verifier
 from thinker.features.rewards.verifiers.verifier import Answer, checked_parts
 from thinker.runtime.errors import UserError
 
+MAX_LOGGED = 10  # errors whose traceback is printed
+
 
 def main() -> None:
     """Answer the lines of standard input until it ends. Arguments: names of verifiers."""
     requests, replies = _take_standard_streams()
-    try:
-        verifiers = {name: load_verifier(name) for name in sys.argv[1:]}
-    except UserError as error:
-        sys.exit(str(error))
+    verifiers = {}
+    for name in sys.argv[1:]:
+        try:
+            verifiers[name] = load_verifier(name)
+        except UserError as error:
+            sys.exit(str(error))
+        except Exception as error:  # of the user's file
+            traceback.print_exc()
+            sys.exit(_describe(name, error))
     print(json.dumps({"ready": True}), file=replies, flush=True)
+    logged: set[str] = set()
     for line in requests:
         for answer in json.loads(line):
-            reply = _judge(verifiers, Answer(**answer))
+            reply = _judge(verifiers, Answer(**answer), logged)
             print(json.dumps(reply), file=replies, flush=True)
 
 
@@ -42,16 +50,28 @@ def _take_standard_streams() -> tuple[TextIO, TextIO]:
     return requests, replies
 
 
-def _judge(verifiers: dict[str, Any], answer: Answer) -> dict[str, Any]:
-    """{"rewards": {verifier: {name: reward}}} or {"error": one line}."""
+def _judge(verifiers: dict[str, Any], answer: Answer, logged: set[str]) -> dict[str, Any]:
+    """{"rewards": {verifier: {name: reward}}} or {"error": one line}.
+
+    logged: the errors whose traceback was printed, to which this adds.
+    """
     rewards = {}
     for name, verifier in verifiers.items():
         try:
             rewards[name] = checked_parts(verifier(answer))
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            return {"error": f"{name}: {reason[:300]}{_line(name, error)}"}
+            reason = f"{name}: {_describe(name, error)}"
+            if reason not in logged and len(logged) < MAX_LOGGED:
+                logged.add(reason)
+                traceback.print_exc()
+            return {"error": reason}
     return {"rewards": rewards}
+
+
+def _describe(name: str, error: Exception) -> str:
+    """An error in one line, with its place in the user's file."""
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{reason[:300]}{_line(name, error)}"
 
 
 def _line(name: str, error: Exception) -> str:

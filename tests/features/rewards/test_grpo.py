@@ -320,6 +320,30 @@ def test_a_run_goes_on_to_the_same_bits(start, updates):
         assert_same_run(whole, train(folder, cut_off.name, overrides, *more), 6)
 
 
+def test_the_best_checkpoint_has_the_highest_reward(start):
+    """Also if the run goes on, from a step before it and from one after it."""
+    folder, overrides = start
+    more = ["train.max_steps=6", "train.eval_every=1", "optimizer.lr=0.02"]
+    whole = train(folder, "best", overrides, *more)
+    found = {
+        line["step"]: line["val_reward"] for line in read_metrics(whole) if "val_reward" in line
+    }
+    best = max(found, key=found.get)
+    (path,) = list_checkpoints(whole / "checkpoints", "best")
+    assert int(path.name.split("-")[1]) == best
+    state = json.loads((path / "state.json").read_text())
+    assert state["rank"] == -found[best]
+    for step in (1, 5):
+        cut_off = shutil.copytree(whole, folder / f"best-{step}")
+        for each in list_checkpoints(cut_off / "checkpoints"):
+            if int(each.name.split("-")[1]) > step:
+                shutil.rmtree(each)
+        train(folder, cut_off.name, overrides, *more)
+        assert [each.name for each in list_checkpoints(cut_off / "checkpoints", "best")] == [
+            path.name
+        ]
+
+
 def test_micro_batches_change_only_rounding(start):
     folder, overrides = start
     lines = []

@@ -87,9 +87,9 @@ def test_a_failure_costs_one_answer_its_reward(rewards, tmp_path, capsys):
         f"{name}: ValueError: reward is nan": 1,
         f"{name}: ValueError: b is inf": 1,
         f"{name}: ValueError: reward is str, not a number": 1,
-        "the verifier ended its process (status 7)": 2,
-        "the verifier took longer than 3 s (train.grpo.timeout)": 1,
-        "the verifier ended its process (status 1)": 1,
+        f"{name} ended its process (status 7)": 2,
+        f"{name} took longer than 3 s (train.grpo.timeout)": 1,
+        f"{name} ended its process (status 1)": 1,
     }
     assert dict(rewards.failures) == reasons
     lines = capsys.readouterr().err.splitlines()
@@ -97,6 +97,21 @@ def test_a_failure_costs_one_answer_its_reward(rewards, tmp_path, capsys):
     log = (tmp_path / "verifier.log").read_text()
     assert "loading" in log
     assert "prints good" in log
+    assert log.count("Traceback") == 5  # of each error once per process; one comes again
+
+
+@pytest.mark.parametrize("text", ["hang", "die"])
+def test_a_verifier_that_always_ends_its_process_ends_the_run(tmp_path, text):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(MY_REWARDS)
+    process = VerifierProcess([f"{path}:score"], 0.5, tmp_path / "verifier.log")
+    with pytest.raises(UserError, match="with each of the first 5 answers; what it loads"):
+        process.judge(answers(*[text] * 64))
+    process.close()
+
+
+def test_it_does_not_once_an_answer_had_a_reward(rewards):
+    assert rewards.judge(answers("good", *["die"] * 7))[1:] == [None] * 7
 
 
 def test_several_verifiers(tmp_path):
@@ -118,13 +133,17 @@ def test_several_verifiers(tmp_path):
         ("{}/my.py:absent", "has no function absent"),
         ("{}/my.py:scor", "did you mean score"),
         ("{}/my.py", "names no function; use FILE.py:FUNCTION"),
-        ("{}/my.py:number", "has no function number"),
-        ("{}/broken.py:score", "ZeroDivisionError: division by zero"),
+        ("{}/my.py:number", "number in .*my.py is int; it must be a function"),
+        ("{}/my:score", "did you mean .*my.py:score"),
+        ("{}/my.score", "did you mean .*my.py:score"),
+        ("{}/broken.py:score", r"ZeroDivisionError: division by zero \(line 1\)"),
+        ("{}/syntax.py:score", r"SyntaxError: expected ':' \(syntax.py, line 1\)"),
     ],
 )
 def test_a_verifier_that_cannot_be_loaded(tmp_path, name, text):
     (tmp_path / "my.py").write_text(MY_REWARDS)
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "syntax.py").write_text("def score(answer)")
     with pytest.raises(UserError, match=text):
         VerifierProcess([name.format(tmp_path)], 5.0, tmp_path / "log")
 
