@@ -1,10 +1,10 @@
 # make demo   install, train the quickstart, sample three stories
 # make test   install, run the tests of every guarantee (10 to 25 minutes on two cores)
 # make test-more   the rest (20 to 40 minutes): lessons, documentation, pages in a browser, benchmarks, products of options
-# make prove  all tests in full: every kill, full disk, malicious file, compiled run and product of options
+# make prove  all tests in full (hours): every kill, full disk, malicious file, compiled run and product of options
 # make lint   style and formatting
 # make lessons   run the lessons, and write a notebook and a page for each, in site/lessons/
-# make docs   write the reference pages and build the documentation as a site, in site/
+# make docs   write the reference pages and the tables of benchmarks, and build the documentation as a site, in site/
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip install --disable-pip-version-check
 
