@@ -29,14 +29,15 @@ class ChosenHead:
     token: int  # the likeliest next token
     before: float  # its probability
     after: float  # without the head
+    among: str = ""  # which heads were compared, if not all
 
     def describe(self, tokenizer: Tokenizer) -> str:
         """Say why it was chosen."""
         token = token_label(tokenizer, self.token)
         change = f"from {self.before:.3g} to {self.after:.3g}"
         return (
-            f"the likeliest next token ‘{token}’ needs this head most: its probability goes "
-            f"{change} without it"
+            f"the likeliest next token ‘{token}’ needs this head most{self.among}: its probability "
+            f"goes {change} without it"
         )
 
 
@@ -62,7 +63,12 @@ def choose_head(
                 after = model(tokens)[0, -1].float().log_softmax(-1)
             found.append((after[token].item(), index, number))
     value, index, number = min(found)
-    return ChosenHead(index, number, token, before[token].exp().item(), math.exp(value))
+    among = ""
+    if layer is not None:
+        among = f" of those in layer {layer}"
+    elif head is not None:
+        among = f" of those with number {head}"
+    return ChosenHead(index, number, token, before[token].exp().item(), math.exp(value), among)
 
 
 def report_attention_map(

@@ -502,6 +502,7 @@ def test_a_map_chooses_the_head_that_the_prediction_needs(command, tiny_run, loa
             some = command("map", tiny_run, "--prompt", prompt, "--layer", layer, "--json")
             head = min((0, 1), key=lambda head, layer=layer: expected[layer, head])
             assert (json.loads(some)["layer"], json.loads(some)["head"]) == (layer, head)
+            assert f" most of those in layer {layer}: its" in json.loads(some)["chosen"]
     assert len(chosen) > 1  # it depends on the prompt
     page = tmp_path / "page.html"
     assert "chosen  the likeliest" in command("map", tiny_run, "--prompt", prompt, "--html", page)
