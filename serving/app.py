@@ -401,7 +401,10 @@ class Answer(Response):
             pieces = choice.pieces(progress.text, progress.sampled, reason)
             yield [self._wrap([piece]) for piece in pieces]
         if self._body.wants_usage:
-            yield [self._wrap([], usage(self._choices, self._body.n))]
+            # As llama.cpp's server calls it. Clients cannot measure it: bursts arrive together.
+            timings = {"predicted_per_second": self._submission.tokens_per_second}
+            last = self._wrap([], usage(self._choices, self._body.n))
+            yield [{**last, "timings": timings}]
         yield ["[DONE]"]
 
 

@@ -38,6 +38,8 @@ class Text:
     submission: Submission
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
+    n_first: int = 0  # tokens that the first step added
+    end: float | None = None
 
 
 class Submission:
@@ -94,6 +96,25 @@ class Submission:
         else:
             self._unread[index] = progress
         self._has_unread.set()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all texts after those of their first steps, by the time that these took.
+
+        None if a text has not ended, or if none has a second step.
+        """
+        n_after = 0
+        starts = []
+        ends = []
+        for text in self.texts:
+            if text.first_token is None or text.end is None:
+                return None
+            n_after += len(text.sequence.completion.token_ids) - text.n_first
+            starts.append(text.first_token)
+            ends.append(text.end)
+        if n_after == 0:
+            return None
+        return n_after / (max(ends) - min(starts))
 
     def cancel(self) -> None:
         """Give up what has not ended."""
@@ -245,11 +266,13 @@ class EngineThread:
         metrics.new_tokens.labels(self.name).inc(len(progress.sampled))
         if text.first_token is None and progress.sampled:
             text.first_token = now
+            text.n_first = len(progress.sampled)
             metrics.first_token.labels(self.name).observe(now - text.arrived)
             metrics.prompt_tokens.labels(self.name).inc(completion.prompt_tokens)
             metrics.cached_tokens.labels(self.name).inc(text.sequence.n_shared)
         if not progress.has_ended:
             return
+        text.end = now
         seconds = now - text.arrived
         metrics.whole.labels(self.name).observe(seconds)
         n_between = len(completion.token_ids) - 1

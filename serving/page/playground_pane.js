@@ -105,8 +105,9 @@ class Pane {
       const response = await requestPatiently(path, { body, signal }, wait);
       this.showError("");
       let reason = null;
-      for await (const { choices, usage } of readEvents(response)) {
+      for await (const { choices, usage, timings } of readEvents(response)) {
         if (usage) speed.promptTokens = usage.prompt_tokens;
+        if (timings) speed.measured = timings.predicted_per_second;
         for (const choice of choices) {
           if (choice.seed !== undefined) this.showSeed(choice.seed);
           const tokens = read(choice);
@@ -128,26 +129,31 @@ class Pane {
   }
 }
 
+const BURST = 15; // ms, in which tokens that arrived together are read
+const SHORTEST = 1000; // ms: in less, one burst that is read late changes the speed too much
+
 /** Measures a request: time to the first token, tokens per second after it, share of the context. */
 class Speed {
   constructor(pane, view) {
-    const times = { started: 0, first: 0, last: 0 }; // of the request, of the first and the last token
-    Object.assign(this, { pane, view, count: 0, atFirst: 0, promptTokens: null, ...times });
+    const times = { started: 0, first: 0, from: 0, last: 0 }; // from: the end of the first burst
+    Object.assign(this, { pane, view, count: 0, atFirst: 0, promptTokens: null, measured: null, ...times });
   }
 
   add(count) {
     if (!count) return;
     this.last = performance.now();
-    // Several tokens may arrive at once. Those that come with the first took no time after it.
-    if (!this.count) Object.assign(this, { first: this.last, atFirst: count });
+    if (!this.count) this.first = this.last;
     this.count += count;
+    // Tokens arrive in bursts. Those that come with the first took no time after it.
+    if (this.last - this.first < BURST) Object.assign(this, { from: this.last, atFirst: this.count });
     this.pane.showStats(this.text());
   }
 
-  /** Tokens after the first, by the time from the first to the last; null if no time has passed. */
+  /** As the server measures it; until then, of what follows the first burst; null at first. */
   get perSecond() {
-    const seconds = (this.last - this.first) / 1000;
-    return seconds > 0 ? (this.count - this.atFirst) / seconds : null;
+    if (this.measured !== null) return this.measured;
+    const time = this.last - this.from;
+    return time < SHORTEST ? null : (1000 * (this.count - this.atFirst)) / time;
   }
 
   text() {

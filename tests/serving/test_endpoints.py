@@ -107,6 +107,31 @@ def test_a_cap_on_tokens_per_text(served_run, chat_run, start_server):
     server.stop()
 
 
+@pytest.mark.parametrize("n_tokens", [1, 120])
+def test_the_last_chunk_says_how_fast_the_text_was(server, http, n_tokens):
+    def seconds_per_token():
+        return server.metric("thinker_seconds_per_token_sum", model="served") or 0
+
+    before = seconds_per_token()
+    body = {
+        "model": "served",
+        "prompt": "Line",
+        "max_tokens": n_tokens,
+        "logprobs": 1,  # so that a step adds one token
+        "logit_bias": {"299": -1e9},
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    *chunks, last, done, end = http.post("/v1/completions", json=body).text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    assert not any("timings" in chunk for chunk in chunks)
+    speed = json.loads(last.removeprefix("data: "))["timings"]["predicted_per_second"]
+    if n_tokens == 1:
+        assert speed is None
+    else:
+        assert 1 / speed == pytest.approx(seconds_per_token() - before)
+
+
 def test_metrics_add_up(server, http):
     names = {
         "thinker_prompt_tokens_total": {"model": "served"},

@@ -371,6 +371,34 @@ def test_the_speed_is_that_of_the_tokens_after_the_first(tab):
     assert said[3] == said[2]
 
 
+def test_bursts_that_arrive_together_have_no_speed(tab):
+    page = tab(prompt="Once")
+    burst = [chunk([70], prompt_token_ids=[0])] * 40
+    page.reply(*burst, "[DONE]")
+    page.proceed()
+    stats = page.page.locator(".stats").first
+    expect(stats).to_contain_text("first after")
+    expect(stats).not_to_contain_text("tokens/s")
+    page.reply(*burst, {"choices": [], "timings": {"predicted_per_second": 612.3}}, "[DONE]")
+    page.proceed()
+    expect(stats).to_contain_text("then 612 tokens/s")
+
+
+def test_a_time_that_is_too_short_has_no_speed(tab):
+    page = tab()
+    page.page.clock.install(time=0)
+    page.page.clock.pause_at(10_000)
+    page.page.evaluate("window.speed = new Speed(write.drafts[0], null)")
+    said = []
+    # The first burst is read in 8 ms: its 50 tokens took no time after the first.
+    for milliseconds, count in ((250, 20), (8, 30), (30, 100), (969, 190), (1, 10), (1000, 300)):
+        page.page.clock.run_for(milliseconds)
+        page.page.evaluate("count => speed.add(count)", count)
+        said.append(page.page.evaluate("speed.perSecond"))
+    assert said[:4] == [None] * 4
+    assert said[4:] == pytest.approx([300, 300])
+
+
 def test_the_speed_agrees_with_what_the_server_measures(tab, api, server):
     def measured():
         name = "thinker_seconds_per_token"
