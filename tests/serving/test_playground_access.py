@@ -228,6 +228,22 @@ def test_colors_can_be_switched_off(tab):
     assert page.tokens.first.evaluate(background) == "rgba(0, 0, 0, 0)"
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_high_contrast_shows_the_selected_tab_and_probabilities(tab, scheme):
+    page = tab(scheme=scheme, prompt="Once")
+    page.page.emulate_media(forced_colors="active", color_scheme=scheme)
+    logprobs = (-0.01, -0.4, -1, -2, -3, -4, -9)  # every color
+    page.reply(*[chunk([70], logprob, prompt_token_ids=[0]) for logprob in logprobs], "[DONE]")
+    page.proceed()
+    backgrounds = "all => all.map(one => getComputedStyle(one).backgroundColor)"
+    for selector, count in (("[role=tab]", 2), ("#drafts .token", 7), ("#scale li", 7)):
+        shown = page.page.locator(selector).evaluate_all(backgrounds)
+        assert len(set(shown)) == len(shown) == count
+    ink = "getComputedStyle(document.body).color"
+    selected = page.page.get_by_role("tab", name="Write")
+    assert selected.evaluate("one => getComputedStyle(one).color") != page.page.evaluate(ink)
+
+
 def test_the_theme_can_be_chosen_and_is_kept(tab):
     page = tab(scheme="dark")
     background = "getComputedStyle(document.body).backgroundColor"
