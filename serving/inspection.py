@@ -9,6 +9,7 @@ from thinker.data.tokenizers.token_label import token_label
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.interop import load
 from thinker.interpretability.html_report import make_explorer, write_html_report
+from thinker.interpretability.prompt_reports import choose_head
 from thinker.interpretability.reports import Prompt
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
@@ -28,7 +29,8 @@ def inspection_page(served: ServedModel, body: InspectRequest) -> str:
             prompt = Prompt.from_text(model, tokenizer, body.text)
         else:
             prompt = _prompt_from_ids(model, tokenizer, body.token_ids)
-        explorer = make_explorer(model, tokenizer, prompt)
+        chosen = choose_head(model, prompt)
+        explorer = make_explorer(model, tokenizer, prompt, layer=chosen.layer, head=chosen.head)
     except UserError as error:
         raise ApiError(400, str(error)) from None
     with tempfile.TemporaryDirectory() as folder:

@@ -16,6 +16,7 @@ import pytest
 from conftest import ROOT
 from server_process import wait_until
 
+from thinker.api.inspecting import inspect
 from thinker.generation.mixed_bits import matrix_names
 from thinker.interop import load
 from thinker.serving import app
@@ -199,6 +200,15 @@ def test_inspect(http):
         http.post("/inspect", json={"model": "served", "token_ids": [299, 97, 98]}).status_code
         == 200
     )
+
+
+def test_inspect_opens_the_head_that_the_map_of_the_command_shows(http, served_run):
+    model, tokenizer = load(served_run)
+    for text in ("the cat sat", "Line 7", "once"):
+        page = http.post("/inspect", json={"model": "served", "text": text}).text
+        start = json.loads(re.search(r'id="facts">(.*?)</script>', page)[1])["start"]
+        shown = inspect(model, tokenizer, "map", text).data
+        assert (start["layer"], start["head"]) == (shown["layer"], shown["head"])
 
 
 @pytest.mark.parametrize(
