@@ -120,7 +120,7 @@ class Conversation extends Pane {
       item.querySelector("button").focus();
     };
     const send = async () => {
-      if (!settings.areValid()) return;
+      if (!area.value.trim() || !settings.areValid()) return;
       await this.stop();
       this.truncate(this.messages.indexOf(message));
       await this.ask(area.value);
@@ -131,13 +131,15 @@ class Conversation extends Pane {
       return one;
     };
     const buttons = [button("Send edited", send, "small primary"), button("Cancel", close)];
+    const hint = $("edit-keys").content.cloneNode(true);
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close();
-      else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
+      else if (isPlainEnter(event) || (event.key === "Enter" && (event.ctrlKey || event.metaKey))) send();
       else return;
+      event.preventDefault();
       event.stopPropagation();
     });
-    item.replaceChildren(parts[0], area, make("div", { className: "bar tools" }, ...buttons));
+    item.replaceChildren(parts[0], area, make("div", { className: "bar tools" }, ...buttons, hint));
     area.focus();
   }
 }

@@ -91,6 +91,29 @@ def test_regenerating_and_editing_messages(tab, api):
     assert page.page.locator("#chat li").count() == 0
 
 
+def test_enter_sends_an_edited_message_and_its_hint_says_so(tab, api):
+    page = tab(model=api.chat, tab="chat", max_tokens=4)
+    say(page, "One")
+    hints = page.page.locator("#chat .keys:visible")
+    expect(hints).to_have_text("Enter sends, Shift Enter begins a line, Esc stops")
+    edit = page.page.locator("#chat").get_by_role("button", name="Edit", exact=True)
+    edit.click()
+    expect(hints).to_have_text("Enter sends, Shift Enter begins a line, Esc cancels")
+    page.field("Edited message").fill(" ")
+    page.page.keyboard.press("Enter")  # nothing to send
+    expect(page.field("Edited message")).to_have_value(" ")
+    page.page.keyboard.press("Escape")
+    expect(hints).to_have_text("Enter sends, Shift Enter begins a line, Esc stops")
+    edit.click()
+    page.page.keyboard.press("End")
+    page.page.keyboard.press("Shift+Enter")
+    page.page.keyboard.type("Two")
+    assert len(page.sent) == 1
+    page.page.keyboard.press("Enter")
+    page.settled("Send")
+    assert page.sent[1]["messages"] == [{"role": "user", "content": "One\nTwo"}]
+
+
 def test_stopping_an_answer(tab, api):
     page = tab(model=api.chat, tab="chat", max_tokens=100_000)
     page.field("Message").fill("Hello")
