@@ -210,6 +210,13 @@ async function connect() {
     return showPageError(isFirst ? "" : error.message);
   }
   await reopen();
+  focusText();
+}
+
+/** Put the focus where one writes, unless the user has put it elsewhere while the page loaded. */
+function focusText() {
+  const isFree = [document.body, $("prompt")].includes(document.activeElement);
+  if (isFree) (tab === "write" ? write : chat).focusText();
 }
 
 startTheme();
@@ -231,4 +238,5 @@ $("key-form").addEventListener("submit", (event) => {
   forgetErrors();
   if (!models.size) connect(); // otherwise the text is kept, and the user tries again
 });
+write.focusText(); // not by autofocus, which may come after the focus that connect() sets
 connect();

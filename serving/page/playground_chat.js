@@ -165,6 +165,11 @@ const chat = {
     this.refresh();
   },
 
+  /** Focus the message, without scrolling. */
+  focusText() {
+    $("message").focus({ preventScroll: true });
+  },
+
   forgetErrors() {
     for (const conversation of this.conversations) conversation.forgetError();
   },

@@ -66,6 +66,41 @@ def test_a_server_that_generates_few_tokens_is_asked_for_as_many(tab, served_run
     expect(page.field("Max tokens")).to_have_value("7")
 
 
+def test_enter_works_at_once_after_a_reload_of_a_text(tab):
+    page = tab(prompt="Once", max_tokens=4).proceed()
+    page.reload()
+    expect(page.paper).to_be_focused()
+    page.page.keyboard.press("Enter")
+    expect(page.tokens).to_have_count(8)
+    page.settled()
+    page.button("Edit").click()
+    page.reload()
+    expect(page.field("Text")).to_be_focused()
+
+
+def test_the_message_has_the_focus_in_a_chat_that_opens(tab, api):
+    page = tab(model=api.chat, tab="chat", max_tokens=4)
+    expect(page.field("Message")).to_be_focused()
+    send(page, "Hello")
+    page.reload()
+    expect(page.field("Message")).to_be_focused()
+    assert page.page.evaluate("scrollY") == 0
+
+
+def test_a_page_that_loads_takes_no_focus_from_the_user(tab, api):
+    page = tab(prompt="Once")
+    held = []
+    page.page.route("**/v1/models", lambda route: held.append(route))
+    with page.page.expect_request("**/v1/models"):
+        page.page.reload(wait_until="commit")
+    page.button("Theme: auto").focus()
+    held[0].continue_()
+    page.ready()
+    expect(page.field("Text")).to_have_value("Once")
+    page.page.evaluate("new Promise(requestAnimationFrame)")
+    expect(page.button("Theme: auto")).to_be_focused()
+
+
 # ---- an example ----------------------------------------------------------------------------------
 
 
