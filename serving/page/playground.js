@@ -66,9 +66,16 @@ function startTabs() {
   $("compare").addEventListener("change", async () => {
     await write.changeModel(write.drafts[0]);
     await chat.stop();
+    if ($("compare").checked && $("other").value === $("model").value) chooseOther();
     forgetErrors();
     refresh();
   });
+}
+
+/** Compare with another model than the first. */
+function chooseOther() {
+  $("other").value = [...models.keys()].find((id) => id !== $("model").value);
+  chat.conversations[1].clear();
 }
 
 /** Remove errors of requests, whose cause the user may have corrected. */

@@ -182,6 +182,17 @@ def test_two_models_write_side_by_side(tab, api):
     assert len(page.sent) == 3
 
 
+def test_comparing_begins_with_another_model(tab, api):
+    page = tab()
+    for model, other in ((api.chat, api.plain), (api.plain, api.chat)):
+        page.field("Compare").uncheck()
+        page.field("Model").select_option(model)
+        page.field("Compare").check()
+        expect(page.field("with")).to_have_value(other)
+    page.field("with").select_option(api.plain)  # the same twice, if one wants it
+    expect(page.page.locator("#drafts .pane-name")).to_have_text([api.plain] * 2)
+
+
 def test_two_models_chat_side_by_side(tab, api):
     page = tab(model=api.chat, tab="chat", compare=api.chat, max_tokens=5)
     say(page, "Hello")
