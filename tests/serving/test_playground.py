@@ -171,7 +171,10 @@ def test_continuing_again_sends_the_ids_of_the_text(tab, api):
 def test_a_seed_can_be_reused(tab):
     page = tab(prompt=PROMPT, max_tokens=16).proceed()
     first = page.state()
+    link = "linkParameters().get('seed')"
+    assert page.page.evaluate(link) is None
     page.button("Reuse seed", exact=False).click()
+    assert page.page.evaluate(link) == page.field("Seed").input_value()
     assert re.fullmatch(r"\d+", page.field("Seed").input_value())
     page.button("Regenerate").click()
     page.settled()
