@@ -241,7 +241,7 @@ const write = {
     if (!settings.areValid()) return;
     this.remember();
     this.focusText(); // the button is disabled until the text ends
-    for (const draft of this.active) draft.regenerate();
+    return this.finish(this.active.map((draft) => draft.regenerate()));
   },
 
   extend() {
@@ -252,7 +252,17 @@ const write = {
     this.isEditing = false;
     this.refresh();
     if (hasFocus) this.focusText();
-    for (const draft of this.active) draft.extend();
+    return this.finish(this.active.map((draft) => draft.extend()));
+  },
+
+  /** Wait for the drafts. A text to which nothing was added can be edited again. */
+  async finish(requests) {
+    await Promise.all(requests);
+    const isUnchanged = !this.isEditing && !this.active.some(({ hasTokens }) => hasTokens);
+    if (!isUnchanged) return;
+    const hasFocus = document.activeElement === this.drafts[0].view.box;
+    this.setText(this.text);
+    if (hasFocus) this.focusText();
   },
 
   /** Edit a draft's text: its tokens become plain text, which is then the prompt of both drafts. */

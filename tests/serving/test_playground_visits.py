@@ -344,7 +344,7 @@ def test_an_error_goes_when_a_setting_the_text_or_the_model_changes(tab, api):
     page.field("Temperature").fill("0.5")
     expect(page.error).to_have_count(0)
     fail(page)
-    page.button("Edit").click()
+    page.field("Text").click()
     assert page.error.count() == 1  # still true, and to be read while one edits
     page.page.keyboard.type("x")
     expect(page.error).to_have_count(0)
@@ -355,6 +355,27 @@ def test_an_error_goes_when_a_setting_the_text_or_the_model_changes(tab, api):
     fail(page)
     page.field("Model").select_option(api.chat)
     expect(page.error).to_have_count(0)
+
+
+def test_a_text_to_which_nothing_was_added_stays_editable(tab):
+    page = tab(prompt="Once", max_tokens=4, failures=3)
+    page.replies.append(None)
+    page.field("Text").focus()
+    page.page.keyboard.press("Enter")
+    expect(page.error).to_have_count(1)
+    expect(page.field("Text")).to_be_focused()
+    page.page.keyboard.type(" more")
+    expect(page.error).to_have_count(0)
+    fail(page)
+    page.proceed()
+    assert page.sent[-1]["prompt"] == "Once more"
+    expect(page.tokens).to_have_count(4)
+    page.reply({"error": {"message": "the queue is full"}}, status=400)
+    page.button("Regenerate").click()
+    page.settled()
+    expect(page.field("Text")).to_have_value("Once more")
+    page.button("Undo").click()
+    expect(page.tokens).to_have_count(4)
 
 
 def test_an_error_of_a_chat_goes_with_the_next_input(tab, api):
