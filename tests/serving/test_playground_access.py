@@ -61,6 +61,14 @@ def test_axe_finds_nothing_in_a_chat(tab, api, width, scheme):
     check(page)
 
 
+def test_the_first_view_of_a_small_phone_has_all_buttons(tab, api):
+    bottom = "one => one.getBoundingClientRect().bottom"
+    for name, selector in (("write", "#clear"), ("chat", "#new-chat")):
+        page = tab(360, model=api.chat, tab=name)
+        page.page.set_viewport_size({"width": 360, "height": 640})
+        assert page.page.locator(selector).evaluate(bottom) < 640
+
+
 def test_the_keyboard_alone_writes_and_replaces_tokens(tab):
     page = tab(max_tokens=12)
     keyboard, popover = page.page.keyboard, page.page.locator("#popover")
