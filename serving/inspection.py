@@ -17,6 +17,8 @@ from thinker.serving.api_errors import ApiError
 from thinker.serving.models import ServedModel
 from thinker.serving.protocol import InspectRequest
 
+MAX_CHOICE_FLOPS = 5e11  # of finding the head that the page opens, which takes some seconds at most
+
 
 def inspection_page(served: ServedModel, body: InspectRequest) -> str:
     """Return the page as HTML. Raises ApiError."""
@@ -29,14 +31,25 @@ def inspection_page(served: ServedModel, body: InspectRequest) -> str:
             prompt = Prompt.from_text(model, tokenizer, body.text)
         else:
             prompt = _prompt_from_ids(model, tokenizer, body.token_ids)
-        chosen = choose_head(model, prompt)
-        explorer = make_explorer(model, tokenizer, prompt, layer=chosen.layer, head=chosen.head)
+        layer, head = _first_head(model, prompt)
+        explorer = make_explorer(model, tokenizer, prompt, layer=layer, head=head)
     except UserError as error:
         raise ApiError(400, str(error)) from None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "page.html"
         write_html_report(path, f"{served.name}: look inside", None, explorer)
         return path.read_text("utf-8")
+
+
+def _first_head(model: Thinker, prompt: Prompt) -> tuple[int, int]:
+    """The head that the likeliest next token needs most; the first one if finding that takes too
+    long, as it takes a pass per head."""
+    n_passes = 1 + sum(block.attention.n_heads for block in model.blocks)
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if 2 * n_parameters * len(prompt.tokens) * n_passes > MAX_CHOICE_FLOPS:
+        return 0, 0
+    chosen = choose_head(model, prompt)
+    return chosen.layer, chosen.head
 
 
 def _prompt_from_ids(model: Thinker, tokenizer: Tokenizer, ids: list[int]) -> Prompt:

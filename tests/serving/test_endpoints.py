@@ -19,8 +19,9 @@ from server_process import wait_until
 from thinker.api.inspecting import inspect
 from thinker.generation.mixed_bits import matrix_names
 from thinker.interop import load
-from thinker.serving import app
+from thinker.serving import app, inspection
 from thinker.serving.__main__ import allowed_hosts
+from thinker.serving.protocol import InspectRequest
 from thinker.serving.server_metrics import Metrics
 
 KEY = {"Authorization": "Bearer KEY"}
@@ -209,6 +210,16 @@ def test_inspect_opens_the_head_that_the_map_of_the_command_shows(http, served_r
         start = json.loads(re.search(r'id="facts">(.*?)</script>', page)[1])["start"]
         shown = inspect(model, tokenizer, "map", text).data
         assert (start["layer"], start["head"]) == (shown["layer"], shown["head"])
+
+
+def test_inspect_opens_the_first_head_where_finding_another_takes_long(served_run, monkeypatch):
+    served = SimpleNamespace(path=served_run, name="served")
+    body = InspectRequest(model="served", text="the cat sat")
+    monkeypatch.setattr(inspection, "MAX_CHOICE_FLOPS", 1.0)
+    monkeypatch.setattr(inspection, "choose_head", None)
+    page = inspection.inspection_page(served, body)
+    start = json.loads(re.search(r'id="facts">(.*?)</script>', page)[1])["start"]
+    assert (start["layer"], start["head"]) == (0, 0)
 
 
 @pytest.mark.parametrize(
