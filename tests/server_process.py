@@ -46,7 +46,7 @@ class ServerProcess:
         import httpx  # here, because conftest.py imports this file, also where nothing is served
         from prometheus_client.parser import text_string_to_metric_families
 
-        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text)
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=60).text)
         samples = [
             sample for family in families for sample in family.samples if sample.name == name
         ]

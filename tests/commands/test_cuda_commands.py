@@ -76,5 +76,5 @@ def test_a_server_on_a_gpu_answers_all_at_once(served_run, start_server):
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         texts = list(pool.map(ask, range(24)))
     assert all(json.loads(texts[index]) in ({"n": 1}, {"n": 2}) for index in range(7, 24, 8))
-    assert "thinker_attention_entropy" in httpx.get(f"{server.url}/metrics").text
+    assert "thinker_attention_entropy" in httpx.get(f"{server.url}/metrics", timeout=60).text
     server.stop()

@@ -26,7 +26,7 @@ def test_answers_on_an_open_connection_do_not_wait(server):
     """With Nagle's algorithm, the body of an answer waits for the client's delayed acknowledgement
     of the headers: 40 ms or more on Linux."""
     seconds = []
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         for _ in range(20):
             start = time.perf_counter()
             assert client.get("/health").status_code == 200
@@ -86,7 +86,7 @@ def test_letters_one_by_one_do_not_extend_the_time(impatient_server):
 
 
 def test_a_connection_between_two_requests_is_kept(impatient_server):
-    with httpx.Client(base_url=f"http://127.0.0.1:{impatient_server}") as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{impatient_server}", timeout=60) as client:
         first = client.get("/health").extensions["network_stream"]
         time.sleep(1)  # longer than headers may take
         assert client.get("/health").extensions["network_stream"] is first
@@ -97,7 +97,7 @@ def test_a_lack_of_files_fills_no_log(start_server, served_run):
     import resource
 
     server = start_server(served_run)
-    assert httpx.get(f"{server.url}/health").status_code == 200  # its event loop runs
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200  # its event loop runs
     n_open = len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (n_open + 9, n_open + 9))
     size = len(server.log)
@@ -138,7 +138,7 @@ def test_a_body_is_parsed_while_others_are_answered(impatient_server, monkeypatc
         body = {"model": "none", "prompt": "a"}
         asking = pool.submit(httpx.post, f"{url}{path}", json=body, timeout=60)
         for _ in range(5):
-            assert httpx.get(f"{url}/health").status_code == 200
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
         is_answered.set()
     assert asking.result().status_code in (400, 404)
 

@@ -38,7 +38,7 @@ def http(server):
 def guarded(served_run, start_server):
     """A client of a server with a key, whose API one web site may call."""
     server = start_server(served_run, "--api-key", "KEY", "--cors", SITE["Origin"])
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
     server.stop()
 
@@ -69,7 +69,9 @@ def test_bits_by_matrix(served_run, start_server, tmp_path):
     assert "mixed: 4-bit weights, 1 of 9 matrices 8-bit, " in server.log
     body = {"model": "mixed", "prompt": "Line", "max_tokens": 4, "logit_bias": {"299": -1e9}}
     assert (
-        httpx.post(f"{server.url}/v1/completions", json=body).json()["usage"]["completion_tokens"]
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["usage"][
+            "completion_tokens"
+        ]
         == 4
     )
     server.stop()
@@ -78,15 +80,17 @@ def test_bits_by_matrix(served_run, start_server, tmp_path):
 def test_models_are_counted_as_they_were_trained(served_run, start_server):
     model, _ = load(served_run)
     server = start_server(f"small={served_run}", "--bits", "8", "--no-slide", "--max-prompt", "50")
-    (entry,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    (entry,) = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
     assert entry["parameters"] == sum(weight.numel() for weight in model.parameters())
     assert (entry["id"], entry["slides"], entry["max_prompt_tokens"]) == ("small", False, 50)
     assert re.fullmatch("8-bit weights, (fp32|bf16)", entry["precision"])
     body = {"model": "small", "prompt": [1] * 49, "max_tokens": 999, "logit_bias": {"299": -1e9}}
-    got = httpx.post(f"{server.url}/v1/completions", json=body).json()
+    got = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     assert (got["choices"][0]["finish_reason"], got["usage"]["total_tokens"]) == ("length", 161)
     body["prompt"] = [1] * 50  # and the BOS token
-    assert refused(httpx.post(f"{server.url}/v1/completions", json=body), 400, "reads at most 50")
+    assert refused(
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60), 400, "reads at most 50"
+    )
 
 
 def test_a_cap_on_tokens_per_text(served_run, chat_run, start_server):
@@ -267,7 +271,7 @@ def test_allowed_hosts(served_run, start_server):
     server = start_server(
         served_run, "--allowed-host", "Models.example.org", "--allowed-host", "[::2]"
     )
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
         for host in ("models.example.org", "MODELS.example.org:443", "[::2]:80", "localhost"):
             assert http.get("/health", headers={"Host": host}).status_code == 200
         answer = http.get("/health", headers={"Host": "example.org"})
@@ -467,11 +471,10 @@ def test_help(monkeypatch):
 
 def test_ctrl_c_ends_with_status_0(served_run, chat_run, start_server):
     server = start_server(f"one={served_run}", f"two={chat_run}")
-    assert [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]] == [
-        "one",
-        "two",
-    ]
-    with httpx.stream("GET", f"{server.url}/v1/models"):  # an idle connection
+    assert [
+        model["id"] for model in httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
+    ] == ["one", "two"]
+    with httpx.stream("GET", f"{server.url}/v1/models", timeout=60):  # an idle connection
         server.signal(signal.SIGINT)
         assert server.wait() == 0
     assert "Traceback" not in server.log
@@ -484,7 +487,7 @@ def test_a_second_ctrl_c_ends_at_once(served_run, start_server):
         lambda: "anyone who can reach this machine can use the models; set --api-key" in server.log
     )
     url = server.url.replace("0.0.0.0", "127.0.0.1")
-    assert httpx.get(f"{url}/health", headers={"Host": "a.example"}).status_code == 200
+    assert httpx.get(f"{url}/health", headers={"Host": "a.example"}, timeout=60).status_code == 200
     body = {
         "model": "served",
         "prompt": "a",
@@ -492,7 +495,7 @@ def test_a_second_ctrl_c_ends_at_once(served_run, start_server):
         "logit_bias": {"299": -1e9},
         "stream": True,
     }
-    with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()  # which would close the connection if it were dropped
         next(lines)
         server.signal(signal.SIGINT)

@@ -94,7 +94,7 @@ def test_mixed_requests_of_many_clients(start_server, served_run, patterned_run,
             known.append((body, generate(body)))
     server = start_server(served_run, patterned_run, "--max-queue", 1000)
     asyncio.run(play(server.url, make_jobs(known, n_requests), n_clients))
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     counted = [line for line in metrics.splitlines() if line.startswith("thinker_requests_total")]
     assert counted
     assert not [line for line in counted if 'status="5' in line], counted

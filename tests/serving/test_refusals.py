@@ -251,9 +251,12 @@ def test_the_api_key(served_run, start_server):
     assert caught.value.code == "invalid_api_key"
     assert caught.value.response.headers["WWW-Authenticate"] == "Bearer"
     headers = {"Authorization": "bearer sésame".encode()}
-    assert httpx.get(f"{url}/models", headers=headers).status_code == 200
+    assert httpx.get(f"{url}/models", headers=headers, timeout=60).status_code == 200
     assert (
-        httpx.get(f"{url}/models", headers={"Authorization": "sésame".encode()}).status_code == 401
+        httpx.get(
+            f"{url}/models", headers={"Authorization": "sésame".encode()}, timeout=60
+        ).status_code
+        == 401
     )
 
 
@@ -282,8 +285,8 @@ def test_a_full_server_and_one_that_shuts_down(served_run, start_server):
         running = client.completions.create(model="served", **ENDLESS, stream=True)
         next(running)
         server.signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
-        assert httpx.get(f"{server.url}/health").json() == {"status": "draining"}
+        wait_until(lambda: httpx.get(f"{server.url}/health", timeout=60).status_code == 503)
+        assert httpx.get(f"{server.url}/health", timeout=60).json() == {"status": "draining"}
         with pytest.raises(
             openai.InternalServerError, match="the server is shutting down"
         ) as caught:

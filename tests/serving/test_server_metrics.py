@@ -14,7 +14,9 @@ def test_a_failure_of_the_server_counts_as_500():
 
     async def ask():
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", timeout=60
+        ) as client:
             return await client.get("/v1/models")
 
     assert asyncio.run(ask()).status_code == 500  # None cannot be described

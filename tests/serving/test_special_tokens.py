@@ -41,7 +41,7 @@ def test_a_user_forges_a_turn_only_where_that_is_allowed(saved, start_server, fl
     server = start_server(folder, *flags)
     for messages in REQUESTS.values():
         body = {"model": "forged", "messages": messages, "max_tokens": 1, "return_token_ids": True}
-        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
         ids = reply["choices"][0]["prompt_token_ids"]
         n_turns = len(messages) + 1  # with that of the answer
         assert ids.count(begin_id) == n_turns + (1 if flags else 0)

@@ -60,7 +60,7 @@ def test_metrics_per_layer(drifting_run, start_server):
             "layer_cache_used",
         ):
             names = {"model": "m", "layer": layer}
-            text = httpx.get(f"{server.url}/metrics").text
+            text = httpx.get(f"{server.url}/metrics", timeout=60).text
             assert f'thinker_{name}{{layer="{layer}",model="m"}}' in text, (name, names)
     for layer in "01":
         assert 0 < server.metric("thinker_layer_cache_used", model="m", layer=layer) <= 1
@@ -78,11 +78,14 @@ def test_metrics_per_layer(drifting_run, start_server):
 def test_without_stored_figures_a_server_says_so(served_run, start_server):
     server = start_server(f"m={served_run}", "--monitor")
     assert "warning: m: drift is not reported: no figures are stored with " in server.log
-    assert "thinker_attention_entropy" in httpx.get(f"{server.url}/metrics").text
-    assert 'thinker_drifting_figures{model="m"}' not in httpx.get(f"{server.url}/metrics").text
+    assert "thinker_attention_entropy" in httpx.get(f"{server.url}/metrics", timeout=60).text
+    assert (
+        'thinker_drifting_figures{model="m"}'
+        not in httpx.get(f"{server.url}/metrics", timeout=60).text
+    )
     server.stop()
     plain = start_server(f"m={served_run}")
-    assert "thinker_attention_entropy" not in httpx.get(f"{plain.url}/metrics").text
+    assert "thinker_attention_entropy" not in httpx.get(f"{plain.url}/metrics", timeout=60).text
     plain.stop()
 
 
