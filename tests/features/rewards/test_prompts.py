@@ -80,7 +80,8 @@ def test_texts_are_cut_to_their_beginning():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"promt": "a"}, "row 0 of .*no column prompt .has promt.; did you mean promt"),
+        ({"promt": "a"}, r"row 0 of .*no column prompt \(has promt\)$"),
+        ({"prompt": ""}, "row 0 of .*: prompt is empty"),
         ({"prompt": None}, "has no column prompt"),
         ({"prompt": 3}, "prompt is int; it must be text or a list of messages"),
         ({"prompt": []}, "prompt is list; it must be text or a list of messages"),
