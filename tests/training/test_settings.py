@@ -65,13 +65,17 @@ def test_blocks_are_compiled_where_the_run_is_long_enough(
 def test_a_resumed_run_keeps_how_its_momentum_rises(saved, given, expected):
     optimizer = PREVIOUS.optimizer.model_copy(update={"momentum_warmup_steps": saved})
     previous = PREVIOUS.model_copy(update={"optimizer": optimizer})
-    fields = {"train": {"batch_size": 6, "max_steps": 9}}
-    if given is not None:
-        fields["optimizer"] = {"momentum_warmup_steps": given}
-    asked = validate_config(fields)
-    found = resolve_settings.resolve_settings(asked, WIDE, CPU, previous=previous)
-    assert found.optimizer.momentum_warmup_steps == expected
-    assert found.optimizer.momentum == 0.95
+    train = {"batch_size": 6, "max_steps": 9}
+
+    def resumed(**optimizer):
+        if given is not None:
+            optimizer["momentum_warmup_steps"] = given
+        asked = validate_config({"train": train, "optimizer": optimizer})
+        found = resolve_settings.resolve_settings(asked, WIDE, CPU, previous=previous).optimizer
+        return found.momentum, found.momentum_warmup_steps
+
+    assert resumed() == (0.95, expected)
+    assert resumed(momentum=0.9) == (0.9, given or 0)  # one that is given is constant
 
 
 def test_no_compiler_no_compiling(capsys, monkeypatch):

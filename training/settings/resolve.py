@@ -137,8 +137,9 @@ def _resolve_optimizer(
     if config.run.init_from is not None and not has_adapters:
         lr_scale = 0.1  # fine-tuning of all weights
     optimizer = resolve_learning_rates(config.optimizer, model_config, train.batch_size, lr_scale)
-    is_open = optimizer.name == "muon" and config.optimizer.momentum_warmup_steps is None
-    if previous is not None and is_open:
+    given = config.optimizer
+    is_open = given.momentum is None and given.momentum_warmup_steps is None
+    if previous is not None and is_open and optimizer.name == "muon":
         # Runs of earlier versions do not have this key; their momentum is constant.
         warmup_steps = previous.optimizer.momentum_warmup_steps or 0
         optimizer = optimizer.model_copy(update={"momentum_warmup_steps": warmup_steps})
