@@ -13,7 +13,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from thinker.benchmarks.training_runs import ROOT, train_all
 from thinker.data.batches.prefetch import Batch
 from thinker.features.sweeps.seed_statistics import mean_and_interval
 from thinker.runtime.backend import configure_backend
+from thinker.runtime.device import choose_precision
 from thinker.runtime.errors import UserError
 from thinker.training.config.config import Config
 from thinker.training.config.load import load_config
@@ -121,16 +122,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             names.append(name)
     seconds = arguments.seconds or SIZES[arguments.size].seconds
     rows = []
-    precisions = set()
     for text in arguments.texts:
         costs = saved_costs(arguments, text, names, seconds)
         runs = plan_runs(arguments, text, costs, seconds)
         train_all(list(runs.values()), arguments.jobs)
         rows += compare(text, costs, runs, arguments)
-        precisions |= {each.resolved["train"]["precision"] for each in runs.values()}
     return {
         "size": arguments.size,
-        "precision": " and ".join(sorted(precisions)),
+        "precision": common_precision(),
         "seconds": seconds,
         "seeds": arguments.seeds,
         "rows": rows,
@@ -165,6 +164,12 @@ def measure_costs(
     return {name: Cost(starts[name], times) for name, times in step_times.items()}
 
 
+@cache
+def common_precision() -> str:
+    """The precision of all runs. It is measured, so each run for itself may choose another one."""
+    return choose_precision("auto", torch.device("cpu"))
+
+
 def overrides_of(name: str, text: str, size: str) -> list[str]:
     """The keys that a trick sets on a text, for a model of a size."""
     shape = SIZES[size]
@@ -176,6 +181,7 @@ def overrides_of(name: str, text: str, size: str) -> list[str]:
         f"train.batch_size={BATCH_SIZE}",
         "train.eval_every=null",
         "train.compile=false",
+        f"train.precision={common_precision()}",
     ]
     for override in TRICKS[name]:
         overrides.append(override.format(**numbers))
