@@ -56,8 +56,9 @@ class GenerateFlags(MonitoringFlags):
     ) -> dict[str, Any]:
         """As MonitoringFlags.generator_options()."""
         options = super().generator_options(arguments, source)
-        for monitor in self.monitors.values():
-            monitor.warn = self.warnings.append
+        if not arguments.json:
+            for monitor in self.monitors.values():
+                monitor.warn = self.warnings.append
         return options
 
     def facts(self, generator: Generator) -> dict[str, Any]:

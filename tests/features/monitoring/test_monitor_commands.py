@@ -116,6 +116,8 @@ def test_generate_reports_drift_after_the_text(drifting_run):
     *_, last = done.stderr.splitlines()
     assert last.startswith("warning: layer 0: attention entropy ")
     assert done.stderr.count("warning: ") == 1
+    done = run_script(ROOT / "generate.py", drifting_run, *LONG, "--monitor", "--json")
+    assert "warning: layer 0: attention entropy " in done.stderr
 
 
 GUIDE = ROOT / "features" / "monitoring" / "guide.md"
