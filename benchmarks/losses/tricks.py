@@ -141,7 +141,7 @@ def saved_costs(
 ) -> dict[str, Cost]:
     """The costs of runs of `seconds`, from a file in the folder of the runs, which is written if it
     lacks one of them. So runs that were cut off have the same lengths as before."""
-    path = arguments.folder / f"costs-{arguments.size}-{text}-{seconds:g}.json"
+    path = arguments.folder / f"costs-{arguments.size}-{text}-{seconds:g}-{common_precision()}.json"
     costs = {}
     if path.exists():
         for name, values in json.loads(path.read_text(encoding="utf-8")).items():
@@ -254,6 +254,7 @@ def plan_runs(
 ) -> dict[tuple[str, str, int], TrainingProcess]:
     """A run for each trick, budget and seed, as long as the defaults train in `seconds`."""
     path = ROOT / "benchmarks" / "configs" / TEXTS[text].config
+    precision = common_precision()
     runs = {}
     for name in costs:
         overrides = overrides_of(name, text, arguments.size)
@@ -266,7 +267,9 @@ def plan_runs(
             n_steps = lengths[budget]
             for seed in range(1, arguments.seeds + 1):
                 label = f"{text}, {name}, equal {budget}, seed {seed}"
-                folder = "-".join([arguments.size, text, name.replace(" ", "_"), str(n_steps)])
+                folder = "-".join(
+                    [arguments.size, text, name.replace(" ", "_"), precision, str(n_steps)]
+                )
                 own = [*overrides, f"run.seed={seed}", f"train.max_steps={n_steps}"]
                 runs[name, budget, seed] = TrainingProcess(
                     label, path, own, arguments.folder / f"{folder}-{seed}"

@@ -24,6 +24,7 @@ MAX_REASONS = 10  # that are told apart, as a reason may hold the answer
 OTHER_REASONS = "other reasons"
 START_SECONDS = 120.0  # for the imports of a user's module
 MAX_ENDED = 5  # processes that may end before an answer has a reward
+SLOW = "; what it loads belongs at the top of its file, outside the function"
 Rewards = dict[str, dict[str, float]]  # by verifier, then by name
 
 
@@ -102,20 +103,20 @@ class VerifierProcess:
             line = self._replies.get(timeout=self.timeout)
         except queue.Empty:
             self.close()
-            return self._ended(f"took longer than {self.timeout:g} s (train.grpo.timeout)")
+            return self._ended(f"took longer than {self.timeout:g} s (train.grpo.timeout)", SLOW)
         if not line:
             status = self._process.wait()
             self.close()
             return self._ended(f"ended its process (status {status})")
         return json.loads(line)
 
-    def _ended(self, what: str) -> dict[str, Any]:
-        """The reply for an answer with which the process ended."""
+    def _ended(self, what: str, advice: str = "") -> dict[str, Any]:
+        """The reply for an answer with which the process ended. Raises UserError if no answer has a
+        reward after MAX_ENDED of them."""
         self._n_ended += 1
         if not self._has_judged and self._n_ended == MAX_ENDED:
             raise UserError(
-                f"{self._label} {what} with each of the first {MAX_ENDED} answers; what it loads "
-                "belongs at the top of its file, outside the function"
+                f"{self._label} {what} with {MAX_ENDED} answers, before any had a reward{advice}"
             )
         return {"error": f"{self._label} {what}"}
 

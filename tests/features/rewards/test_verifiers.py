@@ -105,7 +105,7 @@ def test_a_verifier_that_always_ends_its_process_ends_the_run(tmp_path, text):
     path = tmp_path / "my_rewards.py"
     path.write_text(MY_REWARDS)
     process = VerifierProcess([f"{path}:score"], 0.5, tmp_path / "verifier.log")
-    with pytest.raises(UserError, match="with each of the first 5 answers; what it loads"):
+    with pytest.raises(UserError, match="with 5 answers, before any had a reward"):
         process.judge(answers(*[text] * 64))
     process.close()
 
