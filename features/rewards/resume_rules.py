@@ -4,7 +4,8 @@ from typing import Any
 
 from thinker.training.state.resume import KeyChange
 
-MAY_CHANGE = ("timeout", "max_mismatch", "eval_prompts")  # they decide no weights
+# They decide no weights. eval_prompts decides the checkpoint `best`.
+MAY_CHANGE = ("timeout", "max_mismatch")
 
 
 def grpo_reason(change: KeyChange) -> str:

@@ -423,13 +423,13 @@ def test_lora_learns_and_resumes(start):
 def test_limits_may_change_when_a_run_goes_on(start):
     folder, overrides = start
     run = train(folder, "limits", overrides, "train.max_steps=2")
-    more = ["train.grpo.timeout=20", "train.grpo.max_mismatch=1", "train.grpo.eval_prompts=3"]
+    more = ["train.grpo.timeout=20", "train.grpo.max_mismatch=1"]
     assert train(folder, "limits", overrides, "train.max_steps=3", *more) == run
-    dones = run_script(
-        "train.py", BASE, *overrides, f"run.dir={run}", "train.max_steps=4", "train.grpo.kl=0.2"
-    )
-    assert dones.returncode == 2
-    assert "train.grpo.kl is 0.2, but the run in" in dones.stderr
+    for key, value in (("kl", 0.2), ("eval_prompts", 3)):
+        changed = [f"run.dir={run}", "train.max_steps=4", f"train.grpo.{key}={value}"]
+        done = run_script("train.py", BASE, *overrides, *changed)
+        assert done.returncode == 2
+        assert f"train.grpo.{key} is {value}, but the run in" in done.stderr
 
 
 BREAKS = """
