@@ -1,6 +1,5 @@
 """SamplingParams: how to choose tokens, and when to stop."""
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ RANGES = {
     "logprobs": (Integral, 0, math.inf, "an integer of at least 0"),
     "seed": (Integral, 0, math.inf, "an integer of at least 0"),
 }
+# Fields that do not change the probabilities of the next token.
+NOT_IN_KEY = ("max_new_tokens", "logprobs", "seed", "stop", "json_schema", "regex")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,26 @@ class SamplingParams:
         if self.json_schema is not None and self.regex is not None:
             raise UserError("json_schema and regex cannot be combined; use only one")
 
+    def with_seed(self, seed: int) -> "SamplingParams":
+        """A copy with another seed. It is fast, as the other fields were checked before."""
+        changed = self._copy()
+        changed._set("seed", seed)
+        changed._check_number("seed")
+        return changed
+
+    def sampling_key(self) -> "SamplingParams":
+        """A copy with defaults for the fields that do not change the probabilities of a token."""
+        changed = self._copy()
+        for name in NOT_IN_KEY:
+            changed._set(name, getattr(SamplingParams, name))
+        return changed
+
+    def _copy(self) -> "SamplingParams":
+        """A copy without checking the fields again."""
+        new = object.__new__(SamplingParams)
+        vars(new).update(vars(self))
+        return new
+
     @property
     def has_penalties(self) -> bool:
         """Whether logits depend on the text so far beyond what the model computes."""
@@ -111,7 +132,7 @@ def params_per_prompt(
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
-        return [dataclasses.replace(params, seed=params.seed + index) for index in range(n_prompts)]
+        return [params.with_seed(params.seed + index) for index in range(n_prompts)]
     is_list = isinstance(params, (list, tuple))
     if not is_list or not all(isinstance(one, SamplingParams) for one in params):
         kind = type(params).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,11 +69,7 @@ class Sequence:
             token = self.tokenizer.special_tokens.get(name)
             if token is not None and not self.tokenizer.token_bytes(token):
                 self.end_ids.add(token)
-        # The parameters that shape the distribution: sequences with equal keys are sampled
-        # together.
-        self.sampling_key = replace(
-            self.params, seed=0, max_new_tokens=1, stop=(), logprobs=0, json_schema=None, regex=None
-        )
+        self.sampling_key = self.params.sampling_key()  # texts with equal keys are sampled together
         self._random = random.Random(self.params.seed)
         self._uniforms: list[float] = []
 

@@ -45,11 +45,10 @@ def code_of_model() -> tuple[Callable, ...]:
     """All functions of model/ as they are now, so that a proof can be kept until one of them is
     replaced."""
     package = __name__.rpartition(".")[0]
+    names = [name for name in sys.modules if name.startswith(package)]
     found: list[Callable] = []
-    for name, module in sorted(sys.modules.items()):
-        if not name.startswith(package):
-            continue
-        for value in vars(module).values():
+    for name in sorted(names):
+        for value in vars(sys.modules[name]).values():
             if inspect.isfunction(value):
                 found.append(value)
             elif inspect.isclass(value) and value.__module__ == name:

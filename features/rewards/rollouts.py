@@ -83,9 +83,8 @@ class Sampler:
         policy = tempered(model, self.options.temperature)
         generator = Generator(policy, self.tokenizer, exact=self.exact)
         completions = [Completion(prompt.text) for prompt in prompts]
-        params = []
-        for seed in seeds:
-            params.append(SamplingParams(max_new_tokens=self.options.max_new_tokens, seed=seed))
+        shared = SamplingParams(max_new_tokens=self.options.max_new_tokens)
+        params = [shared.with_seed(seed) for seed in seeds]
         tokens = [list(prompt.tokens) for prompt in prompts]
         for _ in generator.stream_batch(completions, params, tokens):
             pass

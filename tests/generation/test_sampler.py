@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import examples
@@ -547,6 +548,36 @@ def test_invalid_values_raise(invalid):
     assert "\n" not in message
     assert ";" in message  # names the mistake and the correct values
     assert name == "logit_bias" or repr(value) in message
+
+
+SHAPING = {
+    "temperature": 0.5,
+    "top_k": 9,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.25,
+    "frequency_penalty": 0.125,
+    "logit_bias": {3: 1.0},
+}
+NOT_SHAPING = {"max_new_tokens": 7, "logprobs": 2, "seed": 5, "stop": ["end"]}
+CONSTRAINTS = ({"json_schema": True}, {"regex": "a+"})
+
+
+@pytest.mark.parametrize("constraint", [{}, *if_installed("structured_output", *CONSTRAINTS)])
+def test_copies_equal_new_params(constraint):
+    """with_seed() and sampling_key() do not check the fields again, but equal what does."""
+    fields = {**SHAPING, **NOT_SHAPING, **constraint}
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert names == {*SHAPING, *NOT_SHAPING, "json_schema", "regex"}
+    params = SamplingParams(**fields)
+    changed = params.with_seed(np.int64(8))
+    assert changed == SamplingParams(**{**fields, "seed": 8})
+    assert type(changed.seed) is int
+    assert params == SamplingParams(**fields)
+    assert params.sampling_key() == SamplingParams(**SHAPING)
+    with pytest.raises(UserError, match="seed is -1"):
+        params.with_seed(-1)
 
 
 def test_logit_bias_and_stop_become_tuples():
