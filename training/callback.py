@@ -59,9 +59,15 @@ class Callback:
         """The optimizers have stepped."""
 
     def metrics(self) -> dict[str, float]:
-        """More keys of a line in metrics.jsonl. Called after a step that is logged; its time counts
-        not as training."""
+        """More keys of a line in metrics.jsonl. Called after a step that is logged; its time does
+        not count as training."""
         return {}
+
+    def before_batch(self, info: StepInfo) -> None:
+        """Another step follows, and its batch is read next. All callbacks have seen the step.
+
+        Raise UserError if there can be no batch; the run is then saved.
+        """
 
     def progress_text(self) -> str:
         """What is shown beside the progress bar, after the loss, such as "reward 0.500"; "" for
@@ -78,7 +84,7 @@ class Callback:
 
     def on_step_end(self, info: StepInfo) -> None:
         """A step is complete: logged, and evaluated where that was due. A checkpoint of it is saved
-        next, where that is due. The time here counts not as training."""
+        next, where that is due. The time here does not count as training."""
 
     def before_eval(self) -> None:
         """The model is about to be evaluated or saved. Put the weights for that into it."""
@@ -96,8 +102,9 @@ class Callback:
         started again calls it again.
         """
 
-    def on_end(self, is_complete: bool) -> None:
-        """The run ends or pauses. is_complete: the last step has its evaluation, if one was due."""
+    def on_end(self, is_evaluated: bool) -> None:
+        """The run ends or pauses. is_evaluated: the last step has its evaluation, if one was
+        due."""
 
     def has_final_form(self) -> bool:
         """Whether the model has its final form. Only then are the best weights so far worth

@@ -107,7 +107,7 @@ class Trainer:
         time."""
         try:
             self._run_steps()
-        except UserError as error:  # the text of a stream cannot be read
+        except UserError as error:  # there is no batch: a stream cannot be read, for instance
             if self.dist.world_size > 1:
                 raise
             self.save()
@@ -151,11 +151,11 @@ class Trainer:
         if self.batch.n_targets:
             self.step_log.add(state.step, loss, grad_norm)
         state.step += 1
+        state.tokens += self.batch.n_targets
+        state.processed_tokens += self.n_positions
         info = StepInfo(state.step, self.progress(), self.batch)
         for callback in self.callbacks:
             callback.after_step(info)
-        state.tokens += self.batch.n_targets
-        state.processed_tokens += self.n_positions
 
         is_log_step = state.step % self.train_config.log_every == 0
         if is_log_step:
@@ -164,8 +164,11 @@ class Trainer:
             metrics = self._callback_metrics()
             started += time.perf_counter() - measured
         try:
+            if info.progress < 1:
+                for callback in self.callbacks:
+                    callback.before_batch(info)
             self.fetch_batch(started)
-        except UserError:  # of a stream, after which the run is saved
+        except UserError:  # after which the run is saved
             state.elapsed_s += time.perf_counter() - started
             raise
         finally:
@@ -221,10 +224,10 @@ class Trainer:
         self.batches.close(is_finished=self.is_finished)
         self.checkpoints.close()
         was_due = self.is_due(self.train_config.eval_every) or self.progress() >= 1
-        is_evaluated = self.state.evaluated_at == self.state.step
-        is_complete = is_evaluated or not (self.stopping and was_due)
+        was_evaluated = self.state.evaluated_at == self.state.step
+        is_evaluated = was_evaluated or not (self.stopping and was_due)
         for callback in self.callbacks:
-            callback.on_end(is_complete)
+            callback.on_end(is_evaluated)
         self.run.unlock()
 
     # ---------------------------------------------------------------- progress and signals

@@ -6,6 +6,7 @@ better than the others of their group become more probable.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -34,6 +35,10 @@ from thinker.training.reports.run_summary import RunSummary
 TENSORS = ("inputs", "targets", "sampled", "reference", "advantages", "is_used")
 PICTURE = "reward.png"  # in the run directory
 LOG = "verifiers.log"  # in the run directory: what verifiers print
+NO_SIGNAL = (
+    "advice: nothing was learned, as all answers to the same prompt had the same reward; if no "
+    "answer is right yet, reward partial progress"
+)
 
 
 class GRPOLoss(Callback):
@@ -51,7 +56,6 @@ class GRPOLoss(Callback):
         self.prompts: list[Prompt] = []
         self.answer_metrics: dict[str, float] = {}  # of the step before
         self.reference: ReferencePolicy | None = None
-        self.has_signal = False  # in any step of this process
 
     def setup(self, parts: TrainingParts) -> None:
         """Load the reference, if there is one."""
@@ -72,7 +76,7 @@ class GRPOLoss(Callback):
         self.run = run
         self.dataset: RolloutDataset = run.loader.dataset
         self.prompts = self.dataset.prompts
-        make_folder(run.directory.path, "run.dir")  # of several ranks, the first may be later
+        make_folder(run.directory.path, "run.dir")  # rank 0 may not have made it yet
         verifiers = VerifierProcess(
             list(self.options.rewards), self.options.timeout, run.directory.path / LOG
         )
@@ -81,9 +85,10 @@ class GRPOLoss(Callback):
             self.options, run.corpus.tokenizer, verifiers, seed, exact=self.engine is not None
         )
         self.dataset.sampler = self.sampler
+        is_over = run.state.progress(self.parts.settings.train) >= 1
         try:
             # A run that could not sample is saved with the answers of the step before.
-            if self.first != self._first_answer(run.state.step):
+            if not is_over and self.first != self._first_answer(run.state.step):
                 self._sample(run.state.step)
         except BaseException:
             verifiers.close()
@@ -91,13 +96,16 @@ class GRPOLoss(Callback):
         self.dataset.rollouts = self.rollouts
 
     def after_step(self, info: StepInfo) -> None:
-        """Check the mismatch, and sample the answers of the next step, if they are due."""
+        """Check the mismatch."""
         if self._is_first(info.step - 1):
             mismatch = self._check_mismatch(info.step)
-            self.rollouts.metrics["policy_mismatch"] = mismatch
+            if math.isfinite(mismatch):  # a line of the log, in JSON, cannot have NaN
+                self.rollouts.metrics["policy_mismatch"] = mismatch
         self.answer_metrics = self.rollouts.metrics
-        self.has_signal = self.has_signal or bool(self.rollouts.is_used.any())
-        if info.progress < 1 and self._is_first(info.step):
+
+    def before_batch(self, info: StepInfo) -> None:
+        """Sample the answers of the next step, if they are due."""
+        if self._is_first(info.step):
             self._sample(info.step)
             self.dataset.rollouts = self.rollouts
 
@@ -112,8 +120,10 @@ class GRPOLoss(Callback):
         return f"reward {self.answer_metrics['reward']:.3f}"
 
     def on_summary(self, summary: RunSummary) -> None:
-        """Draw the rewards of the run."""
+        """Draw the rewards of the run, and say if nothing was learned from them."""
         lines = list(self.run.directory.read_metrics())
+        if not any(line.get("groups_with_signal", 0) > 0 for line in lines):
+            print(NO_SIGNAL, file=sys.stderr)
         if not any("reward" in line for line in lines):
             return
         from thinker.features.rewards.judging.reward_plot import plot_rewards
@@ -122,17 +132,11 @@ class GRPOLoss(Callback):
         plot_rewards(lines, path, f"{path.parent.name}: rewards of sampled answers")
         print(f"reward curve {path}", file=sys.stderr)
 
-    def on_end(self, is_complete: bool) -> None:
+    def on_end(self, is_evaluated: bool) -> None:
         """End the verifiers, and say how many answers they could not judge."""
         failures = self.sampler.verifiers.failures
         for reason, n in failures.most_common():
-            print(f"{n:,} answers had no reward: {reason}", file=sys.stderr)
-        if is_complete and not self.has_signal:
-            print(
-                "advice: nothing was learned, as all answers to the same prompt had the same "
-                "reward; if they are wrong, reward a part of the way to a right answer",
-                file=sys.stderr,
-            )
+            print(f"{n:,} answers could not be judged: {reason}", file=sys.stderr)
         self.sampler.verifiers.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -165,46 +169,47 @@ class GRPOLoss(Callback):
 
     def __call__(self, model: nn.Module, batch: Batch) -> Loss:
         """The loss of the answers in a micro-batch."""
-        device = batch.inputs.device
+        options = self.options
         is_target = batch.targets != IGNORE_INDEX  # (B, T)
+        n_targets = is_target.sum()
         log_probs, entropy = token_log_probs(
-            model, batch.inputs, batch.targets, self.options.temperature
-        )
+            model, batch.inputs, batch.targets, options.temperature
+        )  # (B, T) each
         if batch.windows is None:  # random tokens, to measure the time of a step
-            return Loss(-log_probs.sum(), is_target.sum())
+            return Loss(-log_probs.sum(), n_targets)
         if self.engine is not None:
-            policy = self.parts.model
-            with without_kernels(policy, self.parts.kernels):
-                values = self.engine(policy, batch.inputs, batch.targets)
-            log_probs = with_values(log_probs, values)
-        rollouts = self.rollouts
+            log_probs = self._with_engine_values(log_probs, batch)
+        device = batch.inputs.device
         rows = batch.windows
-        sampled = rollouts.sampled[rows].to(device)
-        losses = policy_losses(
-            log_probs,
-            sampled,
-            rollouts.advantages[rows].to(device)[:, None],
-            self.options.clip,
-            self.options.kl,
-            rollouts.reference[rows].to(device) if self.options.kl else None,
-        )
-        difference = ((log_probs.detach() - sampled).abs() * is_target).max()
-        self.mismatch = torch.maximum(self.mismatch, difference.float())
-        weights = self._token_weights()[rows].to(device)[:, None] * is_target
-        n_tokens = is_target.sum()
-        parts = {
-            "policy_loss": (losses.loss * weights, weights),
-            "policy_entropy": (entropy, is_target),
-            "clipped": (losses.is_clipped * is_target, is_target),
-        }
-        if self.options.kl:
-            parts["policy_kl"] = (losses.kl * is_target, is_target)
-        sums = {}
-        for name, (values, counts) in parts.items():
-            sums[name] = (values.detach().sum(), counts.sum())
+        sampled = self.rollouts.sampled[rows].to(device)  # (B, T)
+        advantages = self.rollouts.advantages[rows].to(device)[:, None]  # (B, 1)
+        reference = None
+        if options.kl:
+            reference = self.rollouts.reference[rows].to(device)  # (B, T)
+        losses = policy_losses(log_probs, sampled, advantages, options.clip, options.kl, reference)
+        weights = self._token_weights()[rows].to(device)[:, None] * is_target  # (B, T)
+        weighted_loss = (losses.loss * weights).sum()
+        with torch.no_grad():  # what the log says
+            difference = ((log_probs - sampled).abs() * is_target).max()
+            self.mismatch = torch.maximum(self.mismatch, difference.float())
+            loss_parts = {
+                "policy_loss": (weighted_loss.detach(), weights.sum()),
+                "policy_entropy": (entropy.sum(), n_targets),
+                "clipped": ((losses.is_clipped * is_target).sum(), n_targets),
+            }
+            if options.kl:
+                loss_parts["policy_kl"] = ((losses.kl * is_target).sum(), n_targets)
+            nats = -log_probs.sum()
         # The step divides by the targets of the whole batch; the weights are those of a mean.
-        total = (losses.loss * weights).sum() * batch.n_targets
-        return Loss(total, n_tokens, sums, -log_probs.detach().sum())
+        return Loss(weighted_loss * batch.n_targets, n_targets, loss_parts, nats)
+
+    def _with_engine_values(self, log_probs: Tensor, batch: Batch) -> Tensor:
+        """The values that the kernels of sampling compute, with the gradient of the model,
+        (B, T)."""
+        policy = self.parts.model
+        with without_kernels(policy, self.parts.kernels):
+            values = self.engine(policy, batch.inputs, batch.targets)
+        return with_values(log_probs, values)
 
     def _token_weights(self) -> Tensor:
         """How much a token of each answer of the batch counts, (R,) fp32."""
@@ -230,11 +235,13 @@ class GRPOLoss(Callback):
         if self.engine is not None and largest != 0:
             raise RunError(
                 f"step {step}: ln P of a sampled token differs by {largest:.2g} between sampling "
-                "and training, although train.exact is set; after a move to another processor, go "
-                "on with train.exact=false"
+                "and training, although train.exact is set; if the run has moved to another "
+                "processor, resume it with train.exact=false"
             )
         limit = self.options.max_mismatch
-        if limit is not None and not largest <= limit:
+        if limit is None:
+            return largest
+        if math.isnan(largest) or largest > limit:
             raise RunError(
                 f"step {step}: ln P of a sampled token differs by {largest:.2g} between sampling "
                 f"and training, more than train.grpo.max_mismatch={limit:g}"

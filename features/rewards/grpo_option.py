@@ -105,7 +105,7 @@ def describe_evaluation(val: dict[str, Any]) -> list[str]:
         f"{val['val_answer_tokens']:.1f} tokens long"
     ]
     if val["val_answers_failed"]:
-        lines.append(f"{val['val_answers_failed']:.1%} of these answers had no reward")
+        lines.append(f"{val['val_answers_failed']:.1%} of these answers could not be judged")
     if val["val_answers_cut"] > MANY_CUT:
         lines.append(
             f"advice: {val['val_answers_cut']:.1%} of these answers were cut; raise "

@@ -79,7 +79,7 @@ class RunReport(Callback):
         self._write(FINISHED)
         print(f"report {self.run.directory.path / 'report.html'}", file=sys.stderr)
 
-    def on_end(self, is_complete: bool) -> None:
+    def on_end(self, is_evaluated: bool) -> None:
         """Say in the report that the run has not reached its end."""
         if self.summary is not None or not self.run.directory.writes:
             return

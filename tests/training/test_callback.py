@@ -90,7 +90,7 @@ class Recorder(Callback):
 def test_hooks_run_in_the_order_of_the_list(tmp_path, monkeypatch):
     monkeypatch.setattr(summary, "print_summary", lambda *arguments: None)
     calls = []
-    more = ["train.max_steps=1", "train.save_every=null", "train.sample_every=null"]
+    more = ["train.max_steps=2", "train.save_every=null", "train.sample_every=null"]
     config = small_config(tmp_path, "run", more)
     assert train(config, callbacks=[Recorder("a", calls), Recorder("b", calls)]) == 0
     asked = {
@@ -100,10 +100,16 @@ def test_hooks_run_in_the_order_of_the_list(tmp_path, monkeypatch):
         "tensors",
     }  # at any time, as they change nothing
     calls = [call for call in calls if call.split(".")[1] not in asked]
+    updates = ("a.before_clip", "b.before_clip", "a.after_step", "b.after_step")
+    logs = ("a.metrics", "b.metrics", "a.on_log", "b.on_log", "a.on_step_end", "b.on_step_end")
     assert calls == [
         *("a.setup", "b.setup", "a.on_start", "b.on_start"),
-        *("a.before_clip", "b.before_clip", "a.after_step", "b.after_step"),
-        *("a.metrics", "b.metrics", "a.on_log", "b.on_log", "a.on_step_end", "b.on_step_end"),
+        *updates,
+        *logs[:2],
+        *("a.before_batch", "b.before_batch"),
+        *logs[2:],
+        *updates,
+        *logs,
         *("a.before_eval", "b.before_eval", "a.on_log", "b.on_log", "b.after_eval", "a.after_eval"),
         *("a.before_eval", "b.before_eval", "b.after_eval", "a.after_eval"),
         *("a.on_save", "b.on_save", "a.on_end", "b.on_end"),
@@ -185,7 +191,7 @@ class SummaryKeeper(Callback):
     def on_summary(self, summary):
         self.summaries.append(summary)
 
-    def on_end(self, is_complete):
+    def on_end(self, is_evaluated):
         self.n_at_end.append(len(self.summaries))
 
 

@@ -67,9 +67,9 @@ class Tracking(Callback):
             for path in pictures:
                 tracker.picture(path)
 
-    def on_end(self, is_complete: bool) -> None:
-        """End the trackers. Sends the newest step only if it is complete."""
-        if is_complete:
+    def on_end(self, is_evaluated: bool) -> None:
+        """End the trackers. Sends the newest step only if it has its evaluation."""
+        if is_evaluated:
             self._send()
         for tracker in self.trackers:
             tracker.finish()

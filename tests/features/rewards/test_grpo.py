@@ -441,31 +441,61 @@ calls = Path(__file__).with_name("calls")
 def score(answer):
     n = int(calls.read_text() or 0) + 1 if calls.exists() else 1
     calls.write_text(str(n))
-    if n == 20:
+    if n == 21:  # the first answer of the sixth step
         Path(__file__).write_text("broken(")
         raise SystemExit(1)
     return len(answer.text)
 """
 
 
-def test_a_run_that_could_not_sample_samples_when_it_goes_on(start, tmp_path):
-    """It does not learn from the answers of the step before."""
+GOOD = """
+def score(answer):
+    return len(answer.text)
+"""
+
+
+def test_a_run_that_could_not_sample_goes_on_to_the_same_bits(start, tmp_path):
+    """It does not learn from the answers of the step before, and all other callbacks have seen the
+    step."""
     _, overrides = start
-    path = tmp_path / "breaks.py"
+    path = tmp_path / "mine.py"
+    own = [*overrides, f"train.grpo.rewards={path}:score", "train.max_steps=8"]
+    own += ["train.grpo.eval_prompts=0", "train.batch_size=4", "train.ema_decay=0.9"]
+    path.write_text(GOOD)
+    done = run_script("train.py", BASE, *own, f"run.dir={tmp_path / 'whole'}")
+    assert done.returncode == 0, done.stderr
     path.write_text(BREAKS)
-    own = [*overrides, f"train.grpo.rewards={path}:score", f"run.dir={tmp_path / 'run'}"]
-    own += ["train.max_steps=8", "train.grpo.eval_prompts=0", "train.batch_size=4"]
+    own.append(f"run.dir={tmp_path / 'run'}")
     done = run_script("train.py", BASE, *own)
     assert done.returncode == 2, done.stderr
     assert "cannot judge answers" in done.stderr.splitlines()[-1]
-    first = [line["step"] for line in read_metrics(tmp_path / "run") if "reward" in line]
-    path.write_text("def score(answer):\n    return 1000.0 + len(answer.text)\n")
+    path.write_text(GOOD)
     done = run_script("train.py", BASE, *own)
     assert done.returncode == 0, done.stderr
-    later = [line for line in read_metrics(tmp_path / "run") if line.get("step", 0) > max(first)]
-    rewards = [line["reward"] for line in later if "reward" in line]
-    assert rewards
-    assert min(rewards) >= 1000
+    assert_same_run(tmp_path / "whole", tmp_path / "run", 8)
+
+
+PRINTS = """
+def score(answer):
+    print("judged")
+    return len(answer.text)
+"""
+
+
+def test_a_finished_run_that_is_started_again_samples_nothing(start, tmp_path):
+    _, overrides = start
+    path = tmp_path / "prints.py"
+    path.write_text(PRINTS)
+    own = [*overrides, f"train.grpo.rewards={path}:score", f"run.dir={tmp_path / 'run'}"]
+    own.append("train.max_steps=2")
+    logs = []
+    for _ in range(2):
+        done = run_script("train.py", BASE, *own)
+        assert done.returncode == 0, done.stderr
+        assert "nothing was learned" not in done.stderr
+        logs.append((tmp_path / "run" / "verifiers.log").read_text())
+    assert logs[0].count("judged") > 0
+    assert logs[1] == logs[0]
 
 
 def test_a_reference_with_other_weights_is_refused(start, tmp_path):

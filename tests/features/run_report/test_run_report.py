@@ -127,7 +127,7 @@ class Keeper(Callback):
     def on_start(self, run):
         self.run = run
 
-    def on_end(self, is_complete):
+    def on_end(self, is_evaluated):
         report = find_callback(self.run.parts.callbacks, RunReport)
         self.facts = gather_facts(
             self.run,
