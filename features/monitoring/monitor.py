@@ -94,14 +94,18 @@ class Reference:
         """
         found = []
         for name, (means, stds) in self.figures.items():
-            values = [values[name] for _, values in measured if name in values]
-            if not values:
+            found_values = []
+            groups = []  # of these positions alone
+            for position, values in measured:
+                if name in values:
+                    found_values.append(values[name])
+                    groups.append(min(position.bit_length(), len(means)) - 1)
+            if not found_values:
                 continue
-            groups = [min(position.bit_length(), len(means)) - 1 for position, _ in measured]
-            n = len(values)
-            value = sum(values) / n
-            mean = sum(means[group] for group in groups) / len(groups)
-            std = sum(stds[group] for group in groups) / len(groups)
+            n = len(found_values)
+            value = sum(found_values) / n
+            mean = sum(means[group] for group in groups) / n
+            std = sum(stds[group] for group in groups) / n
             tolerance = (2 + 4 / math.sqrt(n)) * std + 0.01 * abs(mean) + 0.01
             excess = abs(value - mean) / tolerance
             if excess > 1:
@@ -129,11 +133,11 @@ class Monitor:
     """Measures the newest position of a text from time to time, on a copy of its keys and values;
     no text changes.
 
-    It measures again when measuring takes at most `max_cost` of the time that decoding has taken
-    since the last time. So that a short text has figures, too, it also measures after the 1st, 2nd,
-    4th, 8th ... step, whatever that takes. These sample one token per text, as a text may end
-    within a longer step. warn(line) is called when figures begin to drift from
-    `reference`, with the one that is farthest outside.
+    It measures again once a measurement costs at most `max_cost` of the decoding time since the
+    last one. It also measures after steps 1, 2, 4, 8, ..., at any cost, so that short texts have
+    figures. These steps sample one token per text, as a text may end within a longer one.
+    warn(line) is called when figures begin to drift from `reference`, with the one that is
+    farthest outside.
     """
 
     reference: Reference | None = None

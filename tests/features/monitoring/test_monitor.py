@@ -288,6 +288,14 @@ def test_positions_are_compared_with_their_group():
     assert str(drift).startswith("token entropy 11.3 is above the ")
 
 
+def test_positions_without_a_figure_do_not_shift_what_is_expected_of_it():
+    """A head that chooses nothing at a position has no figure there."""
+    reference = Reference(1, {"mine": ([1.0, 100.0], [0.1, 0.1])})
+    assert reference.find_drift([(1, {"mine": 1.0}), (2, {})]) == []
+    (drift,) = reference.find_drift([(1, {"mine": 9.0}), (2, {})])
+    assert drift.low < 1 < drift.high < 9
+
+
 def test_what_a_monitor_needs():
     with pytest.raises(UserError, match="monitor needs the KV cache"):
         Generator(random_model(1, vocab_size=264), TOKENIZER, use_cache=False, monitor=Monitor())
