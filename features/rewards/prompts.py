@@ -34,6 +34,11 @@ def load_prompts(settings: Settings, tokenizer: Tokenizer, split: str) -> tuple[
     longest = min(settings.model.max_seq_len, data.seq_len) - grpo.max_new_tokens + 1
     prompts, n_too_long = read_prompts(documents, tokenizer, grpo.prompt_tokens, longest)
     if not prompts and split == "train":
+        if n_too_long == 0 and grpo.prompt_tokens is not None:
+            raise UserError(
+                f"no text of {data.describe_text()} is as long as train.grpo.prompt_tokens="
+                f"{grpo.prompt_tokens}"
+            )
         raise UserError(
             f"no prompt of {data.describe_text()} is short enough ({n_too_long} are not): "
             f"data.seq_len={data.seq_len} leaves {max(longest, 0)} tokens beside "
@@ -67,8 +72,8 @@ def read_prompt(
     is_row = document.encode is not None
     if prompt_tokens is not None and (is_row or document.messages is not None):
         raise UserError(
-            "train.grpo.prompt_tokens (in thinker eval, --prompt-tokens) is for texts, but these "
-            "rows have prompts; remove it"
+            "train.grpo.prompt_tokens (in thinker eval, --prompt-tokens) is for plain texts, but "
+            "these rows have prompts; remove it"
         )
     if is_row:
         return _of_row(document, tokenizer)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinker.evaluation.eval_flags import EvalFlags, Report
+from thinker.features.rewards.verifiers.load_verifier import check_verifier
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import output_file
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 N_PROMPTS = 100
 TALES_SEED = 1 << 40  # of stories that no run trains on
-OWN = ("prompt_tokens", "max_new_tokens", "temperature", "samples", "right", "before", "page")
-# Flags of other measurements.
-UNUSED = (
+SAMPLING = ("prompt_tokens", "max_new_tokens", "temperature")  # keys of train.grpo
+VERIFIER_FLAGS = (*SAMPLING, "samples", "right", "before", "page")
+OTHER_FLAGS = (  # of other measurements
     "fineweb",
     "read_data",
     "part",
@@ -75,15 +76,21 @@ class VerifierFlags(EvalFlags):
     def check(self, arguments: argparse.Namespace, parser: ArgumentParser) -> bool:
         """As EvalFlags.check()."""
         if not arguments.verifier:
-            parser.check_unused(arguments, "without --verifier", OWN)
+            parser.check_unused(arguments, "without --verifier", VERIFIER_FLAGS)
             return False
-        parser.check_unused(arguments, "with --verifier", UNUSED)
+        parser.check_unused(arguments, "with --verifier", OTHER_FLAGS)
         if arguments.source is None:
             raise UserError(
                 "--verifier needs prompts; add --source jsonl --path FILE, or --source tales"
             )
         if arguments.source == "pysource":
             raise UserError("--verifier needs prompts; use --source jsonl, parquet, text or tales")
+        if arguments.source == "tales":
+            parser.check_unused(arguments, "with --source tales", ("path", "column"))
+        elif arguments.path is None:
+            raise UserError(f"--source {arguments.source} needs --path FILE")
+        for name in arguments.verifier:
+            check_verifier(name)
         if arguments.page is not None:
             output_file(arguments.page)
         if arguments.samples < 1:
@@ -124,10 +131,9 @@ def _options(arguments: argparse.Namespace) -> GRPOConfig:
     config = load_run_config(find_model(arguments.run, arguments.checkpoint))
     values: dict[str, Any] = {}
     if config is not None and config.train.grpo is not None:
-        trained = config.train.grpo
-        for name in ("prompt_tokens", "max_new_tokens", "temperature"):
-            values[name] = getattr(trained, name)
-    for name in ("prompt_tokens", "max_new_tokens", "temperature"):
+        for name in (*SAMPLING, "timeout"):
+            values[name] = getattr(config.train.grpo, name)
+    for name in SAMPLING:
         if getattr(arguments, name) is not None:
             values[name] = getattr(arguments, name)
     values["rewards"] = dict.fromkeys(arguments.verifier, 1.0)
@@ -165,7 +171,7 @@ def _judge(
         verifiers = VerifierProcess(list(options.rewards), options.timeout, log)
         try:
             for name, model, tokenizer in models:
-                prompts = _prompts(arguments, options, model, tokenizer)
+                prompts = prompts_from_flags(arguments, options, model, tokenizer)
                 if judged:
                     _check_same(judged[0][1].prompts, prompts)
                 sampler = Sampler(options, tokenizer, verifiers, seed=0)
@@ -183,31 +189,22 @@ def _judge(
 def _check_same(prompts: list[Prompt], others: list[Prompt]) -> None:
     if [prompt.text for prompt in prompts] != [prompt.text for prompt in others]:
         raise UserError(
-            "the model and that of --before read other prompts, as their tokenizers or lengths "
-            "differ; evaluate them one by one"
+            "the two models read different prompts, because their tokenizers or context lengths "
+            "differ; evaluate them separately"
         )
 
 
-def _prompts(
+def prompts_from_flags(
     arguments: argparse.Namespace, options: GRPOConfig, model: Thinker, tokenizer: Tokenizer
 ) -> list[Prompt]:
     """The prompts that the flags choose. Raises UserError if there is none."""
     from itertools import islice
 
-    from thinker.data.text.sources import open_source
     from thinker.features.rewards.prompts import read_prompts
 
-    limit = arguments.limit or N_PROMPTS
-    source_options: dict[str, Any] = {"path": arguments.path}
-    if arguments.column:
-        source_options["column"] = arguments.column
-    if arguments.source == "tales":
-        source_options = {"max_documents": limit, "seed": TALES_SEED}
-    source = open_source(arguments.source, **source_options)
-    if arguments.source in ("jsonl", "parquet") and not arguments.column:
-        source = _prompt_rows(arguments.path) or source
+    limit = N_PROMPTS if arguments.limit is None else arguments.limit
+    documents = islice(_source(arguments, tokenizer, limit).documents(), limit)
     longest = model.config.max_seq_len - options.max_new_tokens + 1
-    documents = islice(source.documents(), limit)
     prompts, n_too_long = read_prompts(documents, tokenizer, options.prompt_tokens, longest)
     if not prompts:
         raise UserError(
@@ -217,16 +214,34 @@ def _prompts(
     return prompts
 
 
-def _prompt_rows(path: str) -> Source | None:
-    """The rows of a file, if they have prompts of their own."""
+def _source(arguments: argparse.Namespace, tokenizer: Tokenizer, limit: int) -> Source:
+    """Where prompts come from."""
     from thinker.data.text.sources import open_source
 
-    source = open_source("prompts", path=path)
-    try:
-        next(iter(source.documents()), None)
-    except UserError:
-        return None
-    return source
+    if arguments.source == "tales":
+        return open_source("tales", max_documents=limit, seed=TALES_SEED)
+    if arguments.column is not None:
+        return open_source(arguments.source, path=arguments.path, column=arguments.column)
+    if arguments.source in ("jsonl", "parquet") and _are_prompts(arguments.path, tokenizer):
+        return open_source("prompts", path=arguments.path)
+    return open_source(arguments.source, path=arguments.path)
+
+
+def _are_prompts(path: str, tokenizer: Tokenizer) -> bool:
+    """Whether the first row has a prompt of its own, and is no conversation."""
+    from thinker.data.text.document import Document
+    from thinker.data.text.sources import SourceOptions
+    from thinker.data.text.tables.any_rows import open_rows
+
+    def read_row(row: dict[str, Any], column: str, number: int, where: str) -> Document:
+        return Document("", row=row)
+
+    source = open_rows(SourceOptions(path=path, column="prompt"), read_row)
+    first = next(iter(source.documents()), None)
+    if first is None or "prompt" not in first.row:
+        return False
+    is_conversation = "completion" in first.row and tokenizer.chat_template is not None
+    return not is_conversation
 
 
 def _header(arguments: argparse.Namespace, options: GRPOConfig) -> dict[str, Any]:

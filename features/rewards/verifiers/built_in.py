@@ -84,7 +84,11 @@ def _column(answer: Answer, name: str) -> Any:
 
 def evaluate(expression: str) -> int:
     """The value of sums, differences and products of whole numbers. Raises ValueError."""
-    return _value(ast.parse(LEADING_ZEROS.sub("", expression), mode="eval").body)
+    try:
+        tree = ast.parse(LEADING_ZEROS.sub("", expression), mode="eval")
+    except SyntaxError as error:
+        raise ValueError(f"{expression} is no sum, difference or product") from error
+    return _value(tree.body)
 
 
 def _value(node: ast.expr) -> int:

@@ -376,6 +376,10 @@ def test_a_mismatch_stops_the_run(start):
     assert "between sampling and training, more than train.grpo.max_mismatch=1e-12" in last
 
 
+TALES = (
+    "data.source=tales data.path=null data.max_documents=20 data.chat_template=null "
+    "data.assistant_only_loss=false "
+)
 CONFLICTS = {
     "train.batch_size=3": "train.batch_size (3) is not a multiple of train.grpo.group_size (2)",
     "data.num_workers=2": "cannot be combined with data.num_workers=2",
@@ -390,7 +394,8 @@ CONFLICTS = {
     "train.grpo.max_new_tokens=48": "is short enough",
     "train.grpo.rewards=exat": "did you mean exact?",
     "train.grpo.rewards=regex": "verifiers could not judge any of the first answers",
-    "train.grpo.prompt_tokens=3": "prompt_tokens (in thinker eval, --prompt-tokens) is for texts",
+    "train.grpo.prompt_tokens=3": "prompt_tokens (in thinker eval, --prompt-tokens) is for plain",
+    f"{TALES} train.grpo.prompt_tokens=5000": "is as long as train.grpo.prompt_tokens=5000",
     "train.grpo=null data.source=prompts": "data.source=prompts needs train.grpo",
     "train.grpo.rewards=absent.py:score": "absent.py is not a file",
 }

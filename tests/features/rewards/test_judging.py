@@ -2,20 +2,24 @@
 
 import json
 from itertools import combinations
+from types import SimpleNamespace
 
 import chromium
 import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from conftest import run_script
+from conftest import ROOT, random_model, run_script
 from training_contract import BASE, SMALL
 
+from thinker.data.text.sources import open_source
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.evaluation.wilson import wilson_interval
+from thinker.features.rewards.judging.flags import prompts_from_flags
 from thinker.features.rewards.judging.judge_model import Judged
 from thinker.features.rewards.judging.pass_at_k import estimate, ks, pass_at_k
 from thinker.features.rewards.judging.samples_page import page
-from thinker.features.rewards.prompts import Prompt
+from thinker.features.rewards.keys import GRPOConfig
+from thinker.features.rewards.prompts import Prompt, read_prompt
 from thinker.features.rewards.rollouts import Answered
 from thinker.generation.engine import Generator
 from thinker.generation.sampling_params import SamplingParams
@@ -122,6 +126,10 @@ def test_both_models_are_judged_with_the_same_random_numbers(folder, tmp_path):
         (["--source", "tales"], "prompts are the beginnings of these texts; set their length"),
         (["--source", "tales", "--prompt-tokens", "0"], "--prompt-tokens: "),
         (["--source", "tales", "--prompt-tokens", "100000"], "has no prompt that leaves 6 tokens"),
+        (["--source", "tales", "--path", "a"], "--path has no effect with --source tales"),
+        (["--source", "tales", "--column", "a"], "--column has no effect with --source tales"),
+        (["--source", "jsonl"], "--source jsonl needs --path FILE"),
+        (["--source", "tales", "--verifier", "absent.py:a"], "absent.py is not a file"),
         (["--source", "tales", "--verifier", "exat"], "did you mean exact?"),
         (["--source", "tales", "--before", "absent"], "absent does not exist"),
         (["--source", "tales", "--samples", "0"], "--samples is 0; use at least 1"),
@@ -134,6 +142,34 @@ def test_mistakes_are_one_line(folder, flags, message):
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert message in done.stderr
+
+
+def test_an_empty_prompt_is_named(folder, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": ""}\n')
+    done = evaluate(folder, "--source", "jsonl", "--path", path)
+    assert done.returncode == 2
+    assert "row 0 of" in done.stderr
+    assert "prompt is empty" in done.stderr
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_rows_are_read_as_in_training(tmp_path, has_template):
+    """With a chat template, prompt and completion are a conversation, whose answer the row has;
+    without one, the prompt is a text."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "2+2?", "completion": "four", "wanted": 4}\n')
+    tokenizer = make_tokenizer("byte", [])
+    model = random_model(vocab_size=tokenizer.vocab_size, max_seq_len=200)
+    if has_template:
+        tokenizer = tokenizer.with_chat_template((ROOT / "configs" / "chat.jinja").read_text())
+    options = GRPOConfig(rewards="exact", max_new_tokens=4)
+    arguments = SimpleNamespace(source="jsonl", path=str(path), column=None, limit=None)
+    (found,) = prompts_from_flags(arguments, options, model, tokenizer)
+    name = "jsonl" if has_template else "prompts"
+    (document,) = open_source(name, path=str(path)).documents()
+    assert found == read_prompt(document, tokenizer, None)
+    assert found.row.get("answer") == ("four" if has_template else None)
 
 
 def test_a_verifier_that_never_works_is_an_error(folder):
