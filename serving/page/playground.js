@@ -148,7 +148,7 @@ function startLinks() {
   });
   window.addEventListener("hashchange", async () => {
     await Promise.all([write.stop(), chat.stop()]);
-    openLink();
+    if (models.size) openLink(); // otherwise it is read when the models are known
   });
 }
 

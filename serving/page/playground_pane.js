@@ -4,18 +4,31 @@ const announce = (text) => ($("status").textContent = text);
 
 /** Copy a text; browsers without a clipboard (pages that are neither local nor https) copy from a selection. */
 async function copyText(text, button) {
-  if (navigator.clipboard) await navigator.clipboard.writeText(text);
-  else {
-    const area = make("textarea", { value: text });
-    document.body.append(area);
-    area.select();
-    document.execCommand("copy");
-    area.remove();
+  try {
+    await writeToClipboard(text);
+  } catch (error) {
+    if (!(error instanceof DOMException)) throw error;
+    announce("The browser does not allow copying.");
+    return;
   }
+  announce("Copied.");
+  if (button.textContent === "Copied") return; // its label comes back by itself
   const label = button.textContent;
   button.textContent = "Copied";
-  announce("Copied.");
   setTimeout(() => (button.textContent = label), 1500);
+}
+
+/** Browsers without a clipboard (on pages that are neither local nor https) copy a selection. */
+async function writeToClipboard(text) {
+  if (navigator.clipboard) {
+    await navigator.clipboard.writeText(text);
+    return;
+  }
+  const area = make("textarea", { value: text });
+  document.body.append(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
 }
 
 /** Whether a key is Enter alone, which sends. An input method also uses Enter, to choose a word. */

@@ -228,6 +228,7 @@ const write = {
 
   async undo() {
     await this.stop();
+    if (!this.past.length) return; // two clicks while a request ran
     const { isEditing, text, drafts } = this.past.pop();
     $("prompt").value = text;
     this.drafts.forEach((draft, at) => draft.restore(drafts[at]));

@@ -290,9 +290,19 @@ def test_edited_text_is_plain_and_is_sent_as_text(tab):
 
 def test_copying(tab):
     page = tab(prompt=PROMPT, max_tokens=6).proceed()
-    page.button("Copy").click()
+    page.button("Copy").dblclick()
     expect(page.button("Copied")).to_be_visible()
     assert page.page.evaluate("navigator.clipboard.readText()") == page.text()
+    expect(page.button("Copied")).to_be_hidden()
+    expect(page.button("Copy")).to_be_visible()
+
+
+def test_undoing_twice_at_once(tab):
+    """The second one finds nothing to undo. The tab fails for an error in the page."""
+    page = tab(prompt=PROMPT, max_tokens=6).proceed()
+    page.page.evaluate("Promise.all([write.undo(), write.undo()])")
+    expect(page.field("Text")).to_have_value(PROMPT)
+    expect(page.button("Undo")).to_be_disabled()
 
 
 def test_a_character_of_several_tokens_comes_with_the_last(tab, api):
