@@ -192,7 +192,7 @@ def make_parser() -> tuple[ArgumentParser, list[EvalFlags]]:
     add("--include", type=Path, metavar="FOLDER", help=include_help)
     shots_help = "few-shot examples per question (default: set by the task)"
     add("--shots", type=int, help=shots_help)
-    limit_help = "maximum number of questions per task (default: all)"
+    limit_help = "maximum number of questions per task (default: all), or of prompts (default: 100)"
     add("--limit", type=int, help=limit_help)
 
     features = add_eval_flags(parser)

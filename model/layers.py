@@ -160,7 +160,7 @@ class BigramEmbedding(nn.Module):
     """A row for each pair of the token before and the token, of a table with `n_rows` rows.
 
     A hash chooses the row, so several pairs share one. The first token of a document has no pair.
-    The table starts at zero.
+    The table starts at zero, or with model.init=normal as other matrices do.
     """
 
     def __init__(self, n_rows: int, width: int) -> None:

@@ -1,4 +1,5 @@
-"""A uvicorn server that finishes what it has accepted before it ends, and gives up who dawdles."""
+"""A uvicorn server that finishes what it has accepted before it ends, and drops clients that are
+too slow."""
 
 import asyncio
 import logging

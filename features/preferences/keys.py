@@ -16,8 +16,8 @@ class DPOConfig(ConfigSection):
     """Direct preference optimization (features/preferences/guide.md)."""
 
     beta: Rate = 0.1
-    """How strongly the model is held to the probabilities that it started with: the rewards that
-    are compared are beta times the log-ratio to them."""
+    """How strongly the model is held to the probabilities that it started with. The reward of an
+    answer is beta times the log-ratio to them."""
 
 
 class PreferenceKeys(ConfigSection):

@@ -23,15 +23,17 @@ class GRPOConfig(ConfigSection):
     """Verifiers and their weights: those of features/rewards/guide.md, or FILE.py:FUNCTION. A name
     alone has the weight 1."""
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8
-    """Answers to each prompt, which are compared. train.batch_size is a multiple of it."""
+    """Answers to each prompt, which are compared with each other. It must divide
+    train.batch_size."""
     max_new_tokens: Positive = 64
     """Longest answer, in tokens."""
     temperature: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Temperature of sampling, and of the probabilities that are trained."""
     prompt_tokens: Positive | None = None
-    """For sources of texts: the prompt is the beginning of a text, this many tokens."""
+    """For plain texts: how many tokens at the beginning of each text are the prompt."""
     updates: Positive = 1
-    """Updates with the same answers. From the second on, ratios of probabilities are clipped."""
+    """Optimizer steps with the same answers. From the second on, ratios of probabilities are
+    clipped."""
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """How far a ratio of probabilities may be from 1."""
     baseline: Baseline = "mean"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class PolicyLosses(NamedTuple):
-    """Per token of answers, (N,) fp32 each."""
+    """Per token of answers, (B, T) each."""
 
     loss: Tensor
     is_clipped: Tensor  # bool: the ratio is out of bounds, so nothing flows back
@@ -29,7 +29,7 @@ def policy_losses(
     reference.
 
     log_probs, sampled, reference: ln P of each token now, when it was sampled, and by the
-    reference, (N,). advantages: of the answer of each token, (N,). clip: how far the ratio of
+    reference, (B, T). advantages: of each answer, (B, 1). clip: how far the ratio of
     probabilities may be from 1.
 
     With d = ln P - ln P_reference, the divergence KL(policy | reference) has the gradient E[d ·

@@ -4,7 +4,7 @@ from typing import Any
 
 from thinker.training.state.resume import KeyChange
 
-# They decide no weights. eval_prompts decides the checkpoint `best`.
+# They do not affect the weights. Nor does eval_prompts, but it affects which checkpoint is `best`.
 MAY_CHANGE = ("timeout", "max_mismatch")
 
 

@@ -67,7 +67,7 @@ class NativeDecoder:
     split into passes.
     Otherwise the model runs the first pass of a cache, those of many rows, and those of several
     positions if a layer has a mask. It also runs all passes with recorded or patched activations,
-    linear attention or choice by content, learned or sinusoidal positions, token shift,
+    linear attention or choice by content, learned, relative or sinusoidal positions, token shift,
     value embeddings, or an embedding of pairs.
     """
 

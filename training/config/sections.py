@@ -102,12 +102,12 @@ class ModelConfig(ConfigSection):
     token_shift: bool = False
     """Add to each embedding that of the token before, scaled by a learned weight per channel."""
     value_embeddings: bool = False
-    """Add to the values of each layer an embedding of the token. Lowers the loss of short runs on
-    tokens, hardly on characters. Cannot be exported."""
+    """Add to the values of each layer an embedding of the token. Lowers the loss of short runs with
+    tokens of several characters, but hardly with characters. Cannot be exported."""
     bigram_rows: Natural = 0
-    """Rows of a table of pairs of tokens, such as 5 times the vocabulary; the row of the token
-    before and the token, chosen by a hash, is added to the embedding. As
-    value_embeddings. 0: no table."""
+    """Rows of a table of pairs of tokens, such as 5 times the vocabulary. A hash of the token and
+    the one before it chooses the row that is added to the embedding. Helps where value_embeddings
+    does. Cannot be exported. 0: no table."""
     no_rope_layers: list[int] | None = None
     """Layers without RoPE, counted from 0. null: none."""
     n_kv_heads_per_layer: list[int] | None = None
@@ -182,8 +182,8 @@ OptimizerName = Annotated[
 
 @with_feature_keys("optimizer")
 class OptimizerConfig(ConfigSection):
-    """AdamW for everything, or Muon for the matrices and AdamW for the embedding and the norm
-    weights.
+    """AdamW for everything, or Muon for the matrices and the LM head, and AdamW for the embedding
+    and the norm weights.
 
     A learning rate left at null follows the rules in training/optim/optimizers.py. The values below
     apply to batches of at least 16 sequences.
@@ -193,13 +193,15 @@ class OptimizerConfig(ConfigSection):
     """Optimizer. The default is adamw if run.init_from is set."""
     lr: Rate | None = None
     """Peak learning rate of the matrices in the blocks. null: 0.04 with muon, 1 / d_model with
-    adamw."""
+    adamw; a tenth of these and of the rates below if run.init_from is set, except with LoRA."""
     embedding_lr: Rate | None = None
-    """Peak learning rate of the embedding. null: 0.3 with muon, lr with adamw."""
+    """Peak learning rate of the embedding. null: with muon 0.3, or 2 / d_model if it is tied to the
+    LM head; with adamw lr."""
     head_lr: Rate | None = None
     """Peak learning rate of an untied LM head. null: 0.05 with muon, lr with adamw."""
     norm_lr: Rate | None = None
-    """Peak learning rate of the norm weights. null: 0.01 with muon, lr with adamw."""
+    """Peak learning rate of the norm weights and of biases. null: 0.01 with muon, lr with
+    adamw."""
     betas: tuple[Beta, Beta] = (0.8, 0.95)
     """Decay rates of AdamW's first and second moments."""
     eps: Rate = 1e-10

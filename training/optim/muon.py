@@ -197,7 +197,7 @@ def muon_and_adamw(parts: OptimizerParts) -> list[torch.optim.Optimizer]:
     Muon moves each matrix by its orthogonalized momentum, which has the same size in every
     direction. It also trains the head, often left to AdamW (Loshchilov & Hutter 2019,
     arXiv:1711.05101), as it separates rare words with similar neighbors better
-    (docs/experiments.md).
+    (docs/development/experiments.md).
     """
     model, config = parts.model, parts.config
     rest = dict(parts.groups)

@@ -16,7 +16,7 @@ from thinker.training.config.sections import OptimizerConfig
 from thinker.training.optim.registry import OPTIMIZERS
 from thinker.training.optim.schedule import momentum_at
 
-# Parameters of modules that are no matrices of blocks, by the start of their names.
+# Parameters that are no matrices of blocks, by the first part of their names.
 KINDS = {
     "embedding": "embedding",
     "positions": "embedding",
@@ -80,11 +80,13 @@ def resolve_learning_rates(
         embedding_lr = 2.0 / model_config.d_model if is_tied else 0.3
         rates = {"lr": 0.04, "embedding_lr": embedding_lr, "head_lr": 0.05, "norm_lr": 0.01}
         defaults = {name: rate * scale for name, rate in rates.items()}
-        is_given = optimizer_config.momentum is not None
+        has_momentum = optimizer_config.momentum is not None
         defaults["momentum"] = 0.95
-        defaults["momentum_warmup_steps"] = 0 if is_given else 500
+        defaults["momentum_warmup_steps"] = 0 if has_momentum else 500
     else:
-        lr = optimizer_config.lr or 1.0 / model_config.d_model * scale
+        lr = optimizer_config.lr
+        if lr is None:
+            lr = 1.0 / model_config.d_model * scale
         defaults = {"lr": lr, "embedding_lr": lr, "head_lr": lr, "norm_lr": lr}
     if is_tied:
         del defaults["head_lr"]

@@ -35,8 +35,8 @@ def _stable_then_linear(progress: float, decay_fraction: float | None) -> float:
 def momentum_at(step: int, momentum: float, warmup_steps: int) -> float:
     """Momentum of Muon in a step (from 0). It rises linearly from 0.9 to `momentum`.
 
-    The first gradients soon point elsewhere, so a short memory of them is better; later gradients
-    change slowly and are noisy, so a long one is.
+    Early gradients change their direction quickly, so a short memory works better. Later ones
+    change slowly but are noisy, so a long one does.
     """
     if step >= warmup_steps or momentum <= FIRST_MOMENTUM:
         return momentum

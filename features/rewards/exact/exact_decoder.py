@@ -53,7 +53,7 @@ def make_decoder(setup: Setup, caches: CacheFactory, exact: bool = False) -> Nat
     key = ("exact", setup.dtype)
     if not proof.kept(key, setup.model, lambda: has_equal_rows(setup.model, setup.dtype)):
         raise UserError(
-            "exact is not available: on this processor the kernels in C compute a token otherwise "
+            "exact is not available: on this processor, the kernels in C give a token other bits "
             "in another batch"
         )
     return decoder

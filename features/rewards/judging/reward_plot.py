@@ -9,7 +9,7 @@ from typing import Any
 
 from thinker.runtime.plot_style import BLUE, ORANGE, new_figure, plain_text, save_figure
 
-WINDOW = 0.05  # share of the points of a curve that are averaged
+WINDOW = 0.05  # share of a curve's points, on each side of one, that are averaged with it
 
 
 def plot_rewards(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from thinker.features.rewards.judging.judge_model import Judged, mean_reward
 from thinker.runtime.process.standard_streams import visible
 
-MAX_PROMPTS = 50  # a page of more is not read
+MAX_PROMPTS = 50  # nobody reads a longer page
 STYLE = """
 :root { color-scheme: light dark; --good: #1a7f37; --bad: #b3391f; }
 @media (prefers-color-scheme: dark) { :root { --good: #56c272; --bad: #ff8a70; } }
@@ -55,8 +55,8 @@ def page(header: Mapping[str, Any], judged: Sequence[tuple[str, Judged]]) -> str
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>Answers and rewards</title><style>{STYLE}</style>",
         f"<main><h1>Answers and rewards</h1><dl>{facts}</dl>",
-        f"<p>The first {n_shown:,} of {len(first.prompts):,} prompts. Each answer stands behind "
-        "its reward.</p>",
+        f"<p>The first {n_shown:,} of {len(first.prompts):,} prompts. Each reward is followed "
+        "by its answer.</p>",
         *sections,
         "</main></html>",
     ]
