@@ -298,13 +298,13 @@ class ThinkerConfig:
     @property
     def is_plain(self) -> bool:
         """Whether all layers use full attention, RoPE and plain scores, as in LLaMA and Qwen3."""
-        has_plain_scores = self.attn_logit_softcap is None and not self.attention_sinks
-        has_changed_input = self._has_dynamic_rope or self.no_rope_layers or self.token_shift
-        has_tables = self.value_embeddings or self.bigram_rows > 0
-        has_changed_input = has_changed_input or has_tables
-        is_plain_input = self.positions == "rope" and not has_changed_input
-        is_full = all(pattern.text == "full" for pattern in self.patterns)
-        return has_plain_scores and is_plain_input and is_full
+        if self.attn_logit_softcap is not None or self.attention_sinks:
+            return False
+        if self.positions != "rope" or self._has_dynamic_rope or self.no_rope_layers:
+            return False
+        if self.token_shift or self.value_embeddings or self.bigram_rows > 0:
+            return False
+        return all(pattern.text == "full" for pattern in self.patterns)
 
     @property
     def reads_token_before(self) -> bool:

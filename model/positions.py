@@ -185,6 +185,9 @@ def distance_bucket(distance: int) -> int:
     return min(N_BUCKETS - 1, n_exact + int(share * (N_BUCKETS - n_exact)))
 
 
+BUCKETS = [distance_bucket(distance) for distance in range(MAX_DISTANCE + 1)]
+
+
 class RelativeBias(nn.Module):
     """A learned number per head and bucket of distances, which is added to the scores; all layers
     share it.
@@ -198,8 +201,8 @@ class RelativeBias(nn.Module):
 
     def forward(self, distance: Tensor) -> Tensor:
         """(T, S) -> (H, T, S), or (B, 1, T, S) -> (B, H, T, S)."""
-        buckets = [distance_bucket(each) for each in range(MAX_DISTANCE + 1)]
-        by_distance = self.weight[torch.tensor(buckets, device=distance.device)]
+        buckets = torch.tensor(BUCKETS, device=distance.device)  # (MAX_DISTANCE + 1,)
+        by_distance = self.weight[buckets]  # (MAX_DISTANCE + 1, H)
         bias = by_distance[distance.clamp(max=MAX_DISTANCE)]  # (..., T, S, H)
         if distance.dim() == 4:
             bias = bias[:, 0]  # (B, T, S, H)

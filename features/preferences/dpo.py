@@ -102,24 +102,25 @@ class DPOLoss(Callback):
         log_probs = pair_log_probs(model, batch.inputs, batch.targets, pairs, batch.target_losses)
         n_tokens = count_targets(batch.targets, pairs)
         compared = self.compare(log_probs, reference, n_tokens)
-        n_pairs = log_probs.new_tensor(len(pairs.numbers))
-        parts = {
-            "dpo_loss": (compared.loss.sum(), n_pairs),
-            "dpo_accuracy": (is_right(compared.margin).sum(), n_pairs),
-            "dpo_margin": (compared.margin.sum(), n_pairs),
-            "chosen_reward": (compared.chosen_reward.sum(), n_pairs),
-            "rejected_reward": (compared.rejected_reward.sum(), n_pairs),
-            "rejected_loss": (-log_probs[:, 1].sum(), n_tokens[:, 1].sum()),
-            "chosen_tokens": (n_tokens[:, 0].sum(), n_pairs),
-            "rejected_tokens": (n_tokens[:, 1].sum(), n_pairs),
-        }
-        detached = {name: (a.detach(), b) for name, (a, b) in parts.items()}
-        n_targets = (batch.targets != IGNORE_INDEX).sum()
         # The step divides by the targets of the whole batch. But the loss is a mean over its pairs,
         # and train_loss one over the tokens of its chosen answers.
         loss = compared.loss.sum() * (batch.n_targets / counts.pairs)
-        nats = -log_probs[:, 0].detach().sum() * (batch.n_targets / counts.chosen_tokens)
-        return Loss(loss, n_targets, detached, nats)
+        with torch.no_grad():  # what the log says
+            n_pairs = log_probs.new_tensor(len(pairs.numbers))
+            n_chosen, n_rejected = n_tokens.sum(0)
+            parts = {
+                "dpo_loss": (compared.loss.sum(), n_pairs),
+                "dpo_accuracy": (is_right(compared.margin).sum(), n_pairs),
+                "dpo_margin": (compared.margin.sum(), n_pairs),
+                "chosen_reward": (compared.chosen_reward.sum(), n_pairs),
+                "rejected_reward": (compared.rejected_reward.sum(), n_pairs),
+                "rejected_loss": (-log_probs[:, 1].sum(), n_rejected),
+                "chosen_tokens": (n_chosen, n_pairs),
+                "rejected_tokens": (n_rejected, n_pairs),
+            }
+            nats = -log_probs[:, 0].sum() * (batch.n_targets / counts.chosen_tokens)
+        n_targets = (batch.targets != IGNORE_INDEX).sum()
+        return Loss(loss, n_targets, parts, nats)
 
     def compare(self, log_probs: Tensor, reference: Tensor, n_tokens: Tensor) -> PairLosses:
         """The losses of pairs; a subclass may compare them in another way.

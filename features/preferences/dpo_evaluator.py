@@ -26,9 +26,18 @@ from thinker.runtime.device import to_device
 from thinker.runtime.process.progress import Progress
 from thinker.runtime.ranks import SINGLE_PROCESS, DistContext
 
-# What is summed: the losses of pairs, those with the right order, their margins, the pairs; nats,
-# tokens and bytes of the chosen answers; nats and tokens of the rejected ones.
-N_SUMS = 9
+# What is summed over pairs. Nats, tokens and bytes are those of chosen answers.
+SUMS = (
+    "loss",
+    "right",
+    "margin",
+    "pairs",
+    "nats",
+    "tokens",
+    "bytes",
+    "rejected_nats",
+    "rejected_tokens",
+)
 
 
 @dataclass
@@ -58,7 +67,7 @@ class PreferenceEvaluator:
         batches = list(shared_indices(n_windows, self.batch_size, self.dist))
         was_training = model.training
         model.eval()
-        sums = torch.zeros(N_SUMS, dtype=torch.float64)
+        sums = torch.zeros(len(SUMS), dtype=torch.float64)
         try:
             for indices, is_own in Progress(
                 batches, desc="evaluating", leave=False, delay=PROGRESS_DELAY,
@@ -72,10 +81,11 @@ class PreferenceEvaluator:
         finally:
             model.train(was_training)
         gathered = self.dist.all_gather_scalars(*sums.tolist())
-        return self._evaluation([math.fsum(values) for values in zip(*gathered)])
+        totals = [math.fsum(values) for values in zip(*gathered)]
+        return self._evaluation(dict(zip(SUMS, totals)))
 
     def _sums(self, model: Thinker, indices: list[int], reference: np.ndarray) -> Tensor:
-        """(N_SUMS,) float64 on the host, of some windows."""
+        """The SUMS of some windows, float64 on the host."""
         inputs, targets = self.windows.batch(indices)
         pairs = pair_batch(self.windows, indices, model.device)
         on_device = to_device(targets, model.device)
@@ -87,26 +97,27 @@ class PreferenceEvaluator:
         is_chosen = (sides != PADDING) & (sides % 2 == 0)
         counted = targets[is_chosen & (targets != IGNORE_INDEX)]
         n_bytes = float(self.byte_lengths[counted.numpy()].sum())
-        values = [
-            compared.loss.sum(),
-            is_right(compared.margin).sum(),
-            compared.margin.sum(),
-            log_probs.new_tensor(len(pairs.numbers)),
-            -log_probs[:, 0].sum(),
-            n_tokens[:, 0].sum(),
-            log_probs.new_tensor(n_bytes),
-            -log_probs[:, 1].sum(),
-            n_tokens[:, 1].sum(),
-        ]
-        return torch.stack(values).double().cpu()
+        sums = {
+            "loss": compared.loss.sum(),
+            "right": is_right(compared.margin).sum(),
+            "margin": compared.margin.sum(),
+            "pairs": log_probs.new_tensor(len(pairs.numbers)),
+            "nats": -log_probs[:, 0].sum(),
+            "tokens": n_tokens[:, 0].sum(),
+            "bytes": log_probs.new_tensor(n_bytes),
+            "rejected_nats": -log_probs[:, 1].sum(),
+            "rejected_tokens": n_tokens[:, 1].sum(),
+        }
+        return torch.stack([sums[name] for name in SUMS]).double().cpu()
 
-    def _evaluation(self, sums: list[float]) -> Evaluation:
-        loss, right, margin, n_pairs, nats, n_tokens, n_bytes, rejected_nats, n_rejected = sums
+    def _evaluation(self, sums: dict[str, float]) -> Evaluation:
+        n_pairs = sums["pairs"]
+        nats, n_tokens, n_bytes = sums["nats"], sums["tokens"], sums["bytes"]
         metrics = {
-            "val_dpo_loss": loss / n_pairs,
-            "val_dpo_accuracy": right / n_pairs,
-            "val_dpo_margin": margin / n_pairs,
-            "val_rejected_loss": rejected_nats / n_rejected,
+            "val_dpo_loss": sums["loss"] / n_pairs,
+            "val_dpo_accuracy": sums["right"] / n_pairs,
+            "val_dpo_margin": sums["margin"] / n_pairs,
+            "val_rejected_loss": sums["rejected_nats"] / sums["rejected_tokens"],
         }
         return Evaluation(
             loss=nats / n_tokens,

@@ -59,14 +59,17 @@ class PairWindows(PackedDataset):
         self._tables[number] = PairTable(bounds, middles, chosen_targets, self.n_pairs)
         self.n_pairs += len(middles)
 
-        is_too_long = np.diff(bounds) > self.seq_len
+        is_too_long = np.diff(bounds) > self.seq_len  # by pair
         self.n_left_out += int(is_too_long.sum())
-        segments, firsts = pack_best_fit(bounds, self.seq_len, truncate=True)
-        # A pair that is cut has a window of its own.
-        is_kept = ~is_too_long[np.searchsorted(bounds, segments[:, 0])]
-        counts = np.diff(firsts)[is_kept[firsts[:-1]]]
-        self.segments[number] = (segments[is_kept].reshape(-1), np.append(0, np.cumsum(counts)))
-        return len(counts)
+        segments, first_segments = pack_best_fit(bounds, self.seq_len, truncate=True)
+        pair_of_segment = np.searchsorted(bounds, segments[:, 0])
+        is_kept = ~is_too_long[pair_of_segment]  # by segment
+        # A pair that is cut has a window of its own, so the first segment decides for its window.
+        is_window_kept = is_kept[first_segments[:-1]]
+        pairs_per_window = np.diff(first_segments)[is_window_kept]
+        first_pairs = np.append(0, np.cumsum(pairs_per_window))
+        self.segments[number] = (segments[is_kept].reshape(-1), first_pairs)
+        return len(pairs_per_window)
 
     def pairs(self, index: int) -> list[int]:
         """The numbers of the pairs in a window, in the order of their tokens."""

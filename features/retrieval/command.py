@@ -103,17 +103,16 @@ def plot(results: dict[str, list[dict[str, Any]]], window: int, path: Path) -> N
     if len(reasons) == len(results["window"]):
         raise UserError(f"--png has nothing to plot: {reasons[0]}")
     figure, (axes,) = new_figure(6, 4)
+    reachable = [row for row in results["window"] if "accuracy" in row]
+    distances = [row["distance"] for row in reachable]
     for (name, rows), color in zip(results.items(), (ORANGE, BLUE)):
-        rows = [row for row in rows if "accuracy" in row]
-        distances = [row["distance"] for row in rows]
-        axes.plot(distances, [row["accuracy"] for row in rows], color=color, marker="o", label=name)
-    axes.plot(
-        distances, [row["chance"] for row in rows], color=GREY, linestyle="--", label="chance"
-    )
+        accuracies = [row["accuracy"] for row in rows if "accuracy" in row]
+        axes.plot(distances, accuracies, color=color, marker="o", label=name)
+    chances = [row["chance"] for row in reachable]
+    axes.plot(distances, chances, color=GREY, linestyle="--", label="chance")
+    labels = [f"{distance}\n{distance / window:g} windows" for distance in distances]
     axes.set_xscale("log", base=2)
-    axes.set_xticks(
-        distances, [f"{distance}\n{distance / window:g} windows" for distance in distances]
-    )
+    axes.set_xticks(distances, labels)
     axes.set(xlabel="tokens since the fact", ylabel="needle accuracy", ylim=(0, 1.03))
     axes.legend(frameon=False)
     save_figure(figure, path)

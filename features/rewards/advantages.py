@@ -8,6 +8,7 @@ from torch import Tensor
 from thinker.features.rewards.keys import Baseline, Normalize
 
 EPSILON = 1e-6  # of a standard deviation
+ROUNDING = 1e-12  # a share of the rewards by which equal ones may differ
 
 
 def group_advantages(rewards: Tensor, baseline: Baseline, normalize: Normalize) -> Tensor:
@@ -43,4 +44,5 @@ def has_signal(rewards: Tensor) -> Tensor:
     learned from it."""
     high = rewards.nan_to_num(-torch.inf).amax(1)
     low = rewards.nan_to_num(torch.inf).amin(1)
-    return high > low
+    largest = torch.maximum(high.abs(), low.abs())
+    return high - low > ROUNDING * largest

@@ -48,9 +48,12 @@ class GRPOLoss(Callback):
     log is the cross-entropy of the answers in nats per token.
     """
 
-    def __init__(self, options: GRPOConfig, engine: EngineLogProbs | None = None) -> None:
-        """`engine`: with train.exact, the kernels that sample."""
+    def __init__(
+        self, options: GRPOConfig, vocab_size: int, engine: EngineLogProbs | None = None
+    ) -> None:
+        """`vocab_size`: of the tokenizer. `engine`: with train.exact, the kernels that sample."""
         self.options = options
+        self.vocab_size = vocab_size
         self.engine = engine
         self.rollouts: Rollouts  # of the next step
         self.prompts: list[Prompt] = []
@@ -68,7 +71,7 @@ class GRPOLoss(Callback):
         self.mismatch = torch.zeros((), device=parts.model.device)  # of the newest answers
         if self.options.kl:
             self.reference = ReferencePolicy(
-                parts.settings.run.init_from, parts.model, self.options.temperature
+                parts.settings.run.init_from, parts.model, self.vocab_size, self.options.temperature
             )
 
     def on_start(self, run: TrainingRun) -> None:
@@ -173,7 +176,7 @@ class GRPOLoss(Callback):
         is_target = batch.targets != IGNORE_INDEX  # (B, T)
         n_targets = is_target.sum()
         log_probs, entropy = token_log_probs(
-            model, batch.inputs, batch.targets, options.temperature
+            model, batch.inputs, batch.targets, self.vocab_size, options.temperature
         )  # (B, T) each
         if batch.windows is None:  # random tokens, to measure the time of a step
             return Loss(-log_probs.sum(), n_targets)

@@ -56,7 +56,7 @@ def make_objective(
     engine = None
     if config.train.exact:
         engine = EngineLogProbs(corpus.tokenizer, config.train.grpo.temperature)
-    return GRPOLoss(config.train.grpo, engine)
+    return GRPOLoss(config.train.grpo, corpus.tokenizer.vocab_size, engine)
 
 
 def make_dataset(options: DatasetOptions) -> OrderedDataset | None:

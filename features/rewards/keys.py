@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 SOURCE = "prompts"
 Baseline = Literal["mean", "leave_one_out"]
 Normalize = Literal["group", "none"]
+Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
 class GRPOConfig(ConfigSection):
     """Learning from rewards of the model's own answers (features/rewards/guide.md)."""
 
-    rewards: Annotated[dict[str, float], Field(min_length=1, examples=[{"exact": 1.0}])]
+    rewards: Annotated[dict[str, Weight], Field(min_length=1, examples=[{"exact": 1.0}])]
     """Verifiers and their weights: those of features/rewards/guide.md, or FILE.py:FUNCTION. A name
     alone has the weight 1."""
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8
@@ -50,7 +51,7 @@ class GRPOConfig(ConfigSection):
     max_mismatch: Rate | None = None
     """Stop the run if ln P of a sampled token differs by more than this between sampling and
     training. null: never."""
-    timeout: Rate = 10.0
+    timeout: Annotated[float, Field(gt=0, le=1e6)] = 10.0
     """Seconds that verifiers may take for an answer."""
     eval_prompts: Natural = 64
     """Prompts of the validation split that are answered at evaluations. 0: none."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from thinker.data.text.document import Document
+from thinker.data.chat.messages import check_roles
+from thinker.data.text.document import Document, Message
 from thinker.data.text.sources import open_source
 from thinker.data.text.split import split_documents
 from thinker.data.tokenizers.tokenizer import Tokenizer
@@ -95,9 +96,16 @@ def read_prompt(
 def _of_row(document: Document, tokenizer: Tokenizer) -> Prompt:
     """The prompt of a row of data.source=prompts."""
     ((ids, _),) = document.encode(tokenizer)
-    prompt = document.row["prompt"]
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    text = document.row["prompt"]
+    if not isinstance(text, str):
+        text = _content(check_roles(text, document.where)[-1])
     return Prompt([*tokenizer.bos_prefix, *ids.tolist()], text, document.row)
+
+
+def _content(message: Message) -> str:
+    """The text of a message; "" for one without, such as a tool call."""
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
 
 
 def _of_conversation(document: Document, tokenizer: Tokenizer) -> Prompt:
@@ -118,6 +126,6 @@ def _of_conversation(document: Document, tokenizer: Tokenizer) -> Prompt:
         template_kwargs=document.template_kwargs,
         allow_special=document.allow_special,
     )
-    text = messages[last - 1]["content"] if last else ""
-    row = {"answer": messages[last].get("content", ""), **(document.row or {})}
+    text = _content(messages[last - 1]) if last else ""
+    row = {"answer": _content(messages[last]), **(document.row or {})}
     return Prompt(tokens, text, row)

@@ -20,8 +20,9 @@ ROWS = 8  # answers at a time
 class ReferencePolicy:
     """The initial model, frozen. `digest`: of its weights."""
 
-    def __init__(self, path: str, policy: Thinker, temperature: float) -> None:
+    def __init__(self, path: str, policy: Thinker, vocab_size: int, temperature: float) -> None:
         self.path = path
+        self.vocab_size = vocab_size  # of the tokenizer
         self.temperature = temperature
         model, _ = load(path)
         self.model = model.to(policy.device).eval().requires_grad_(False)
@@ -49,7 +50,11 @@ class ReferencePolicy:
         for inputs, targets in zip(rollouts.inputs.split(ROWS), rollouts.targets.split(ROWS)):
             device = self.model.device
             log_probs, _ = token_log_probs(
-                self.model, to_device(inputs, device), to_device(targets, device), self.temperature
+                self.model,
+                to_device(inputs, device),
+                to_device(targets, device),
+                self.vocab_size,
+                self.temperature,
             )
             found.append(log_probs.float().cpu())
         rollouts.reference = torch.cat(found)

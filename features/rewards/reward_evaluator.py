@@ -11,7 +11,7 @@ import numpy as np
 from thinker.evaluation.loss import Evaluation, Evaluator
 from thinker.features.rewards.prompts import Prompt
 from thinker.features.rewards.rollout_dataset import RolloutDataset
-from thinker.features.rewards.rollouts import Answered, Sampler, answer_seed, mean_parts
+from thinker.features.rewards.rollouts import SampledAnswer, Sampler, answer_seed, mean_parts
 from thinker.model import Thinker
 from thinker.runtime.ranks import DistContext
 
@@ -43,7 +43,7 @@ class RewardEvaluator:
         numbers = list(range(self.dist.rank, len(self.prompts), self.dist.world_size))
         own = [self.prompts[number] for number in numbers]
         seeds = [answer_seed(sampler.seed, FIRST_ANSWER + number) for number in numbers]
-        answered: list[Answered] = []
+        answered: list[SampledAnswer] = []
         for part in self.dist.gather_objects(sampler.answer(model, own, seeds)):
             answered += part
         totals = [sampler.total(each.rewards) for each in answered]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -48,8 +49,9 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """A sampled answer: its tokens, their log-probabilities when they were sampled, and rewards."""
+class SampledAnswer:
+    """An answer of the model: its tokens, their log-probabilities when they were sampled, and its
+    rewards."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -78,7 +80,7 @@ class Sampler:
 
     def answer(
         self, model: Thinker, prompts: Sequence[Prompt], seeds: Sequence[int]
-    ) -> list[Answered]:
+    ) -> list[SampledAnswer]:
         """An answer to each prompt, sampled with its seed, and judged."""
         policy = tempered(model, self.options.temperature)
         generator = Generator(policy, self.tokenizer, exact=self.exact)
@@ -93,22 +95,22 @@ class Sampler:
             is_complete = completion.finish_reason == "stop"
             answers.append(Answer(prompt.text, completion.text, prompt.row, is_complete))
         judged = self.verifiers.judge(answers)
-        answered = []
+        sampled = []
         for completion, answer, rewards in zip(completions, answers, judged):
+            tokens = completion.token_ids
             is_cut = not answer.is_complete
-            answered.append(
-                Answered(completion.token_ids, completion.logprobs, answer.text, is_cut, rewards)
-            )
-        return answered
+            sampled.append(SampledAnswer(tokens, completion.logprobs, answer.text, is_cut, rewards))
+        return sampled
 
     def total(self, rewards: Rewards | None) -> float:
         """The weighted sum of the rewards of an answer; NaN without."""
         if rewards is None:
             return float("nan")
-        total = 0.0
+        terms = []
         for name, weight in self.options.rewards.items():
-            total += weight * sum(rewards[name].values())
-        return total
+            for reward in rewards[name].values():
+                terms.append(weight * reward)
+        return math.fsum(terms)  # exact, so that equal rewards in another order are equal
 
 
 def tempered(model: Thinker, temperature: float) -> Thinker:
@@ -162,30 +164,48 @@ def make_rollouts(
     """
     options = sampler.options
     n_prompts = n_answers // options.group_size
-    chosen = chosen_prompts(len(prompts), first // options.group_size, n_prompts, sampler.seed)
-    asked = [prompts[number] for number in chosen for _ in range(options.group_size)]
+    first_prompt = first // options.group_size
+    asked = []
+    for number in chosen_prompts(len(prompts), first_prompt, n_prompts, sampler.seed):
+        asked += [prompts[number]] * options.group_size
     seeds = [answer_seed(sampler.seed, first + row) for row in range(n_answers)]
-    n_own = n_answers // dist.world_size
-    own = slice(dist.rank * n_own, (dist.rank + 1) * n_own)
-    answered: list[Answered] = []
-    for part in dist.gather_objects(sampler.answer(model, asked[own], seeds[own])):
-        answered += part
-
-    totals = [sampler.total(each.rewards) for each in answered]
-    if first == 0 and all(each.rewards is None for each in answered):
+    answers = _answers_of_all_ranks(sampler, model, asked, seeds, dist)
+    if first == 0 and all(answer.rewards is None for answer in answers):
         raise UserError("verifiers could not judge any of the first answers, as said above")
-    rewards = torch.tensor(totals, dtype=torch.float64)
-    metrics = describe_rollouts(rewards, answered)
-    is_cut = torch.tensor([each.is_cut for each in answered])
+
+    totals = [sampler.total(answer.rewards) for answer in answers]
+    rewards = torch.tensor(totals, dtype=torch.float64)  # (R,)
+    metrics = describe_rollouts(rewards, answers)
     if options.drop_cut_answers:
+        is_cut = torch.tensor([answer.is_cut for answer in answers])
         rewards = rewards.masked_fill(is_cut, torch.nan)
     groups = rewards.view(n_prompts, options.group_size)
-    advantages = group_advantages(groups, options.baseline, options.normalize).flatten()
-    is_used = (has_signal(groups)[:, None] & ~groups.isnan()).flatten()
-    inputs, targets, sampled = answer_rows(asked, answered, seq_len)
-    metrics["groups_with_signal"] = float(has_signal(groups).double().mean())
-    reference = torch.zeros_like(sampled)
-    return Rollouts(inputs, targets, sampled, reference, advantages.float(), is_used, metrics)
+    with_signal = has_signal(groups)  # (n_prompts,)
+    metrics["groups_with_signal"] = float(with_signal.double().mean())
+    is_used = with_signal[:, None] & ~groups.isnan()
+    advantages = group_advantages(groups, options.baseline, options.normalize)
+    inputs, targets, sampled = answer_rows(asked, answers, seq_len)
+    return Rollouts(
+        inputs=inputs,
+        targets=targets,
+        sampled=sampled,
+        reference=torch.zeros_like(sampled),
+        advantages=advantages.flatten().float(),
+        is_used=is_used.flatten(),
+        metrics=metrics,
+    )
+
+
+def _answers_of_all_ranks(
+    sampler: Sampler, model: Thinker, asked: list[Prompt], seeds: list[int], dist: DistContext
+) -> list[SampledAnswer]:
+    """An answer to each prompt. Ranks share the work, and all have all answers."""
+    n_own = len(asked) // dist.world_size
+    own = slice(dist.rank * n_own, (dist.rank + 1) * n_own)
+    answers: list[SampledAnswer] = []
+    for part in dist.gather_objects(sampler.answer(model, asked[own], seeds[own])):
+        answers += part
+    return answers
 
 
 def empty_rollouts(n_answers: int, seq_len: int) -> Rollouts:
@@ -207,14 +227,14 @@ def answer_seed(seed: int, number: int) -> int:
 
 
 def answer_rows(
-    prompts: Sequence[Prompt], answered: Sequence[Answered], seq_len: int
+    prompts: Sequence[Prompt], answers: Sequence[SampledAnswer], seq_len: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """inputs, targets (R, T) int64 and ln P of the sampled targets (R, T) fp32."""
-    shape = (len(answered), seq_len)
+    shape = (len(answers), seq_len)
     inputs = np.zeros(shape, np.int64)
     targets = np.full(shape, IGNORE_INDEX, np.int64)
     sampled = np.zeros(shape, np.float32)
-    for row, (prompt, answer) in enumerate(zip(prompts, answered)):
+    for row, (prompt, answer) in enumerate(zip(prompts, answers)):
         tokens = [*prompt.tokens, *answer.tokens]
         n = len(tokens) - 1
         is_answer = slice(len(prompt.tokens) - 1, n)
@@ -224,27 +244,29 @@ def answer_rows(
     return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(sampled)
 
 
-def describe_rollouts(rewards: Tensor, answered: Sequence[Answered]) -> dict[str, float]:
+def describe_rollouts(rewards: Tensor, answers: Sequence[SampledAnswer]) -> dict[str, float]:
     """Keys of metrics.jsonl: means over the answers."""
-    n = len(answered)
+    n = len(answers)
     metrics = {
-        "reward": float(rewards.nanmean()),
-        "answers_cut": sum(each.is_cut for each in answered) / n,
-        "answers_failed": sum(each.rewards is None for each in answered) / n,
-        "answer_tokens": sum(len(each.tokens) for each in answered) / n,
+        "answers_cut": sum(answer.is_cut for answer in answers) / n,
+        "answers_failed": sum(answer.rewards is None for answer in answers) / n,
+        "answer_tokens": sum(len(answer.tokens) for answer in answers) / n,
     }
-    metrics |= mean_parts([each.rewards for each in answered])
-    return {name: value for name, value in metrics.items() if value == value}
+    if metrics["answers_failed"] < 1:
+        metrics["reward"] = float(rewards.nanmean())
+    return metrics | mean_parts([answer.rewards for answer in answers])
 
 
 def mean_parts(judged: Sequence[Rewards | None]) -> dict[str, float]:
     """The mean of each part of a reward, such as reward/length or reward/my_rewards.py:score/a."""
     values: dict[str, list[float]] = {}
     for rewards in judged:
-        for verifier, parts in (rewards or {}).items():
-            for name, value in parts.items():
+        if rewards is None:
+            continue
+        for verifier, parts in rewards.items():
+            for part, reward in parts.items():
                 key = f"reward/{verifier}"
-                if name != "reward":
-                    key += f"/{name}"
-                values.setdefault(key, []).append(value)
-    return {key: sum(each) / len(each) for key, each in values.items()}
+                if part != "reward":  # the verifier returned several, by name
+                    key += f"/{part}"
+                values.setdefault(key, []).append(reward)
+    return {key: sum(rewards) / len(rewards) for key, rewards in values.items()}

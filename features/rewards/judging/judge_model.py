@@ -10,7 +10,7 @@ import numpy as np
 
 from thinker.features.rewards.judging.pass_at_k import PassAtK, estimate, ks
 from thinker.features.rewards.prompts import Prompt
-from thinker.features.rewards.rollouts import Answered, Sampler, mean_parts
+from thinker.features.rewards.rollouts import SampledAnswer, Sampler, mean_parts
 from thinker.model import Thinker
 from thinker.runtime.process.progress import Progress
 
@@ -26,7 +26,7 @@ class Judged:
     """
 
     prompts: list[Prompt]
-    answers: list[list[Answered]]
+    answers: list[list[SampledAnswer]]
     totals: np.ndarray
     right: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def judge_model(
     seed sampler.seed + p · n_answers + n, so that models are compared with the same random
     numbers."""
     asked = [prompt for prompt in prompts for _ in range(n_answers)]
-    answered: list[Answered] = []
+    answered: list[SampledAnswer] = []
     with Progress(total=len(asked), desc=description, unit="answers") as bar:
         for start in range(0, len(asked), ANSWERS_AT_ONCE):
             part = asked[start : start + ANSWERS_AT_ONCE]

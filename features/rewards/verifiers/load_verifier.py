@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,8 @@ from types import ModuleType
 
 from thinker.features.rewards.verifiers.verifier import VERIFIERS, Verifier
 from thinker.runtime.errors import UserError, did_you_mean
+
+_folders: set[str] = set()  # of verifiers that were loaded
 
 
 def load_verifier(name: str) -> Verifier:
@@ -23,7 +26,8 @@ def load_verifier(name: str) -> Verifier:
         return VERIFIERS.get(name)
     values = vars(_load_module(path))
     if function not in values:
-        hint = did_you_mean(function, values)
+        functions = [each for each, value in values.items() if inspect.isfunction(value)]
+        hint = did_you_mean(function, functions)
         raise UserError(f"{path} has no function {function}{hint}")
     found = values[function]
     if not callable(found):
@@ -48,11 +52,26 @@ def check_verifier(name: str) -> None:
         raise UserError(f"{path} is not a file; use FILE.py:FUNCTION")
 
 
+def _check_neighbours(path: str) -> None:
+    """Raise UserError if a file next to this one has the name of one that another verifier has
+    imported: Python would take that one."""
+    verifier = Path(path).resolve()
+    for name, module in sys.modules.items():
+        file = getattr(module, "__file__", None)
+        if file is None or str(Path(file).parent) not in _folders:
+            continue
+        own = verifier.with_name(f"{name}.py")
+        if own.is_file() and own not in (verifier, Path(file)):
+            raise UserError(f"{own} and {file} have the same name; rename one of them")
+    _folders.add(str(verifier.parent))
+
+
 @cache
 def _load_module(path: str) -> ModuleType:
     """The module in a file, which may import its neighbours."""
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
+        _check_neighbours(path)
         sys.path.append(folder)
     name = Path(path).stem
     spec = importlib.util.spec_from_file_location(name, path)

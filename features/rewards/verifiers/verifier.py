@@ -24,6 +24,8 @@ class Answer:
 Verifier = Callable[[Answer], float | Mapping[str, float]]
 """Returns a reward, or several by name, which are added up."""
 
+LARGEST = 1e15  # so that squares of sums of rewards are finite
+
 VERIFIERS: Registry[Verifier] = Registry("verifier")
 """Those that come with Thinker. Others are FILE.py:FUNCTION."""
 
@@ -31,7 +33,7 @@ VERIFIERS: Registry[Verifier] = Registry("verifier")
 def checked_parts(value: Any) -> dict[str, float]:
     """The rewards that a verifier returned, by name; a single one is called "reward".
 
-    Raises ValueError unless they are finite numbers.
+    Raises ValueError unless they are finite numbers up to LARGEST.
     """
     parts = value
     if not isinstance(value, Mapping):
@@ -44,7 +46,12 @@ def checked_parts(value: Any) -> dict[str, float]:
             raise ValueError(f"{name} is {type(reward).__name__}, not a number")
         if not math.isfinite(reward):
             raise ValueError(f"{name} is {reward}")
-        checked[str(name)] = float(reward)
+        if abs(reward) > LARGEST:
+            raise ValueError(f"{name} is {reward:g}, beyond {LARGEST:g}")
+        text = " ".join(str(name).split())
+        if text in checked:
+            raise ValueError(f"two rewards have the name {text}")
+        checked[text] = float(reward)
     if not checked:
         raise ValueError("no reward")
     return checked

@@ -20,6 +20,8 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.process.progress import Progress
 
 WORKER = "thinker.features.rewards.verifiers.verifier_worker"
+# Without the current folder in the path of the worker, in which a random.py may lie.
+SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []
 MAX_REASONS = 10  # that are told apart, as a reason may hold the answer
 OTHER_REASONS = "other reasons"
 START_SECONDS = 120.0  # for the imports of a user's module
@@ -121,9 +123,7 @@ class VerifierProcess:
         return {"error": f"{self._label} {what}"}
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", WORKER, *self.names]
-        # Without the current folder in its path, in which a random.py may lie (Python 3.11).
-        environment = os.environ | {"PYTHONSAFEPATH": "1"}
+        command = [sys.executable, *SAFE_PATH, "-m", WORKER, *self.names]
         with self.log.open("ab") as log:
             start = log.tell()
             self._process = subprocess.Popen(
@@ -132,7 +132,6 @@ class VerifierProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 encoding="utf-8",
-                env=environment,
                 start_new_session=True,  # Ctrl-C ends training after its step, which needs rewards
             )
         self._replies = queue.SimpleQueue()

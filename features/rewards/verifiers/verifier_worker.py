@@ -6,9 +6,13 @@ answer: the rewards of each verifier, or an error.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import select
+import signal
 import sys
+import threading
 import traceback
 from typing import Any, TextIO
 
@@ -31,12 +35,31 @@ def main() -> None:
         except Exception as error:  # of the user's file
             traceback.print_exc()
             sys.exit(_describe(name, error))
+    _end_with(requests)
     print(json.dumps({"ready": True}), file=replies, flush=True)
+    own_id = os.getpid()
     logged: set[str] = set()
     for line in requests:
         for answer in json.loads(line):
-            reply = _judge(verifiers, Answer(**answer), logged)
+            reply = _judge(verifiers, answer, logged)
+            if os.getpid() != own_id:  # a child that a verifier has forked and that came back
+                os._exit(1)
             print(json.dumps(reply), file=replies, flush=True)
+
+
+def _end_with(requests: TextIO) -> None:
+    """End this process, and those that it has started, when nobody can send a request any more: the
+    training has been killed. A verifier may be at work then, which may hang."""
+    if not hasattr(select, "poll"):  # Windows
+        return
+    poll = select.poll()
+    poll.register(requests, 0)  # for the end of the other side alone
+
+    def wait() -> None:
+        poll.poll()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _take_standard_streams() -> tuple[TextIO, TextIO]:
@@ -50,15 +73,17 @@ def _take_standard_streams() -> tuple[TextIO, TextIO]:
     return requests, replies
 
 
-def _judge(verifiers: dict[str, Any], answer: Answer, logged: set[str]) -> dict[str, Any]:
+def _judge(verifiers: dict[str, Any], answer: dict[str, Any], logged: set[str]) -> dict[str, Any]:
     """{"rewards": {verifier: {name: reward}}} or {"error": one line}.
 
-    logged: the errors whose traceback was printed, to which this adds.
+    answer: the fields of an Answer. logged: the errors whose traceback was printed, to which this
+    adds.
     """
     rewards = {}
     for name, verifier in verifiers.items():
+        own = Answer(**copy.deepcopy(answer))  # a verifier may change the row
         try:
-            rewards[name] = checked_parts(verifier(answer))
+            rewards[name] = checked_parts(verifier(own))
         except Exception as error:
             reason = f"{name}: {_describe(name, error)}"
             if reason not in logged and len(logged) < MAX_LOGGED:
@@ -78,7 +103,7 @@ def _line(name: str, error: Exception) -> str:
     """Where in a file of the user an error was raised, such as " (line 3)"; or ""."""
     path, _, _ = name.rpartition(":")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if path and frame.filename == path:
+        if path and frame.filename == os.path.abspath(path):
             return f" (line {frame.lineno})"
     return ""
 

@@ -61,7 +61,7 @@ def rollouts_of(model, options, first=0):
 
 
 def objective_of(options, rollouts):
-    objective = GRPOLoss(options)
+    objective = GRPOLoss(options, BYTES.vocab_size)
     objective.rollouts = rollouts
     objective.mismatch = torch.zeros(())
     return objective
@@ -159,6 +159,7 @@ MODELS = {
     "head bias": {"head_bias": True},
     "logit scale": {"logit_scale": 0.5},
     "value embeddings": {"value_embeddings": True},
+    "more ids than the tokenizer": {"vocab_size": BYTES.vocab_size + 50},
 }
 
 
@@ -166,12 +167,16 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_sampling_and_training_agree_for_any_model(name, temperature):
     """To a rounding error in fp32, by kernels in C and by torch."""
-    model = random_model(vocab_size=BYTES.vocab_size, std=0.15, **MODELS[name])
+    model = random_model(std=0.15, **{"vocab_size": BYTES.vocab_size, **MODELS[name]})
     options = options_of(temperature=temperature)
     rollouts = rollouts_of(model, options)
     objective = objective_of(options, rollouts)
-    objective(model, batch_of(rollouts, list(range(N_ANSWERS))))
+    loss = objective(model, batch_of(rollouts, list(range(N_ANSWERS))))
     assert 0 <= float(objective.mismatch) < 2e-5
+    if model.config.vocab_size > BYTES.vocab_size:
+        loss.sum.backward()
+        assert model.lm_head.weight.grad[: BYTES.vocab_size].abs().max() > 0
+        assert not model.lm_head.weight.grad[BYTES.vocab_size :].any()
     other = objective_of(options_of(temperature=temperature * 1.01), rollouts)
     other(model, batch_of(rollouts, list(range(N_ANSWERS))))
     assert float(other.mismatch) > 1e-3

@@ -20,7 +20,7 @@ from thinker.features.rewards.judging.pass_at_k import estimate, ks, pass_at_k
 from thinker.features.rewards.judging.samples_page import page
 from thinker.features.rewards.keys import GRPOConfig
 from thinker.features.rewards.prompts import Prompt, read_prompt
-from thinker.features.rewards.rollouts import Answered
+from thinker.features.rewards.rollouts import SampledAnswer
 from thinker.generation.engine import Generator
 from thinker.generation.sampling_params import SamplingParams
 from thinker.interop import load
@@ -194,7 +194,7 @@ HOSTILE = "</p></td><script>window.evil = 1</script>\x1b[31m\x00 \u202e \udce9"
 def test_the_page_shows_any_text_in_a_browser(browser, tmp_path, scheme):
     tokenizer = make_tokenizer("byte", [])
     prompts = [Prompt(tokenizer.encode("a"), HOSTILE, {}), Prompt([1], "Two\n lines", {})]
-    answers = [[Answered([1], [0.0], HOSTILE, False, None)] * 2] * 2
+    answers = [[SampledAnswer([1], [0.0], HOSTILE, False, None)] * 2] * 2
     totals = np.array([[1.0, 0.25], [np.nan, 0.5]])
     judged = [(name, Judged(prompts, answers, totals, 1.0)) for name in (HOSTILE, "other")]
     path = tmp_path / "page.html"

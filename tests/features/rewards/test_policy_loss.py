@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinker.features.rewards.advantages import EPSILON, group_advantages, has_signal
+from thinker.features.rewards.keys import GRPOConfig
 from thinker.features.rewards.policy_loss import policy_losses
+from thinker.features.rewards.rollouts import Sampler
 
 REWARD = st.one_of(st.floats(-3, 3, width=32), st.just(math.nan))
 GROUPS = st.integers(1, 6).flatmap(
@@ -94,3 +96,21 @@ def test_the_first_update_is_the_policy_gradient():
     assert not found.is_clipped.any()
     (gradient,) = torch.autograd.grad(found.loss.sum(), log_probs)
     torch.testing.assert_close(gradient, -advantages)
+
+
+def test_rounding_is_no_signal():
+    """Rewards that are equal but for the order in which their parts were added teach nothing."""
+    a, b = 0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1
+    assert a != b
+    rows = [[a, b], [a, b + 1e-9], [0.0, 1e-30], [a, torch.nan]]
+    rewards = torch.tensor(rows, dtype=torch.float64)
+    assert has_signal(rewards).tolist() == [False, True, True, False]
+
+
+def test_the_order_of_parts_does_not_change_a_reward():
+    options = GRPOConfig(rewards={"x": 3.0, "y": -2.0})
+    sampler = Sampler(options, None, None, seed=0)
+    one = {"x": {"a": 0.1, "b": 0.2, "c": 0.3}, "y": {"d": 0.7}}
+    other = {"y": {"d": 0.7}, "x": {"c": 0.3, "b": 0.2, "a": 0.1}}
+    assert sampler.total(one) == sampler.total(other)
+    assert sampler.total(one) == pytest.approx(3 * 0.6 - 2 * 0.7)

@@ -55,6 +55,24 @@ def test_with_a_template_a_prompt_is_a_conversation(tmp_path, prompt):
     assert found.text == "And?"
 
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ([{"from": "human", "value": "hi"}], "hi"),
+        ([TALK[0], {"role": "assistant", "tool_calls": [CALL]}], ""),
+        ([TALK[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}], ""),
+    ],
+)
+def test_the_text_of_a_prompt_is_that_of_its_last_message(tmp_path, prompt, text):
+    """Also in another form of messages, and without a text."""
+    (document,) = documents_of(tmp_path, [{"prompt": prompt}])
+    found = read_prompt(document, bytes_tokenizer(has_template=True), None)
+    assert found.text == text
+
+
 def test_conversations_are_answered_where_they_were(tmp_path):
     rows = [{"messages": [*TALK, {"role": "assistant", "content": "More"}], "level": 3}]
     (document,) = documents_of(tmp_path, rows, source="jsonl")

@@ -3,6 +3,8 @@
 import datetime
 import json
 import os
+import select
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from thinker.features.rewards.verifiers.built_in import (
     json_schema,
     regex,
 )
-from thinker.features.rewards.verifiers.verifier import Answer
+from thinker.features.rewards.verifiers.verifier import Answer, checked_parts
 from thinker.features.rewards.verifiers.verifier_process import (
     MAX_REASONS,
     OTHER_REASONS,
@@ -220,6 +222,8 @@ def score(answer):
         return {"a": np.float32(1.5), "b": np.bool_(True), "c": torch.tensor(2)}
     if answer.text == "read":
         return len(sys.stdin.read()) + neighbour.ONE
+    if answer.text == "program":
+        return subprocess.run([sys.executable, "program.py"]).returncode
     if answer.text == "child":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         Path(answer.row["file"]).write_text(str(child.pid))
@@ -232,6 +236,7 @@ def score(answer):
 def habits(tmp_path, monkeypatch):
     """Verifiers in a folder with a module beside them, and with one that is called random."""
     (tmp_path / "neighbour.py").write_text("ONE = 1\n")
+    (tmp_path / "program.py").write_text("import neighbour\n")
     (tmp_path / "random.py").write_text("raise RuntimeError('not the random of Python')\n")
     (tmp_path / "habits.py").write_text(HABITS)
     monkeypatch.chdir(tmp_path)
@@ -249,6 +254,10 @@ def test_what_verifiers_usually_do(habits, tmp_path):
     assert habits.judge(answers(*(f"x{n}" for n in range(30)))) == [None] * 30
     assert len(habits.failures) == MAX_REASONS + 1
     assert habits.failures[OTHER_REASONS] == 30 - MAX_REASONS
+    line = 1 + HABITS.splitlines().index("    return int(answer.text)")
+    assert all(reason.endswith((f"(line {line})", OTHER_REASONS)) for reason in habits.failures)
+    # A program that a verifier starts finds the files beside it.
+    assert habits.judge(answers("program")) == [{"habits.py:score": {"reward": 0.0}}]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
@@ -257,6 +266,121 @@ def test_children_end_with_the_verifier_that_started_them(habits, tmp_path):
     assert habits.judge([Answer("?", "child", {"file": str(file)})]) == [None]
     child = int(file.read_text())
     wait_for(lambda: not is_running(child))
+
+
+FORKS = """
+import os
+import sys
+
+
+def comes_back(answer):
+    if os.fork() == 0:
+        return 77.0
+    os.wait()
+    return float(len(answer.text))
+
+
+def raises(answer):
+    if os.fork() == 0:
+        raise ValueError("in the child")
+    os.wait()
+    return float(len(answer.text))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.parametrize("function", ["comes_back", "raises"])
+def test_a_child_that_comes_back_judges_nothing(tmp_path, function):
+    path = tmp_path / "forks.py"
+    path.write_text(FORKS)
+    process = VerifierProcess([f"{path}:{function}"], 60.0, tmp_path / "log")
+    texts = ["a", "bb", "ccc"]
+    found = process.judge(answers(*texts))
+    process.close()
+    assert [list(each.values()) for each in found] == [[{"reward": len(text)}] for text in texts]
+
+
+CHANGES = """
+def changes(answer):
+    answer.row["n"] = "changed"
+    return 0.0
+
+
+def reads(answer):
+    return answer.row["n"]
+"""
+
+
+def test_a_verifier_cannot_change_the_row_of_the_next(tmp_path):
+    path = tmp_path / "changes.py"
+    path.write_text(CHANGES)
+    names = [f"{path}:changes", f"{path}:reads"]
+    process = VerifierProcess(names, 60.0, tmp_path / "log")
+    (found,) = process.judge(answers("a"))
+    process.close()
+    assert found[names[1]] == {"reward": 2.0}
+
+
+def test_neighbours_of_one_name_are_refused(tmp_path):
+    """Python would give the second verifier that of the first."""
+    names = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helper.py").write_text(f"NAME = {folder!r}\n")
+        path = tmp_path / folder / f"of_{folder}.py"
+        path.write_text("import helper\n\n\ndef score(answer):\n    return 0.0\n")
+        names.append(f"{path}:score")
+    with pytest.raises(UserError, match="b/helper.py and .*a/helper.py have the same name"):
+        VerifierProcess(names, 60.0, tmp_path / "log")
+    for name in names:
+        VerifierProcess([name], 60.0, tmp_path / "log").close()
+
+
+HANGS = """
+import os
+import time
+from pathlib import Path
+
+
+def score(answer):
+    path = Path(__file__).with_name("pid")
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+    time.sleep(1000)
+"""
+PARENT = """
+import sys
+from pathlib import Path
+
+from thinker.features.rewards.verifiers.verifier import Answer
+from thinker.features.rewards.verifiers.verifier_process import VerifierProcess
+
+VerifierProcess([sys.argv[1]], 1000.0, Path(sys.argv[2])).judge([Answer("", "")])
+"""
+
+
+@pytest.mark.skipif(not hasattr(select, "poll"), reason="this system has no poll()")
+def test_a_verifier_ends_with_the_training_that_was_killed(tmp_path):
+    path = tmp_path / "hangs.py"
+    path.write_text(HANGS)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, f"{path}:score", tmp_path / "log"])
+    file = tmp_path / "pid"
+    wait_for(file.exists)
+    verifier = int(file.read_text())
+    assert is_running(verifier)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not is_running(verifier))
+
+
+def test_rewards_that_are_refused():
+    for value, message in (
+        (-1e16, r"reward is -1e\+16, beyond 1e\+15"),
+        ({1: 1.0, "1": 4.0}, "two rewards have the name 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checked_parts(value)
+    assert checked_parts({"two\nlines": 1}) == {"two lines": 1.0}
 
 
 def is_running(pid):
