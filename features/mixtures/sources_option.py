@@ -7,6 +7,7 @@ import torch
 
 from thinker.data.batches.batch_loader import BatchLoader
 from thinker.data.batches.dataset import OrderedDataset
+from thinker.data.batches.windows import check_fills_a_window
 from thinker.data.corpus.corpus import Corpus
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.loss import Evaluator
@@ -44,6 +45,7 @@ def make_dataset(options: DatasetOptions) -> OrderedDataset | None:
         return None
     from thinker.features.mixtures.mixed_dataset import open_mixed_dataset
 
+    check_fills_a_window(options.corpus.train, options.settings.data.seq_len)
     return open_mixed_dataset(options)
 
 

@@ -18,7 +18,7 @@ from thinker.data.batches.prefetch import Batch
 from thinker.features.rewards.exact.engine_log_probs import EngineLogProbs, with_values
 from thinker.features.rewards.keys import GRPOConfig
 from thinker.features.rewards.policy_loss import policy_losses
-from thinker.features.rewards.prompts import Prompt
+from thinker.features.rewards.prompts import Prompt, digest_of
 from thinker.features.rewards.reference_policy import ReferencePolicy
 from thinker.features.rewards.rollout_dataset import RolloutDataset
 from thinker.features.rewards.rollouts import Rollouts, Sampler, empty_rollouts, make_rollouts
@@ -58,6 +58,7 @@ class GRPOLoss(Callback):
         self.rollouts: Rollouts  # of the next step
         self.prompts: list[Prompt] = []
         self.answer_metrics: dict[str, float] = {}  # of the step before
+        self.prompts_digest = ""  # of the run that resumes
         self.reference: ReferencePolicy | None = None
 
     def setup(self, parts: TrainingParts) -> None:
@@ -79,6 +80,13 @@ class GRPOLoss(Callback):
         self.run = run
         self.dataset: RolloutDataset = run.loader.dataset
         self.prompts = self.dataset.prompts
+        digest = digest_of(self.prompts)
+        if self.prompts_digest not in ("", digest):
+            raise UserError(
+                "the prompts, or the rows that verifiers read, have changed since this run "
+                "started; restore them"
+            )
+        self.prompts_digest = digest
         make_folder(run.directory.path, "run.dir")  # rank 0 may not have made it yet
         verifiers = VerifierProcess(
             list(self.options.rewards), self.options.timeout, run.directory.path / LOG
@@ -149,12 +157,14 @@ class GRPOLoss(Callback):
             "grpo_first": self.first,
             "grpo_metrics": self.rollouts.metrics,
             "grpo_reference": digest,
+            "grpo_prompts": self.prompts_digest,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what was saved. Raises UserError if the reference has other weights."""
         self.first = state["grpo_first"]
         self.loaded_metrics = state["grpo_metrics"]
+        self.prompts_digest = state.get("grpo_prompts", "")  # earlier versions have none
         if self.reference is not None:
             self.reference.check(state["grpo_reference"])
 

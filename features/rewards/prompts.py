@@ -3,6 +3,8 @@ the beginnings of texts."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +48,15 @@ def load_prompts(settings: Settings, tokenizer: Tokenizer, split: str) -> tuple[
             f"train.grpo.max_new_tokens={grpo.max_new_tokens}"
         )
     return prompts, n_too_long
+
+
+def digest_of(prompts: Iterable[Prompt]) -> str:
+    """A digest of prompts and of what verifiers read of their rows."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        values = [prompt.tokens, prompt.text, dict(prompt.row)]
+        digest.update(json.dumps(values, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
 
 
 def read_prompts(

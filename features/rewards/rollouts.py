@@ -123,7 +123,8 @@ def tempered(model: Thinker, temperature: float) -> Thinker:
         return model
     if model.config.logit_softcap is not None:
         raise UserError(
-            "train.grpo.temperature cannot be combined with model.logit_softcap; set it to 1"
+            "train.grpo.temperature (in thinker eval, --temperature) cannot be combined with "
+            "model.logit_softcap; set it to 1"
         )
     config = ThinkerConfig.from_dict(model.config.to_dict() | {"tie_embeddings": False})
     with torch.device("meta"):

@@ -78,7 +78,6 @@ def open_loader(
     Raises UserError if the text is shorter than a sequence.
     """
     data = settings.data
-    check_fills_a_window(corpus.train, data.seq_len)
     pack = partial(
         PackedDataset,
         seq_len=data.seq_len,
@@ -91,6 +90,7 @@ def open_loader(
     for make_dataset in offers("dataset"):
         dataset = dataset or make_dataset(options)
     if dataset is None:
+        check_fills_a_window(corpus.train, data.seq_len)
         dataset = open_source_dataset(options, data, data.source)
     bos_id = corpus.tokenizer.bos_id if data.document_masking else None
     return BatchLoader(dataset, settings.train.batch_size, bos_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,8 @@ class VerifierFlags(EvalFlags):
             check_verifier(name)
         if arguments.page is not None:
             output_file(arguments.page)
+        if not math.isfinite(arguments.right):
+            raise UserError(f"--right is {arguments.right}; use a number")
         if arguments.samples < 1:
             raise UserError(f"--samples is {arguments.samples}; use at least 1")
         return True

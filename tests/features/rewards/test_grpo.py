@@ -458,6 +458,33 @@ def score(answer):
 """
 
 
+def test_a_few_short_prompts_are_enough(start, tmp_path):
+    """Their tokens fill no sequence, and need not."""
+    _, overrides = start
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": word, "completion": "!", "hint": 1} for word in ("a", "b", "c")]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    own = [f"data.path={path}", "data.seq_len=200", "model.max_seq_len=200", "train.max_steps=1"]
+    done = run_script("train.py", BASE, *overrides, *own, f"run.dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_rows_that_have_changed_are_refused(start, tmp_path):
+    """Verifiers read them, also the columns that no token comes from."""
+    folder, overrides = start
+    path = tmp_path / "rows.jsonl"
+    text = (folder / "rows.jsonl").read_text()
+    path.write_text(text)
+    own = [*overrides, f"data.path={path}", f"run.dir={tmp_path / 'run'}"]
+    assert run_script("train.py", BASE, *own, "train.max_steps=1").returncode == 0
+    path.write_text(text.replace('"hint": 1', '"hint": 2'))
+    done = run_script("train.py", BASE, *own, "train.max_steps=2")
+    assert done.returncode == 2
+    assert "the rows that verifiers read, have changed" in done.stderr.splitlines()[-1]
+    path.write_text(text)
+    assert run_script("train.py", BASE, *own, "train.max_steps=2").returncode == 0
+
+
 GOOD = """
 def score(answer):
     return len(answer.text)

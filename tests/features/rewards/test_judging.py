@@ -129,6 +129,7 @@ def test_both_models_are_judged_with_the_same_random_numbers(folder, tmp_path):
         (["--source", "tales", "--path", "a"], "--path has no effect with --source tales"),
         (["--source", "tales", "--column", "a"], "--column has no effect with --source tales"),
         (["--source", "jsonl"], "--source jsonl needs --path FILE"),
+        (["--source", "tales", "--right", "nan"], "--right is nan; use a number"),
         (["--source", "tales", "--verifier", "absent.py:a"], "absent.py is not a file"),
         (["--source", "tales", "--verifier", "exat"], "did you mean exact?"),
         (["--source", "tales", "--before", "absent"], "absent does not exist"),
