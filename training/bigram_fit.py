@@ -23,7 +23,7 @@ from thinker.training.metrics import flops_per_token
 from thinker.training.objective import Objective, next_token_loss
 from thinker.training.settings.settings import Settings
 
-SHARE_OF_RUN = 0.03  # of its FLOPs and of its time, that the fit may take
+SHARE_OF_RUN = 0.03  # of the FLOPs of max_steps, and of max_minutes, that the fit may take
 MAX_SECONDS = 60.0
 MAX_VOCAB_SIZE = 1 << 16
 MAX_TOKENS = 4_000_000  # to count

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import lzma
+import math
 import shutil
 import tarfile
 import tempfile
@@ -33,6 +34,7 @@ MIN_CHARS = 500
 MAX_CHARS = 200_000  # longer files are tables of registers
 MANIFEST = "manifest.json"
 AR_MAGIC = b"!<arch>\n"
+AR_HEADER = 60  # bytes before each member
 # Tokens have two bytes, so what precedes a byte by two matters.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 3, "lp": 1, "pb": 1}]
 
@@ -59,6 +61,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Read the packages, tokenize their text, compress the tokens. Returns the manifest."""
     if arguments.folder.exists():
         raise UserError(f"--folder {arguments.folder} exists; remove it, or choose another one")
+    if not 0 < arguments.megabytes < math.inf:
+        raise UserError(f"--megabytes is {arguments.megabytes}; use a positive number")
     packages = find_packages(arguments.packages, arguments.names.split(","))
     with tempfile.TemporaryDirectory() as scratch:
         rows = Path(scratch) / "documents.jsonl"
@@ -177,11 +181,16 @@ def open_data(file: BinaryIO, path: Path) -> tuple[BinaryIO, str]:
     """The archive data.tar.* in a package, which is an archive of `ar`. Raises UserError."""
     if file.read(len(AR_MAGIC)) != AR_MAGIC:
         raise UserError(f"{path} is not a package of Debian; download it again")
-    while header := file.read(60):
+    while header := file.read(AR_HEADER):
+        if len(header) < AR_HEADER:
+            break
         name = header[:16].decode().strip().rstrip("/")
         size = int(header[48:58])
         if name.startswith("data.tar"):
-            return io.BytesIO(file.read(size)), name
+            data = file.read(size)
+            if len(data) < size:
+                raise UserError(f"{path} is not complete; download it again")
+            return io.BytesIO(data), name
         file.seek(size + size % 2, io.SEEK_CUR)
     raise UserError(f"{path} has no data.tar; download it again")
 

@@ -105,6 +105,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train each side in a process of its own, compare, and draw the curves."""
     sides = parse_sides(arguments.sides)
     rates = parse_rates(arguments.rates, sides)
+    for name in ("plain_seconds", "thinker_seconds", "trial_seconds", "minutes"):
+        value = getattr(arguments, name)
+        if not 0 < value < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; use a positive number")
     deadline = time.monotonic() + 60 * arguments.minutes - REPORT_SECONDS
     os.environ.update(ENVIRONMENT)
     if not arguments.rehearse and not torch.cuda.is_available():
@@ -138,6 +142,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         recorder.write("comparison", result)
     if any(curve_of(recorder.results, name) for name in sides):
         plot_curves(recorder.results, folder / "time-to-loss.png")
+    missing = [name for name in sides if not curve_of(recorder.results, name)]
+    if missing:
+        raise RunError(f"no result of {', '.join(missing)}; see {recorder.path}")
     failures = [f"{line['stage']}: {line['name']}" for line in recorder.results if "error" in line]
     compared = [line for line in recorder.results if line["stage"] == "comparison"]
     return {"comparisons": compared, "failures": failures}

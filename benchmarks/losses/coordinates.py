@@ -109,6 +109,7 @@ def measure(width: int, n_layers: int, n_steps: int = 8, *overrides: str) -> lis
     rows = []
     for number in range(n_steps + 1):
         if number > 0:
+            step.optimizers.set_momentum(number - 1)
             step(batch, 1.0)
         if number > 0 and number not in STEPS:
             continue

@@ -81,7 +81,8 @@ def train_loss(
 ) -> float:
     """Train with the default schedule, every rate multiplied, and evaluate (nats per token)."""
     overrides = [f"model.d_model={width}", f"model.n_layers={N_LAYERS}", "train.compile=false"]
-    overrides += [f"model.n_heads={width // HEAD_DIM}", f"data.seq_len={LENGTH}"]
+    n_heads = max(1, width // HEAD_DIM)
+    overrides += [f"model.n_heads={n_heads}", f"data.seq_len={LENGTH}"]
     overrides += [f"train.batch_size={batch_size}", f"train.max_steps={n_steps}"]
     config = load_config(ROOT / "configs" / "chars.yaml", overrides)
     device = torch.device("cpu")
@@ -93,6 +94,7 @@ def train_loss(
     for number in range(n_steps):
         windows = windows_at(train, starts[number * batch_size : (number + 1) * batch_size])
         batch = Batch(windows[:, :-1], windows[:, 1:], batch_size * LENGTH)
+        step.optimizers.set_momentum(number)
         step(batch, multiple * lr_multiplier(settings.train, number, number / n_steps))
     model.eval()
     windows = windows_at(val, torch.arange(EVAL_SEQUENCES) * LENGTH)

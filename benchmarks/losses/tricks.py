@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -92,11 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("--size", choices=SIZES, default="2m", help="parameters of the model")
     parser.add_argument("--seeds", type=int, default=3, help="runs per trick, with seeds 1 to N")
-    parser.add_argument("--only", nargs="*", metavar="TRICK", help="tricks to run (default: all)")
-    parser.add_argument("--texts", nargs="*", choices=TEXTS, default=list(TEXTS), help="texts")
+    parser.add_argument("--only", nargs="+", metavar="TRICK", help="tricks to run (default: all)")
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS), help="texts")
     parser.add_argument(
         "--budgets",
-        nargs="*",
+        nargs="+",
         choices=BUDGETS,
         default=list(BUDGETS),
         help="equal time, equal tokens, or both (default)",
@@ -114,13 +115,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time the steps of all tricks, train them, and print the differences from the defaults."""
+    for name in ("seeds", "rounds", "jobs"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name} is {getattr(arguments, name)}; use at least 1")
+    seconds = arguments.seconds
+    if seconds is None:
+        seconds = SIZES[arguments.size].seconds
+    if not 0 < seconds < math.inf:
+        raise UserError(f"--seconds is {seconds}; use a positive number")
     names = [DEFAULTS]
     for name in arguments.only or TRICKS:
         if name not in TRICKS:
             raise UserError(f"unknown trick {name!r}; choose from: {'; '.join(TRICKS)}")
         if name != DEFAULTS:
             names.append(name)
-    seconds = arguments.seconds or SIZES[arguments.size].seconds
     rows = []
     for text in arguments.texts:
         costs = saved_costs(arguments, text, names, seconds)

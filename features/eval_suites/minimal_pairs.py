@@ -51,7 +51,8 @@ def read_pairs(path: Path) -> list[MinimalPair]:
             raise UserError(f"{path} has no *.jsonl file; use a folder with minimal pairs")
     pairs = []
     for file in files:
-        for number, line in enumerate(read_text(file).splitlines(), start=1):
+        # splitlines() would also split at separators that JSON allows in a text.
+        for number, line in enumerate(read_text(file).split("\n"), start=1):
             if line.strip():
                 pairs.append(_read_line(line, f"{file}, line {number}", file.stem))
     if not pairs:

@@ -94,6 +94,8 @@ def make_ladder_plan(
             "of model.size"
         )
     overrides = [*overrides, *(f"{key}=null" for key in OF_LADDER)]
+    if getattr(read.train, "eval_suite", None) is not None:
+        overrides += ["train.eval_suite=null", "train.eval_suite_every=null"]
     # Only the larger sizes could afford it, and a law through both kinds would be wrong.
     overrides.append("train.fit_bigrams=off")
     if read.train.max_steps is None:

@@ -62,6 +62,10 @@ class LadderReport:
         if target not in shown:
             text = f"then: the loss of {target.name} after {target.steps:,} steps"
             lines.append(f"{text}, {target.flops:.2e} FLOPs")
+        lines.append(
+            "no size is fitted to the pairs of its tokens before it is trained "
+            "(train.fit_bigrams=off); thinker train may do that, and end lower"
+        )
         if epochs is not None and epochs > GOOD_EPOCHS:
             lines.append(
                 f"advice: {target.name} would read the text {epochs:.0f} times. Repeated text "
@@ -200,9 +204,13 @@ def draw(result: LadderResult, path: Path) -> None:
         label = f"entropy of the corpus: {law.floor:.3f}"
         axes.axhline(law.floor, color=GREY, linestyle=":", label=label)
     axes.axvline(result.plan.rungs[-1].flops, color=GREY, alpha=0.4, linewidth=1)
-    bottom, top = 0.97 * law(compute[-1]), 1.03 * max(losses)
+    shown = [*losses, law(compute[-1]), result.prediction.low, result.prediction.high]
+    if result.checked is not None:
+        shown.append(result.checked)
     if result.fit.known_floor is not None:
-        bottom = 0.97 * law.floor
+        shown.append(law.floor)
+    positive = [loss for loss in shown if loss > 0]  # the interval may reach below
+    bottom, top = 0.97 * min(positive), 1.03 * max(positive)
     axes.set(
         xscale="log",
         yscale="log",

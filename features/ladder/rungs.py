@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,14 +117,15 @@ def smaller_shapes(target: ThinkerConfig) -> Iterator[ThinkerConfig]:
         heads = min(counts, key=lambda n: abs(math.log(n / wanted)))
         if is_divided:
             head_dim = width // heads
-        yield replace(
-            target,
-            d_model=width,
-            n_heads=heads,
-            n_kv_heads=heads // group,
-            head_dim=head_dim,
-            d_ff=max(unit, unit * round(share * target.d_ff / unit)),
-        )
+        with suppress(UserError):  # another key, such as rope_dim, does not fit this copy
+            yield replace(
+                target,
+                d_model=width,
+                n_heads=heads,
+                n_kv_heads=heads // group,
+                head_dim=head_dim,
+                d_ff=max(unit, unit * round(share * target.d_ff / unit)),
+            )
 
 
 def rung_values(rung: Rung) -> dict[str, str]:

@@ -194,12 +194,19 @@ def test_documents_with_the_lowest_hashes_are_kept():
 def test_mistakes_with_packages(packages, corpus, tmp_path):
     (tmp_path / "broken_1_all.deb").write_bytes(b"no archive")
     whole = (packages / "manuals_1.0_all.deb").read_bytes()
-    (tmp_path / "short_1_all.deb").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "short_1_all.deb").write_bytes(whole[: len(whole) - 3])
+    (tmp_path / "shortest_1_all.deb").write_bytes(whole[:30])
+    middle = len(whole) // 2
+    changed = whole[:middle] + bytes(100) + whole[middle + 100 :]
+    (tmp_path / "changed_1_all.deb").write_bytes(changed)
     cases = {
         "lacks nothing; run `apt-get download nothing` there": ("--names", "nothing"),
         "exists; remove it": ("--folder", corpus),
         "is not a package of Debian": ("--packages", tmp_path, "--names", "broken"),
-        "data.tar.xz cannot be read": ("--packages", tmp_path, "--names", "short"),
+        "is not complete; download it again": ("--packages", tmp_path, "--names", "short"),
+        "has no data.tar; download it again": ("--packages", tmp_path, "--names", "shortest"),
+        "data.tar.xz cannot be read": ("--packages", tmp_path, "--names", "changed"),
+        "--megabytes is nan; use a positive number": ("--megabytes", "nan"),
     }
     for message, arguments in cases.items():
         with pytest.raises(UserError, match=message):
@@ -529,6 +536,14 @@ def test_rehearsal(corpus, tmp_path):
 
 
 @pytest.mark.more
+def test_a_side_without_a_result_is_an_error(corpus, tmp_path):
+    arguments = ("--corpus", corpus, "--out", tmp_path, *SHORT, "--minutes", "0.01")
+    done = run_script(BENCHMARK, "gpu_time_to_loss", *arguments)
+    assert done.returncode == 1, done.stderr
+    assert "no result of adamw, thinker; see" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.more
 def test_a_killed_run_keeps_its_rows(corpus, tmp_path):
     out = tmp_path / "out"
     arguments = ("--corpus", corpus, "--out", out, "--rehearse", "--plain-seconds", 600)
@@ -567,6 +582,8 @@ def test_mistakes(corpus, tmp_path):
         ("--rates", "1,2", "--sides", "adamw,muon"): "--rates is for one side",
         ("--rates", "x"): "--rates x is no list of numbers",
         ("--rates", "0.1,0"): "--rates 0.1,0 has one that is not positive",
+        ("--plain-seconds", "-1"): "--plain-seconds is -1.0; use a positive number",
+        ("--minutes", "nan"): "--minutes is nan; use a positive number",
     }.items():
         done = run_script(BENCHMARK, "gpu_time_to_loss", *known, *arguments)
         assert done.returncode == 2

@@ -38,6 +38,22 @@ def test_costs_are_measured_again_only_for_new_tricks(monkeypatch, tmp_path):
     assert len(measured) == 3
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--seeds", "0"),
+        ("--rounds", "0"),
+        ("--jobs", "0"),
+        ("--seconds", "-3"),
+        ("--seconds", "nan"),
+    ],
+)
+def test_numbers_that_are_refused(run_script, flag, value):
+    done = run_script("scripts/benchmark.py", "tricks", flag, value)
+    assert done.returncode == 2
+    assert f"{flag} is {float(value):g}" in done.stderr.replace(".0", "")
+
+
 @pytest.mark.more
 def test_a_short_comparison(run_script, tmp_path):
     out = tmp_path / "tricks.jsonl"

@@ -249,8 +249,8 @@ class TrainConfig(ConfigSection):
     """Number of steps of linear learning-rate warmup."""
     fit_bigrams: Literal["auto", "off"] = "auto"
     """Before the first step, fit the embedding and the LM head to the counts of all pairs of
-    adjacent tokens. auto: if the blocks start without an effect and it takes at most 3% of the run.
-    off: never."""
+    adjacent tokens. auto: if the blocks start without an effect, and it takes at most 3% of the
+    FLOPs of max_steps and 3% of max_minutes. off: never."""
     schedule: Literal["wsd", "cosine"] = "wsd"
     """Learning-rate schedule after the warmup: warmup-stable-decay, or cosine."""
     decay_fraction: Fraction | None = None

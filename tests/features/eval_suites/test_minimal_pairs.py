@@ -45,6 +45,15 @@ def exported(model_and_tokenizer, tmp_path_factory):
     return folder
 
 
+def test_a_text_may_have_separators_of_lines(tmp_path):
+    """JSON allows them in a string; only a newline ends a line of the file."""
+    path = tmp_path / "pairs.jsonl"
+    texts = {"good": "Ada\u2028ran\x85home.\u2029", "bad": "Ada ran tree."}
+    path.write_text(json.dumps(texts, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    (pair,) = read_pairs(path)
+    assert (pair.good, pair.bad) == (texts["good"], texts["bad"])
+
+
 def test_scores_equal_those_of_transformers(model_and_tokenizer, exported):
     """One sentence at a time, without padding, from the exported folder alone."""
     transformers = pytest.importorskip("transformers")

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import in_process
 import pytest
@@ -12,8 +13,9 @@ import yaml
 from training_runs import read_metrics, wait_for
 
 from thinker import Thinker, ThinkerConfig
+from thinker.features.ladder import ladder_report
 from thinker.features.ladder.ladder_command import main
-from thinker.features.ladder.ladder_plan import gap_of_budget
+from thinker.features.ladder.ladder_plan import LadderPlan, gap_of_budget
 from thinker.features.ladder.power_law import PowerLawFit
 from thinker.features.ladder.rungs import make_rung, plan_rungs
 from thinker.runtime.errors import UserError
@@ -104,6 +106,12 @@ def test_a_target_that_is_too_small_has_no_sizes_below_it(options, gap):
         plan_rungs(top, 6, gap, 64)
 
 
+def test_copies_that_another_key_does_not_fit_are_left_out():
+    top = target(d_model=128, n_heads=2, rope_dim=32)
+    rungs = plan_rungs(top, 3, 8.0, 64)
+    assert all(rung.model.head_dim >= 32 for rung in rungs)
+
+
 def test_a_budget_is_spent():
     top = target(d_model=512, n_heads=8)
     flops = top.flops / 10
@@ -154,8 +162,28 @@ def test_the_loss_is_predicted_and_checked(ladder, tiny_config, tmp_path):
     assert done["loss"] is None
 
 
+def test_the_picture_has_all_that_it_names(monkeypatch, tmp_path):
+    """Also the loss of a target that is far from the law."""
+    figures = []
+    monkeypatch.setattr(ladder_report, "save_figure", lambda figure, path: figures.append(figure))
+    plan = LadderPlan(None, [], None, target(), plan_rungs(target(), 4, 8.0, 64))
+    rows = []
+    for rung, loss in zip(plan.rungs, (4.0, 3.7, 3.5, 3.35)):
+        rows.append({"flops": rung.flops, "loss": loss})
+    fit = PowerLawFit([row["flops"] for row in rows], [row["loss"] for row in rows])
+    for checked in (1.0, 9.0):
+        prediction = fit.predict(plan.target.flops)
+        result = SimpleNamespace(
+            plan=plan, rows=rows, fit=fit, prediction=prediction, checked=checked
+        )
+        ladder_report.draw(result, tmp_path / "ladder.png")
+        low, high = figures[-1].axes[0].get_ylim()
+        assert low < min(checked, prediction.low) <= max(checked, prediction.high) < high
+
+
 def test_a_plan_trains_nothing(ladder, tiny_config, tmp_path):
     shown = ladder(tiny_config, *SMALL, "--plan")
+    assert "(train.fit_bigrams=off)" in shown.err
     assert "4 runs to train in runs" in shown.err
     assert "then: the loss of 64x2x4 after 96 steps" in shown.err
     assert not (tmp_path / "runs").exists()
