@@ -153,9 +153,20 @@ class ServedModel:
             raise invalid("prompt", body.prompt, type(body))
         # All are encoded before the first is checked: a text that cannot be encoded is the error.
         encoded = [self._encode(prompt, body.add_special_tokens) for prompt in prompts]
+        if body.truncate_prompt_tokens is not None:
+            encoded = [self._newest(prompt, body.truncate_prompt_tokens) for prompt in encoded]
         for prompt in encoded:
             self._check_length(prompt.tokens, "prompt")
         return encoded
+
+    def _newest(self, prompt: Prompt, n_tokens: int) -> Prompt:
+        """The last tokens of a prompt."""
+        n_removed = len(prompt.tokens) - n_tokens
+        if n_removed <= 0:
+            return prompt
+        tokens = prompt.tokens[n_removed:]
+        text = self.generator.tokenizer.decode(tokens)
+        return Prompt(tokens, text, max(0, prompt.n_added - n_removed))
 
     def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
         """A text or token ids as a Prompt, with the BOS token if the model expects one."""

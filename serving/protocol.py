@@ -239,6 +239,9 @@ class CompletionRequest(Sampling):
     max_tokens: int = Field(16, ge=0, description="an integer of at least 1, or 0 with echo")
     echo: bool = Field(False, description="true or false")
     add_special_tokens: bool = Field(True, description="true or false")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, description="an integer of at least 1, or null"
+    )
     # More candidates than answers would mean that the server chooses the best ones.
     best_of: int | None = Field(None, description="1, or the number n of choices")
     suffix: Literal[""] | None = Field(None, description="no text: the model only continues")

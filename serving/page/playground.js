@@ -139,6 +139,7 @@ function openLink(parameters = new URLSearchParams(location.hash.slice(1)), toke
   forgetRequestErrors();
   refresh();
   showTab(parameters.get("tab") === "chat" ? "chat" : "write");
+  for (const conversation of chat.conversations) conversation.scrollToEnd(); // which needs it in sight
 }
 
 function startLinks() {

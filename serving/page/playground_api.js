@@ -4,9 +4,9 @@
 
 /** What the user should read: the server's own message, or what happened to the connection. */
 class RequestError extends Error {
-  constructor(message, { status = 0, retryAfter = 0 } = {}) {
+  constructor(message, { status = 0, retryAfter = 0, isTooLong = false } = {}) {
     super(message);
-    Object.assign(this, { status, retryAfter });
+    Object.assign(this, { status, retryAfter, isTooLong });
   }
 }
 
@@ -37,16 +37,17 @@ async function request(path, { body, signal } = {}) {
   if (response.ok) return response;
   const { status } = response, text = await fromNetwork(response.text());
   if (status === 401) $("key-form").hidden = false;
-  throw new RequestError(messageOf(text) ?? `The server answered with status ${status}.`,
-    { status, retryAfter: Number(response.headers.get("Retry-After")) || 1 });
+  const { message = `The server answered with status ${status}.`, code } = errorOf(text);
+  const retryAfter = Number(response.headers.get("Retry-After")) || 1;
+  throw new RequestError(message, { status, retryAfter, isTooLong: code === "context_length_exceeded" });
 }
 
-/** The message of an error in OpenAI's form; null for anything else, such as a page of a proxy. */
-function messageOf(text) {
+/** An error in OpenAI's form; {} for anything else, such as a page of a proxy. */
+function errorOf(text) {
   try {
-    return JSON.parse(text).error?.message ?? null;
+    return JSON.parse(text).error ?? {};
   } catch (error) {
-    if (error instanceof SyntaxError) return null;
+    if (error instanceof SyntaxError) return {};
     throw error;
   }
 }

@@ -4,6 +4,7 @@ class Conversation extends Pane {
   constructor(select, changed) {
     super($("conversations"), select, changed);
     this.messages = []; // {role, content, item}
+    this.unseen = 0; // the first messages, which the model no longer sees
     this.list = make("ol", { className: "messages", ariaLabel: "Conversation" });
     this.find(".body").append(this.list);
     this.clear();
@@ -19,6 +20,7 @@ class Conversation extends Pane {
   /** Keep the first `count` messages. */
   truncate(count) {
     const removed = this.messages.splice(count);
+    if (count <= this.unseen) this.unseen = 0;
     if (removed.some(({ item }) => item.contains(document.activeElement))) $("message").focus();
     for (const { item } of removed) item.remove();
     this.root.classList.toggle("empty", !count);
@@ -47,7 +49,7 @@ class Conversation extends Pane {
       else view?.setText(content);
       view?.flush();
     });
-    this.find(".body").scrollTop = this.find(".body").scrollHeight;
+    this.scrollToEnd();
   }
 
   async ask(content) {
@@ -68,7 +70,30 @@ class Conversation extends Pane {
       return tokensOfChat(choice, this.endNames);
     });
     this.cutStop(message);
+    if (!message.view.tokens.length) this.truncate(this.messages.length - 1); // nothing was answered
     this.changed();
+  }
+
+  /** Send the conversation. If it is too long, forget the older half of its turns, as often as needed. */
+  async send(path, { body, signal }, onWait) {
+    if (this.asked !== body.model) this.unseen = 0; // another model may read more
+    this.asked = body.model;
+    const isSystem = ({ role }) => role === "system";
+    const system = body.messages.filter(isSystem), said = body.messages.filter((message) => !isSystem(message));
+    for (;;) {
+      const messages = [...system, ...said.slice(this.unseen)];
+      try {
+        return await super.send(path, { body: { ...body, messages }, signal }, onWait);
+      } catch (error) {
+        const turns = [...said.keys()].filter((at) => at >= this.unseen && said[at].role === "user");
+        if (!error.isTooLong || turns.length < 2) throw error;
+        this.unseen = turns[Math.ceil(turns.length / 2)];
+      }
+    }
+  }
+
+  get note() {
+    return this.unseen ? `the first ${this.unseen} messages no longer fit` : "";
   }
 
   /** Remove tokens of a stop string: they are no part of the message. */
@@ -107,7 +132,7 @@ class Conversation extends Pane {
     this.messages.push(message);
     this.list.append(item);
     this.root.classList.remove("empty");
-    this.find(".body").scrollTop = this.find(".body").scrollHeight;
+    this.scrollToEnd();
     return message;
   }
 

@@ -93,6 +93,21 @@ class Pane {
   /** Load what reading an answer needs. */
   async prepare() {}
 
+  /** Send a request. A pane may shorten what is too long for the model. */
+  send(path, options, onWait) {
+    return requestPatiently(path, options, onWait);
+  }
+
+  /** What the model does not see, beside the statistics. */
+  get note() {
+    return "";
+  }
+
+  scrollToEnd() {
+    const body = this.find(".body");
+    body.scrollTop = body.scrollHeight;
+  }
+
   /** Whether a token is shown as a part of the text. */
   shows() {
     return true;
@@ -110,12 +125,13 @@ class Pane {
     this.showError("");
     this.showStats("Reading the prompt…");
     this.changed();
+    this.scrollToEnd(); // where the new text appears
     announce("Writing.");
     try {
       await this.prepare();
       speed.started = performance.now();
       const wait = (seconds) => this.showError(`The server is busy. Trying again in ${seconds} s.`);
-      const response = await requestPatiently(path, { body, signal }, wait);
+      const response = await this.send(path, { body, signal }, wait);
       this.showError("");
       let reason = null;
       for await (const { choices, usage, timings } of readEvents(response)) {
@@ -133,7 +149,8 @@ class Pane {
     } catch (error) {
       if (error.name !== "AbortError" && !(error instanceof RequestError)) throw error;
       if (error instanceof RequestError) this.showError(error.message);
-      speed.end(error instanceof RequestError ? "an error ended it" : "stopped");
+      const how = speed.count ? "an error ended it" : ""; // the error says what happened
+      speed.end(error instanceof RequestError ? how : "stopped");
     } finally {
       view.flush();
       this.controller = null;
@@ -175,12 +192,14 @@ class Speed {
     if (rate !== null) parts.push(`then ${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`);
     const used = this.promptTokens === null ? this.pane.usedTokens : this.promptTokens + this.count;
     const { context_length } = this.pane.model, slides = used > context_length ? " (sliding)" : "";
-    if (used) parts.push(`context ${used.toLocaleString("en")} of ${context_length.toLocaleString("en")}${slides}`);
+    const seen = Math.min(used, context_length).toLocaleString("en");
+    if (used) parts.push(`context ${seen} of ${context_length.toLocaleString("en")}${slides}`);
+    if (this.pane.note) parts.push(this.pane.note);
     return parts.join(" · ");
   }
 
   end(how) {
     this.pane.showStats([this.text(), how].filter(Boolean).join(" · "));
-    announce(`${this.count} tokens, ${how}.`);
+    announce([`${this.count} tokens`, how].filter(Boolean).join(", ") + ".");
   }
 }

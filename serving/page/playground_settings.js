@@ -4,7 +4,7 @@ const MAX_TOKENS = 200; // unless the server generates fewer
 const SETTINGS = [
   { name: "temperature", group: "basic", label: "Temperature", value: 0.8, min: 0, max: 2, step: 0.01, slider: true,
     help: "Higher is more varied. 0 always takes the likeliest token." },
-  { name: "max_tokens", group: "basic", label: "Max tokens", value: MAX_TOKENS, min: 1, step: 1,
+  { name: "max_tokens", group: "basic", label: "Max tokens", value: MAX_TOKENS, min: 1, max: 1e6, step: 1,
     help: "How many tokens to add at most." },
   { name: "top_p", group: "basic", label: "Top-p", value: 1, min: 0.01, max: 1, step: 0.01, slider: true,
     help: "Samples from the likeliest tokens that together have this probability." },
@@ -77,7 +77,7 @@ const settings = {
     const setting = SETTINGS.find(({ name }) => name === "max_tokens"), field = this.fields.get("max_tokens");
     const isDefault = field.value === String(setting.value);
     setting.value = Math.min(MAX_TOKENS, most ?? MAX_TOKENS);
-    field.max = most ?? "";
+    field.max = most ?? setting.max;
     if (isDefault) this.set("max_tokens", setting.value);
     this.check();
   },

@@ -69,8 +69,10 @@ class Draft extends Pane {
 
   /** Continue from the end of the text. */
   async extend() {
-    this.start = this.view.tokens.length;
+    const before = this.start, { length } = this.view.tokens;
+    this.start = length;
     await this.generate();
+    if (this.view.tokens.length === length) this.start = before; // nothing was added
   }
 
   /** Write the last continuation anew. */
@@ -109,6 +111,24 @@ class Draft extends Pane {
     });
   }
 
+  /** Send a text. Of one that is too long, the newest tokens: a model that slides forgets the others. */
+  async send(path, { body, signal }, onWait) {
+    try {
+      return await super.send(path, { body, signal }, onWait);
+    } catch (error) {
+      const { slides, context_length, max_prompt_tokens = context_length } = this.model;
+      if (!error.isTooLong || !slides) throw error;
+      const shorter = { ...body, truncate_prompt_tokens: max_prompt_tokens };
+      return super.send(path, { body: shorter, signal }, onWait);
+    }
+  }
+
+  /** The ids that the model sees at once, without an end of the text, after which it would begin another one. */
+  get idsToLookAt() {
+    const hasEnded = this.view.tokens.at(-1)?.name === END;
+    return this.ids.slice(0, hasEnded ? -1 : undefined).slice(-this.model.context_length);
+  }
+
   /** Open the page that shows the attention, attribution and layers of the model on this text. */
   async lookInside(button) {
     const tab = window.open("", "_blank"); // at once: a browser blocks tabs that open later
@@ -119,7 +139,7 @@ class Draft extends Pane {
     this.showError("");
     Object.assign(button, { textContent: "Looking…", disabled: true });
     try {
-      const text = this.promptIds && !this.view.box.hidden ? { token_ids: this.ids } : { text: this.text };
+      const text = this.promptIds && !this.view.box.hidden ? { token_ids: this.idsToLookAt } : { text: this.text };
       const response = await request("/inspect", { body: { model: this.select.value, ...text } });
       const report = await fromNetwork(response.blob());
       tab.location.replace(URL.createObjectURL(report)); // never revoked, so that the tab can be reloaded
@@ -260,10 +280,24 @@ const write = {
   async finish(requests) {
     await Promise.all(requests);
     const isUnchanged = !this.isEditing && !this.active.some(({ hasTokens }) => hasTokens);
-    if (!isUnchanged) return;
-    const hasFocus = document.activeElement === this.drafts[0].view.box;
-    this.setText(this.text);
-    if (hasFocus) this.focusText();
+    if (isUnchanged) {
+      const hasFocus = document.activeElement === this.drafts[0].view.box;
+      this.setText(this.text);
+      if (hasFocus) this.focusText();
+    }
+    this.forgetSame();
+  },
+
+  /** Forget the last state for undo if nothing has changed since. */
+  forgetSame() {
+    const last = this.past.at(-1), { isEditing, drafts } = this;
+    if (last?.isEditing !== isEditing) return;
+    const hasTokens = ({ view }, { plain, tokens }) =>
+      view.plain === plain && view.tokens.length === tokens.length && view.tokens.at(-1) === tokens.at(-1);
+    const isSame = drafts.every((draft, at) => hasTokens(draft, last.drafts[at]));
+    if (isEditing ? $("prompt").value !== last.text : !isSame) return;
+    this.past.pop();
+    this.refresh();
   },
 
   /** Edit a draft's text: its tokens become plain text, which is then the prompt of both drafts. */
@@ -306,6 +340,7 @@ const write = {
     active.forEach((draft, at) => draft.restore(drafts[at]));
     this.isEditing = false;
     this.refresh();
+    for (const draft of active) draft.scrollToEnd();
   },
 
   /** The ids of tokens mean nothing to another model: keep the text alone. */

@@ -416,6 +416,25 @@ def test_token_prompts_get_the_bos_token_of_text_prompts(complete, generator):
     assert bare.text == known.text
 
 
+@pytest.mark.parametrize("n_tokens", [3, 8, 9, 50])
+def test_a_prompt_is_cut_to_its_last_tokens(complete, generator, n_tokens):
+    """As the same token ids alone; what is echoed begins where they do."""
+    text = "Line 7: the cat"
+    ids = [*generator.tokenizer.bos_prefix, *generator.tokenizer.encode(text)]
+    options = {"seed": 5, "max_tokens": 9}
+    flags = {"truncate_prompt_tokens": n_tokens, "return_token_ids": True}
+    (found,) = complete(prompt=text, **options, extra_body=flags).choices
+    assert found.prompt_token_ids == ids[-n_tokens:]
+    bare = {"add_special_tokens": False}
+    (known,) = complete(prompt=ids[-n_tokens:], **options, extra_body=bare).choices
+    assert found.text == known.text
+    (echoed,) = complete(prompt=text, **options, echo=True, extra_body=flags).choices
+    assert echoed.text == generator.tokenizer.decode(ids[-n_tokens:]) + known.text
+    (scored,) = complete(prompt=text, **options, echo=True, logprobs=1, extra_body=flags).choices
+    has_bos = n_tokens >= len(ids)
+    assert len(scored.logprobs.tokens) == min(n_tokens, len(ids)) - has_bos + 9
+
+
 HARMLESS = {
     "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "s",
     "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit"},

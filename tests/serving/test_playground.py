@@ -124,7 +124,14 @@ def test_a_slider_moves_with_its_number(tab):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("Temperature", "-1"), ("Top-p", ""), ("Top-k", "0"), ("JSON schema", "{")]
+    ("name", "value"),
+    [
+        ("Temperature", "-1"),
+        ("Top-p", ""),
+        ("Top-k", "0"),
+        ("Max tokens", "1e99"),
+        ("JSON schema", "{"),
+    ],
 )
 def test_a_setting_that_is_wrong_is_shown_and_not_sent(tab, name, value):
     page = tab(prompt=PROMPT)

@@ -21,13 +21,13 @@ TOKENS = (
 )
 
 
-def send(page, text):
+def send(page, text, n_requests=1):
     """Send a message with Enter, and wait for the whole answer."""
     count = len(page.sent)
     page.field("Message").fill(text)
     page.page.keyboard.press("Enter")
     page.settled("Send")
-    assert len(page.sent) == count + 1
+    assert len(page.sent) == count + n_requests
 
 
 def spoken(text, *special):
@@ -468,3 +468,98 @@ def test_the_speed_agrees_with_what_the_server_measures(tab, api, server):
     stats = page.page.locator(".stats").first.inner_text()
     shown = float(re.search(r"then ([\d.]+) tokens/s", stats)[1])
     assert shown == pytest.approx(1 / (new_total - total), rel=0.25)
+
+
+def test_a_request_that_fails_leaves_no_trace(tab):
+    """Neither a step to undo nor a beginning for Regenerate, and its end is not said twice."""
+    page = tab(prompt="Once", max_tokens=4, failures=2)
+    page.proceed()
+    fail(page)
+    assert "an error ended it" not in page.page.locator(".stats").first.inner_text()
+    page.field("Temperature").fill("0.5")
+    page.button("Regenerate").click()
+    page.settled()
+    expect(page.tokens).to_have_count(4)
+    page.button("Undo").click()  # Regenerate
+    page.button("Undo").click()  # Continue
+    expect(page.field("Text")).to_have_value("Once")
+    expect(page.button("Undo")).to_be_disabled()
+    fail(page)
+    expect(page.field("Text")).to_have_value("Once")
+    expect(page.button("Undo")).to_be_disabled()
+
+
+def distance_from_end(page, selector):
+    return page.page.locator(selector).first.evaluate(
+        "box => box.scrollHeight - box.scrollTop - box.clientHeight"
+    )
+
+
+def test_a_reload_shows_the_end_of_a_long_text_where_new_text_appears(tab):
+    page = tab(prompt="a\n" * 45, max_tokens=4).proceed()
+    page.reload()
+    expect(page.tokens).to_have_count(4)
+    assert distance_from_end(page, "#drafts .body") < 60
+    page.paper.evaluate("box => (box.scrollTop = 0)")
+    page.proceed()
+    assert distance_from_end(page, "#drafts .body") < 60
+
+
+def test_a_reload_shows_the_end_of_a_long_chat(tab, api):
+    page = tab(model=api.chat, tab="chat", max_tokens=4)
+    send(page, "a\n" * 45)
+    page.reload()
+    expect(page.page.locator("#chat .token").first).to_be_visible()
+    assert distance_from_end(page, "#conversations .body") < 60
+
+
+def test_an_edited_text_that_is_too_long_goes_on(tab):
+    """The model sees its end, as if it had written the text itself."""
+    page = tab(prompt="Once upon a time. " * 200, max_tokens=4, failures=1)
+    limit = page.page.evaluate("write.drafts[0].model.context_length")
+    page.proceed()
+    expect(page.tokens).to_have_count(4)
+    assert page.error.count() == 0
+    assert page.sent[-1]["truncate_prompt_tokens"] == limit
+    assert page.page.evaluate("write.drafts[0].promptIds.length") == limit
+    assert f"context {limit} of {limit} (sliding)" in page.page.locator(".stats").first.inner_text()
+
+
+def test_looking_inside_a_text_that_has_ended_or_slid(tab, api):
+    vocabulary = api.get(f"/vocabulary?model={api.plain}")
+    end = vocabulary["eos_ids"][0]
+    page = tab(prompt="Once")
+    limit = page.page.evaluate("write.drafts[0].model.context_length")
+    words = [number for number in range(limit + 20) if number % 50 + 5 != end]
+    ids = [number % 50 + 5 for number in words]
+    page.reply(chunk([*ids, end], prompt_token_ids=[1]), "[DONE]")
+    page.proceed()
+    with page.page.expect_popup() as opened:
+        page.button("Look inside").click()
+    opened.value.wait_for_url(re.compile("^blob:"))
+    assert page.sent[-1]["token_ids"] == ids[-limit:]
+
+
+def test_a_chat_that_is_too_long_forgets_its_oldest_turns(tab, api):
+    page = tab(model=api.chat, tab="chat", max_tokens=4, failures=2)
+    for text in ("one", "two", "three"):
+        send(page, text)
+    too_long = {"error": {"message": "too long", "code": "context_length_exceeded"}}
+    page.reply(too_long, status=400)
+    send(page, "four", n_requests=2)
+    said = [message["content"] for message in page.sent[-1]["messages"]]
+    assert said[0] == "three"
+    assert said[-1] == "four"
+    assert page.error.count() == 0
+    stats = page.page.locator("#conversations .stats").first
+    expect(stats).to_contain_text("the first 4 messages no longer fit")
+    send(page, "five")  # which need not be refused before
+    assert page.sent[-1]["messages"][0]["content"] == "three"
+    assert page.page.evaluate(PAIRS)[0] == ["user", "one"]  # it is still shown
+    page.button("New chat").click()
+    page.reply(too_long, status=400)
+    send(page, "a single message")
+    expect(page.error).to_have_text("too long")
+    assert page.page.evaluate(PAIRS) == [["user", "a single message"]]  # without an empty answer
+    send(page, "a shorter one")
+    expect(page.page.locator("#chat .token").first).to_be_visible()
