@@ -71,7 +71,13 @@ def find_command(words: list[str], commands: dict[str, Command]) -> str:
         raise UserError(f"thinker {word} needs one more word; use {' or '.join(longer)}")
     if word.startswith("-"):
         raise UserError(f"thinker has no flag {word}; flags follow the name of a command")
-    hint = did_you_mean(word, commands) or "; thinker --help lists them"
+    from thinker.commands.inspect_command import OPTIONS  # no other command needs it
+
+    hint = did_you_mean(word, commands)
+    if word in OPTIONS:
+        hint = f"; did you mean inspect {word}?"
+    if not hint:
+        hint = "; thinker --help lists them"
     raise UserError(f"there is no command {word}{hint}")
 
 

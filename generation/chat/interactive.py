@@ -36,7 +36,9 @@ def run_interactive(
 
     if file.exists():
         load_conversation(conversation, file)
-        log(f"going on with {file}, {len(conversation.turn_starts)} turns; /show prints them")
+        n_turns = len(conversation.turn_starts)
+        turns = "1 turn" if n_turns == 1 else f"{n_turns} turns"
+        log(f"going on with {file}, {turns}; /show prints them")
     try:
         _run_turns(conversation, prompt, params)
     finally:

@@ -27,12 +27,20 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem: path for path in paths}
 
 
+TEXT_ENDINGS = (".txt", ".md", ".jsonl", ".parquet", ".csv")
+
+
 def find_config(given: str | Path) -> Path:
     """The file that the user means: a YAML file, a run directory, or the name of a config that
     comes with Thinker. Raises UserError."""
     path = Path(given)
     if path.is_dir() and (path / "config.yaml").is_file():
         return path / "config.yaml"
+    if path.suffix.lower() in TEXT_ENDINGS and path.is_file():
+        raise UserError(
+            f"{given} is text, not a config; train on it with data.path={given} after the name of "
+            "a config, such as small-text"
+        )
     if path.exists() and not path.is_dir():
         return path
     configs = shipped_configs()
