@@ -140,7 +140,7 @@ def build_trainer(
         *its_callbacks,
         *callbacks_of_weights(settings),
         *callbacks,
-        *callbacks_of_output(settings, corpus.tokenizer),
+        *callbacks_of_output(settings, corpus),
     ]
     step = TrainingStep(built, settings, objective, all_callbacks, dist=dist)
     if previous is not None:

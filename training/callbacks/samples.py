@@ -2,8 +2,11 @@
 
 import math
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from thinker.data.corpus.corpus import Corpus
+from thinker.data.corpus.shards import TokenShards
+from thinker.data.text.document import Message
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.runtime.errors import RunError
 from thinker.runtime.process.progress import Progress
@@ -35,15 +38,57 @@ def reaches_share(before: float, now: float, n_shares: int) -> bool:
     return math.floor(n_shares * now) > math.floor(n_shares * before)
 
 
+class SamplePrompt(NamedTuple):
+    """What samples go on from. In conversations they are answers, and the tokens are those of all
+    that is before one."""
+
+    text: str
+    tokens: list[int]  # with BOS
+    is_question: bool = False
+
+
+def find_prompt(text: str, corpus: Corpus) -> SamplePrompt:
+    """The prompt of the samples of a run. In conversations, `text` is the message of a user;
+    without one, samples answer the first question of the validation split."""
+    tokenizer = corpus.tokenizer
+    if corpus.train.has_conversations:
+        if not text:
+            question = first_question(corpus.val, tokenizer)
+            if question is not None:
+                return question
+        elif tokenizer.chat_template is not None:
+            from thinker.data.chat import chat  # texts do not need it
+
+            message: Message = {"role": "user", "content": text}
+            return SamplePrompt(text, chat.encode_prompt(tokenizer, [message]), is_question=True)
+    tokens = [*tokenizer.bos_prefix, *tokenizer.encode(text)] or [tokenizer.bos_id]
+    return SamplePrompt(text, tokens)
+
+
+def first_question(split: TokenShards, tokenizer: Tokenizer) -> SamplePrompt | None:
+    """What is before the first answer of a split; None if nothing is."""
+    shard = split.shards[0]
+    if shard.loss_mask is None:
+        return None
+    begin, end = shard.offsets[0:2].tolist()
+    is_target = shard.loss_mask[begin:end] != 0
+    tokens = shard.tokens[begin:end][: int(is_target.argmax())].tolist()
+    text = tokenizer.decode(tokens[len(tokenizer.bos_prefix) :]).strip()
+    if not text:
+        return None
+    return SamplePrompt(text, tokens, is_question=True)
+
+
 class Samples(Callback):
     """Takes samples as train.sample_every says: prints each as one line, and writes it to
     samples.jsonl."""
 
-    def __init__(self, train: TrainConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, train: TrainConfig, corpus: Corpus) -> None:
         self.train = train
         self.every = train.sample_every
-        self.prompt = train.sample_prompt
-        self.tokenizer = tokenizer
+        self.corpus = corpus
+        self.tokenizer = corpus.tokenizer
+        self.prompt = find_prompt(train.sample_prompt, corpus)
         self.share = 0.0  # of the run that is done
 
     def setup(self, parts: TrainingParts) -> None:
@@ -52,8 +97,10 @@ class Samples(Callback):
         Without a prompt, a model that reads a prefix takes no samples by default.
         """
         config = parts.model.config
-        tokens = [0, *self.tokenizer.encode(self.prompt)]
-        if self.every == "auto" and not self.prompt and len(tokens) < config.prefix:
+        if not self.train.sample_prompt and len(self.prompt.tokens) > config.max_cached_len:
+            self.prompt = SamplePrompt("", [self.tokenizer.bos_id])
+        tokens = self.prompt.tokens
+        if self.every == "auto" and not self.prompt.text and len(tokens) < config.prefix:
             self.every = None
             if parts.dist.is_main:
                 print(
@@ -92,11 +139,12 @@ class Samples(Callback):
         if text is None:
             return
         if run.directory.writes:
-            line = " ".join((self.prompt + text).split())
+            gap = " " if self.prompt.is_question else ""
+            line = " ".join(f"{self.prompt.text}{gap}{text}".split())
             Progress.write(f"step {info.step}: {line}", file=sys.stderr)
-            run.directory.log_sample(info.step, self.prompt, text)
+            run.directory.log_sample(info.step, self.prompt.text, text)
         for callback in run.parts.callbacks:
-            callback.on_sample(info.step, self.prompt, text)
+            callback.on_sample(info.step, self.prompt.text, text)
 
     def sample(self, step: int) -> str | None:
         """What the current model writes after the prompt, drawn on rank 0; None if its logits are
@@ -108,7 +156,8 @@ class Samples(Callback):
 
             params = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=TEMPERATURE, seed=step)
             try:
-                text = generator.generate([self.prompt], params)[0].text
+                prompt = self.prompt
+                text = generator.generate([prompt.text], params, [prompt.tokens])[0].text
             except RunError as error:  # training goes on and checks the next loss
                 Progress.write(f"step {step}: {error}", file=sys.stderr)
         return self.run.parts.dist.broadcast_object(text)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from thinker.data.tokenizers.tokenizer import Tokenizer
+from thinker.data.corpus.corpus import Corpus
 from thinker.runtime.errors import UserError
 from thinker.runtime.registry import import_offer, offers
 from thinker.training.callback import Callback
@@ -32,14 +32,14 @@ def callbacks_of_weights(settings: Settings) -> list[Callback]:
     return callbacks
 
 
-def callbacks_of_output(settings: Settings, tokenizer: Tokenizer) -> list[Callback]:
+def callbacks_of_output(settings: Settings, corpus: Corpus) -> list[Callback]:
     """Samples and trackers. What they need is imported only for them."""
     callbacks: list[Callback] = []
     train = settings.train
     if train.sample_every is not None:
         from thinker.training.callbacks.samples import Samples
 
-        callbacks.append(Samples(train, tokenizer))
+        callbacks.append(Samples(train, corpus))
     trackers = make_trackers(settings)
     if trackers:
         from thinker.training.tracking.tracking_callback import Tracking

@@ -305,7 +305,8 @@ class TrainConfig(ConfigSection):
     """Steps between samples, which are printed and written to samples.jsonl. auto: after each
     eighth of the run; fewer if it has less than 40 steps. null: none."""
     sample_prompt: str = ""
-    """Prompt of the samples."""
+    """Prompt of the samples; with conversations, the message of a user. Without one, samples begin
+    with nothing, or answer the first question of the validation split."""
 
 
 @with_feature_keys("tracking")
