@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from thinker.generation.batching.continuous_batch import ContinuousBatch, Progress
+from thinker.generation.batching.continuous_batch import ContinuousBatch, TextUpdate
 from thinker.generation.engine import Generator
 from thinker.generation.sequence import Sequence
 from thinker.runtime.errors import RunError
@@ -54,47 +54,47 @@ class Submission:
         self.texts = [Text(sequence, self) for sequence in sequences]
         self._engine = engine
         self._n_left = len(sequences)  # texts whose end was not read
-        self._unread: dict[int, Progress] = {}  # by index of the sequence
+        self._unread: dict[int, TextUpdate] = {}  # by index of the sequence
         self._n_unread = 0  # tokens
         self._has_unread = asyncio.Event()
 
     def __aiter__(self) -> Submission:
         return self
 
-    async def __anext__(self) -> Progress:
+    async def __anext__(self) -> TextUpdate:
         if not self._n_left:
             raise StopAsyncIteration
         await self._has_unread.wait()
         # The text that has waited longest, so that no choice of a request starves.
         index = next(iter(self._unread))
-        progress = self._unread.pop(index)
-        self._n_unread -= len(progress.sampled)
+        update = self._unread.pop(index)
+        self._n_unread -= len(update.sampled)
         if not self._unread:
             self._has_unread.clear()
-        if progress.has_ended:
+        if update.has_ended:
             self._n_left -= 1
-        return progress
+        return update
 
-    def put(self, progress: Progress) -> None:
+    def put(self, update: TextUpdate) -> None:
         """Add what a step added to a text. Called in the event loop."""
         if not self._n_left or self._n_unread > MAX_UNREAD:
             return
-        index = progress.sequence.index
-        self._n_unread += len(progress.sampled)
+        index = update.sequence.index
+        self._n_unread += len(update.sampled)
         if self._n_unread > MAX_UNREAD:
             # The memory of the server is limited. The error takes the place of all that waits.
             reason = f"more than {MAX_UNREAD} of its tokens were not read"
             error = RunError(f"the text was cancelled, because {reason}")
-            self._unread = {0: Progress(progress.sequence, "", [], True, error)}
+            self._unread = {0: TextUpdate(update.sequence, "", [], True, error)}
             self._engine.remove(self.texts)
         elif index in self._unread:
             unread = self._unread[index]
-            unread.text += progress.text
-            unread.sampled += progress.sampled
-            unread.has_ended = progress.has_ended
-            unread.error = progress.error
+            unread.text += update.text
+            unread.sampled += update.sampled
+            unread.has_ended = update.has_ended
+            unread.error = update.error
         else:
-            self._unread[index] = progress
+            self._unread[index] = update
         self._has_unread.set()
 
     @property
@@ -153,7 +153,7 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, sequences: list[Sequence]) -> Submission:
-        """Queue sequences; call it in the event loop that reads their progress.
+        """Queue sequences; call it in the event loop that reads their update.
 
         Raises QueueFull.
         """
@@ -228,14 +228,14 @@ class EngineThread:
                 return_free_memory()
                 timeout = None  # once per pause is enough
 
-    def _step(self) -> list[Progress]:
+    def _step(self) -> list[TextUpdate]:
         try:
             return self._batch.step()
         except Exception:  # a bug, or no memory: nobody knows which text is at fault
             log.exception("decoding failed; all texts of %s end", self.name)
             return self._fail_all()
 
-    def _fail_all(self) -> list[Progress]:
+    def _fail_all(self) -> list[TextUpdate]:
         """End all texts that were given to the batch; those that wait may still succeed."""
         error = RunError("decoding failed; see the log of the server")
         self._batch.clear()
@@ -244,33 +244,33 @@ class EngineThread:
             # Not only those in the batch, which may have lost some.
             for text in self._texts.values():
                 if text not in self._added:
-                    failed.append(Progress(text.sequence, "", [], True, error))
+                    failed.append(TextUpdate(text.sequence, "", [], True, error))
         return failed
 
-    def _deliver(self, steps: list[Progress]) -> None:
+    def _deliver(self, steps: list[TextUpdate]) -> None:
         now = time.perf_counter()
         # One call per event loop and step: each call wakes the loop up.
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Submission, Progress]]] = {}
-        for progress in steps:
-            text = self._texts[id(progress.sequence)]
-            self._measure(text, progress, now)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Submission, TextUpdate]]] = {}
+        for update in steps:
+            text = self._texts[id(update.sequence)]
+            self._measure(text, update, now)
             submission = text.submission
-            by_loop.setdefault(submission.loop, []).append((submission, progress))
+            by_loop.setdefault(submission.loop, []).append((submission, update))
         for loop, deliveries in by_loop.items():
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_put_all, deliveries)
 
-    def _measure(self, text: Text, progress: Progress, now: float) -> None:
+    def _measure(self, text: Text, update: TextUpdate, now: float) -> None:
         metrics = self.metrics
         completion = text.sequence.completion
-        metrics.new_tokens.labels(self.name).inc(len(progress.sampled))
-        if text.first_token is None and progress.sampled:
+        metrics.new_tokens.labels(self.name).inc(len(update.sampled))
+        if text.first_token is None and update.sampled:
             text.first_token = now
-            text.n_first = len(progress.sampled)
+            text.n_first = len(update.sampled)
             metrics.first_token.labels(self.name).observe(now - text.arrived)
             metrics.prompt_tokens.labels(self.name).inc(completion.prompt_tokens)
             metrics.cached_tokens.labels(self.name).inc(text.sequence.n_shared)
-        if not progress.has_ended:
+        if not update.has_ended:
             return
         text.end = now
         seconds = now - text.arrived
@@ -280,7 +280,7 @@ class EngineThread:
             mean = (now - text.first_token) / n_between
             metrics.per_token.labels(self.name).observe(mean)
         self._seconds_per_text += 0.1 * (seconds - self._seconds_per_text)
-        reason = "error" if progress.error else completion.finish_reason
+        reason = "error" if update.error else completion.finish_reason
         self._forget(text, reason)
 
     def _forget(self, text: Text, reason: str) -> None:
@@ -290,6 +290,6 @@ class EngineThread:
                 self.metrics.texts.labels(self.name, reason).inc()
 
 
-def _put_all(deliveries: list[tuple[Submission, Progress]]) -> None:
-    for submission, progress in deliveries:
-        submission.put(progress)
+def _put_all(deliveries: list[tuple[Submission, TextUpdate]]) -> None:
+    for submission, update in deliveries:
+        submission.put(update)

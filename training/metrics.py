@@ -103,8 +103,12 @@ def flops_per_token(model: Thinker, seq_len: int) -> int:
     is_looked_up = set(map(id, looked_up))
     flops = 0
     for parameter in model.parameters():
-        if id(parameter) not in is_looked_up:
-            flops += (6 if parameter.requires_grad else 4) * parameter.numel()
+        if id(parameter) in is_looked_up:
+            continue
+        products = 3  # the output, the gradients of its input and of the weight
+        if not parameter.requires_grad:
+            products = 2
+        flops += 2 * products * parameter.numel()
     heads = sum(block.attention.n_heads for block in model.blocks)
     return flops + 12 * heads * model.config.head_dim * seq_len
 

@@ -269,8 +269,10 @@ def load_monitor(folder: Path, warn: Callable[[str], None] | None = None) -> Mon
     warn(line) says why there is nothing to compare with, and reports drift; by default it prints to
     standard error. Raises UserError if the stored figures are damaged.
     """
-    warn = warn or print_warning
-    path, state = folder.resolve().parent.parent / FILE_NAME, folder / "state.json"
+    if warn is None:
+        warn = print_warning
+    path = folder.resolve().parent.parent / FILE_NAME
+    state = folder / "state.json"
     if not (path.is_file() and state.is_file()):
         problem = f"no figures are stored with {folder}"
         warn(f"drift is not reported: {problem}; see train.log_attention_every")

@@ -212,7 +212,8 @@ class RetrievalCache(KVCache):
         segments = []
         begin = 0
         while begin < length:
-            n_stored, end = self._n_stored(starts[0] + begin + 1), length
+            n_stored = self._n_stored(starts[0] + begin + 1)
+            end = length
             if is_even:  # until the next eviction
                 next_eviction = self.sinks + self.window + (n_stored + 1) * self.block - 1
                 end = min(length, next_eviction - starts[0])

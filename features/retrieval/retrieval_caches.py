@@ -16,7 +16,7 @@ from thinker.runtime.memory import check_memory, format_bytes
 
 
 class RetrievalCaches(WindowCaches):
-    """Makes RetrievalCaches (see CacheFactory)."""
+    """Makes a RetrievalCache for each batch (see CacheFactory)."""
 
     is_observable = False
 

@@ -17,7 +17,7 @@ from thinker.runtime.errors import RunError, UserError
 
 
 @dataclass
-class Progress:
+class TextUpdate:
     """What a step added to a sequence."""
 
     sequence: Sequence
@@ -101,7 +101,7 @@ class ContinuousBatch:
         self.clear()
 
     @torch.no_grad()
-    def step(self) -> list[Progress]:
+    def step(self) -> list[TextUpdate]:
         """Read and sample once for all sequences. Returns what was added; an ended sequence has
         left the batch."""
         self._admit()
@@ -186,7 +186,7 @@ class ContinuousBatch:
             if n > 0:
                 yield row, row.next_tokens(n)
 
-    def _extend(self, row: Row, sampled: list[SampledToken]) -> Progress:
+    def _extend(self, row: Row, sampled: list[SampledToken]) -> TextUpdate:
         sequence = row.sequence
         n_before = len(sequence.completion.token_ids)
         try:
@@ -194,7 +194,7 @@ class ContinuousBatch:
         except (UserError, RunError) as error:
             # NaN among its keys would reach others: even 0 times NaN is NaN.
             self._close(row, keep=False)
-            return Progress(sequence, "", [], True, error)
+            return TextUpdate(sequence, "", [], True, error)
         sampled = sampled[: len(sequence.completion.token_ids) - n_before]
         if has_ended:
             self._close(row)
@@ -202,7 +202,7 @@ class ContinuousBatch:
                 sequence.slide(self.generator.context_len)
                 self.running.append(self.rows.open(sequence))  # it keeps its place
                 has_ended = False
-        return Progress(sequence, text, sampled, has_ended)
+        return TextUpdate(sequence, text, sampled, has_ended)
 
     def _close(self, row: Row, keep: bool = True) -> None:
         self.running.remove(row)
