@@ -115,13 +115,17 @@ def _print_reply(
 ) -> None:
     params = dataclasses.replace(params, seed=params.seed + len(conversation.turn_starts))
     interrupt.pressed = False
+    is_empty = True
     with contextlib.closing(conversation.reply(text, params)) as pieces:
         for piece in pieces:
+            is_empty = False
             print_text(piece)
             if interrupt.pressed:
                 log("\n(interrupted)")
                 return
     print_text("\n")
+    if is_empty:
+        log("(the text has ended; type something, or /undo)")
     log(*conversation.news())
 
 

@@ -1,11 +1,14 @@
 """A text in turns: the cache is kept, and what comes is what a fresh start would give."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from installed import if_installed
 
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
+from thinker.generation.chat import interactive
 from thinker.generation.chat.conversation import Conversation
 from thinker.runtime.errors import UserError
 
@@ -167,3 +170,13 @@ def test_turns_and_undo_with_attention_variants(random_model, attention):
     model = random_model(vocab_size=264, max_seq_len=96, attention=attention)
     test_every_turn_equals_a_fresh_prefill_and_reads_only_new_tokens(model, {})
     test_text_continues_correctly_after_undo_and_interruption(model, {})
+
+
+def test_a_reply_without_text_says_that_the_text_has_ended(model, capsys):
+    """Otherwise Enter prints empty lines, and nobody knows why."""
+    conversation = Conversation(Generator(model, TOKENIZER))
+    interrupt = SimpleNamespace(pressed=False)
+    for bias, is_told in ((1e9, True), (float("-inf"), False)):
+        params = SamplingParams(3, logit_bias={TOKENIZER.eos_id: bias})
+        interactive._print_reply(conversation, "", params, interrupt)
+        assert ("the text has ended" in capsys.readouterr().err) == is_told
