@@ -153,7 +153,7 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, sequences: list[Sequence]) -> Submission:
-        """Queue sequences; call it in the event loop that reads their update.
+        """Queue sequences; call it in the event loop that reads their updates.
 
         Raises QueueFull.
         """

@@ -165,8 +165,12 @@ class ServedModel:
         if n_removed <= 0:
             return prompt
         tokens = prompt.tokens[n_removed:]
-        text = self.generator.tokenizer.decode(tokens)
-        return Prompt(tokens, text, max(0, prompt.n_added - n_removed))
+        return Prompt(tokens, self._decode(tokens), max(0, prompt.n_added - n_removed))
+
+    def _decode(self, tokens: list[int]) -> str:
+        """The text of tokens. Unknown ids, which are refused later, have none."""
+        tokenizer = self.generator.tokenizer
+        return tokenizer.decode(token for token in tokens if 0 <= token < tokenizer.vocab_size)
 
     def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
         """A text or token ids as a Prompt, with the BOS token if the model expects one."""
@@ -181,7 +185,7 @@ class ServedModel:
             tokens = prompt
             if tokens[: len(added)] == added:
                 added = []
-            text = tokenizer.decode(token for token in tokens if 0 <= token < tokenizer.vocab_size)
+            text = self._decode(tokens)
         return Prompt([*added, *tokens], text, len(added))
 
     def _chat_prompt(self, body: ChatRequest) -> list[int]:
@@ -214,7 +218,8 @@ class ServedModel:
     def _check_length(self, tokens: list[int], param: str) -> None:
         if len(tokens) > self.max_prompt:
             limit = f"the model {self.name} reads at most {self.max_prompt}"
-            message = f"{param} has {len(tokens)} tokens; {limit}"
+            has = "have" if param == "messages" else "has"
+            message = f"{param} {has} {len(tokens)} tokens; {limit}"
             raise ApiError(400, message, param, "context_length_exceeded")
 
     def _check_number(self, n_texts: int) -> None:

@@ -44,6 +44,7 @@ function showTab(name) {
     $(`tab-${other}`).ariaSelected = String(other === name);
     $(`tab-${other}`).tabIndex = other === name ? 0 : -1;
   }
+  if (name === "chat") for (const conversation of chat.conversations) conversation.scrollToEnd();
 }
 
 function startTabs() {
@@ -139,7 +140,6 @@ function openLink(parameters = new URLSearchParams(location.hash.slice(1)), toke
   forgetRequestErrors();
   refresh();
   showTab(parameters.get("tab") === "chat" ? "chat" : "write");
-  for (const conversation of chat.conversations) conversation.scrollToEnd(); // which needs it in sight
 }
 
 function startLinks() {

@@ -55,9 +55,13 @@ class Conversation extends Pane {
   async ask(content) {
     await this.stop();
     this.add("user", content);
-    await this.answer();
+    if (await this.answer()) return;
+    this.truncate(this.messages.length - 1); // it was not answered: many templates want an answer before the next
+    if (chat.active.length === 1 && $("message").value === "") $("message").value = content;
+    this.changed();
   }
 
+  /** Ask the model; returns whether it has answered. */
   async answer() {
     const model = this.select.value, system = $("system").value.trim(), n = settings.value("logprobs");
     const asked = this.messages.map(({ role, content }) => ({ role, content }));
@@ -65,20 +69,23 @@ class Conversation extends Pane {
     const options = { max_completion_tokens: settings.value("max_tokens"), logprobs: true, top_logprobs: n };
     const message = this.add("assistant", "");
     const body = { model, messages, ...settings.body(), ...options };
-    await this.run("/v1/chat/completions", body, message.view, (choice) => {
+    const hasEnded = await this.run("/v1/chat/completions", body, message.view, (choice) => {
       message.content += choice.delta?.content ?? "";
       return tokensOfChat(choice, this.endNames);
     });
     this.cutStop(message);
-    if (!message.view.tokens.length) this.truncate(this.messages.length - 1); // nothing was answered
+    const isAnswered = hasEnded || message.view.tokens.length > 0;
+    if (!isAnswered) this.truncate(this.messages.length - 1);
     this.changed();
+    return isAnswered;
   }
 
   /** Send the conversation. If it is too long, forget the older half of its turns, as often as needed. */
   async send(path, { body, signal }, onWait) {
-    if (this.asked !== body.model) this.unseen = 0; // another model may read more
-    this.asked = body.model;
-    const isSystem = ({ role }) => role === "system";
+    const asked = `${body.model}\n${$("system").value}`;
+    if (this.asked !== asked) this.unseen = 0; // with another model or system message, more may fit
+    this.asked = asked;
+    const before = this.unseen, isSystem = ({ role }) => role === "system";
     const system = body.messages.filter(isSystem), said = body.messages.filter((message) => !isSystem(message));
     for (;;) {
       const messages = [...system, ...said.slice(this.unseen)];
@@ -86,14 +93,17 @@ class Conversation extends Pane {
         return await super.send(path, { body: { ...body, messages }, signal }, onWait);
       } catch (error) {
         const turns = [...said.keys()].filter((at) => at >= this.unseen && said[at].role === "user");
-        if (!error.isTooLong || turns.length < 2) throw error;
+        if (!error.isTooLong || turns.length < 2) {
+          this.unseen = before;
+          throw error;
+        }
         this.unseen = turns[Math.ceil(turns.length / 2)];
       }
     }
   }
 
   get note() {
-    return this.unseen ? `the first ${this.unseen} messages no longer fit` : "";
+    return this.unseen ? `the model no longer sees the first ${this.unseen} messages` : "";
   }
 
   /** Remove tokens of a stop string: they are no part of the message. */
@@ -107,8 +117,11 @@ class Conversation extends Pane {
   async regenerate(index) {
     if (!settings.areValid()) return;
     await this.stop();
+    const removed = this.messages.slice(index);
     this.truncate(index);
-    await this.answer();
+    if (await this.answer()) return;
+    this.messages.push(...removed);
+    this.list.append(...removed.map(({ item }) => item));
   }
 
   add(role, content) {
@@ -157,6 +170,8 @@ class Conversation extends Pane {
     };
     const buttons = [button("Send edited", send, "small primary"), button("Cancel", close)];
     const hint = $("edit-keys").content.cloneNode(true);
+    const later = this.messages.length - 1 - this.messages.indexOf(message);
+    hint.querySelector(".replaces").textContent = later > 1 ? `; replaces the ${later} messages after it` : "";
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close();
       else if (isPlainEnter(event) || (event.key === "Enter" && (event.ctrlKey || event.metaKey))) send();

@@ -27,8 +27,9 @@ async function writeToClipboard(text) {
   const area = make("textarea", { value: text });
   document.body.append(area);
   area.select();
-  document.execCommand("copy");
+  const isCopied = document.execCommand("copy");
   area.remove();
+  if (!isCopied) throw new DOMException("not copied");
 }
 
 /** Whether a key is Enter alone, which sends. An input method also uses Enter, to choose a word. */
@@ -113,7 +114,7 @@ class Pane {
     return true;
   }
 
-  /** Run a request; its tokens go to `view`. read(choice): the new tokens of a choice. */
+  /** Run a request; its tokens go to `view`. read(choice): the new tokens of a choice. Returns whether it ended. */
   run(path, body, view, read) {
     this.running = this.stream(path, body, view, read);
     return this.running;
@@ -146,11 +147,13 @@ class Pane {
         }
       }
       speed.end(reason === "length" ? "reached max tokens" : "the text ended");
+      return true;
     } catch (error) {
       if (error.name !== "AbortError" && !(error instanceof RequestError)) throw error;
       if (error instanceof RequestError) this.showError(error.message);
       const how = speed.count ? "an error ended it" : ""; // the error says what happened
       speed.end(error instanceof RequestError ? how : "stopped");
+      return false;
     } finally {
       view.flush();
       this.controller = null;

@@ -552,7 +552,7 @@ def test_a_chat_that_is_too_long_forgets_its_oldest_turns(tab, api):
     assert said[-1] == "four"
     assert page.error.count() == 0
     stats = page.page.locator("#conversations .stats").first
-    expect(stats).to_contain_text("the first 4 messages no longer fit")
+    expect(stats).to_contain_text("the model no longer sees the first 4 messages")
     send(page, "five")  # which need not be refused before
     assert page.sent[-1]["messages"][0]["content"] == "three"
     assert page.page.evaluate(PAIRS)[0] == ["user", "one"]  # it is still shown
@@ -560,6 +560,41 @@ def test_a_chat_that_is_too_long_forgets_its_oldest_turns(tab, api):
     page.reply(too_long, status=400)
     send(page, "a single message")
     expect(page.error).to_have_text("too long")
-    assert page.page.evaluate(PAIRS) == [["user", "a single message"]]  # without an empty answer
+    assert page.page.evaluate(PAIRS) == []  # templates want an answer to each message
+    assert page.field("Message").input_value() == "a single message"
     send(page, "a shorter one")
-    expect(page.page.locator("#chat .token").first).to_be_visible()
+    assert [message["role"] for message in page.sent[-1]["messages"]] == ["user"]
+
+
+def test_a_message_that_is_too_long_costs_no_earlier_turn(tab, api):
+    page = tab(model=api.chat, tab="chat", max_tokens=4, failures=3)
+    for text in ("one", "two", "three"):
+        send(page, text)
+    too_long = {"error": {"message": "too long", "code": "context_length_exceeded"}}
+    for _ in range(3):
+        page.reply(too_long, status=400)
+    send(page, "a long one", n_requests=3)
+    expect(page.error).to_have_text("too long")
+    assert "no longer sees" not in page.page.locator("#conversations .stats").first.inner_text()
+    send(page, "a short one")
+    assert page.sent[-1]["messages"][0]["content"] == "one"
+
+
+def test_an_answer_that_cannot_be_written_again_is_kept(tab, api):
+    page = tab(model=api.chat, tab="chat", max_tokens=4, failures=1)
+    for text in ("one", "two"):
+        send(page, text)
+    pairs = page.page.evaluate(PAIRS)
+    page.reply({"error": {"message": "the queue is full"}}, status=400)
+    page.button("Regenerate").first.click()
+    expect(page.error).to_have_text("the queue is full")
+    assert page.page.evaluate(PAIRS) == pairs
+    expect(page.page.locator("#chat li.assistant")).to_have_count(2)
+
+
+def test_the_edit_box_says_what_sending_replaces(tab, api):
+    page = tab(model=api.chat, tab="chat", max_tokens=4)
+    for text in ("one", "two"):
+        send(page, text)
+    page.button("Edit").first.click()
+    expect(page.page.locator(".replaces")).to_have_text("; replaces the 3 messages after it")
