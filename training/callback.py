@@ -64,9 +64,11 @@ class Callback:
         return {}
 
     def before_batch(self, info: StepInfo) -> None:
-        """Another step follows, and its batch is read next. All callbacks have seen the step.
+        """The batch of the next step is read next; all callbacks have seen the step before. Not
+        called before the first batch of a process: use on_start().
 
-        Raise UserError if there can be no batch; the run is then saved.
+        The next step is not made if the time is over then, or if it is interrupted. Raise UserError
+        if there can be no batch; the run is then saved.
         """
 
     def progress_text(self) -> str:
@@ -117,7 +119,8 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what state_dict() returned when the checkpoint was written; before on_start().
+        """Take what state_dict() returned when the checkpoint was written; before on_start(). An
+        earlier version of the callback may have saved fewer keys.
 
         Raise UserError if the run cannot go on with it.
         """

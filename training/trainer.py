@@ -164,7 +164,7 @@ class Trainer:
             metrics = self._callback_metrics()
             started += time.perf_counter() - measured
         try:
-            if info.progress < 1:
+            if info.progress < 1 and not self.stopping:
                 for callback in self.callbacks:
                     callback.before_batch(info)
             self.fetch_batch(started)

@@ -23,6 +23,7 @@ FEATURE = Feature(
     evaluator="thinker.features.rewards.grpo_option:make_evaluator",
     describe_evaluation="thinker.features.rewards.grpo_option:describe_evaluation",
     comparable_losses="thinker.features.rewards.grpo_option:comparable_losses",
+    sample_prompt="thinker.features.rewards.grpo_option:sample_prompt",
     describe_data="thinker.features.rewards.grpo_option:describe_data",
     fixed_keys={"train.grpo": "thinker.features.rewards.resume_rules:grpo_reason"},
     python_api=("thinker.features.rewards.verifiers.verifier:Answer",),

@@ -23,16 +23,19 @@ from thinker.features.rewards.reference_policy import ReferencePolicy
 from thinker.features.rewards.rollout_dataset import RolloutDataset
 from thinker.features.rewards.rollouts import Rollouts, Sampler, empty_rollouts, make_rollouts
 from thinker.features.rewards.token_log_probs import token_log_probs
+from thinker.features.rewards.verifiers.load_verifier import file_digests
 from thinker.features.rewards.verifiers.verifier_process import VerifierProcess
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.files import make_folder
+from thinker.runtime.process.progress import Progress
 from thinker.training.callback import Callback, StepInfo, TrainingParts, TrainingRun
 from thinker.training.kernels import without_kernels
 from thinker.training.objective import Loss
 from thinker.training.reports.run_summary import RunSummary
 
 TENSORS = ("inputs", "targets", "sampled", "reference", "advantages", "is_used")
+EARLY = 10  # steps
 PICTURE = "reward.png"  # in the run directory
 LOG = "verifiers.log"  # in the run directory: what verifiers print
 NO_SIGNAL = (
@@ -59,6 +62,8 @@ class GRPOLoss(Callback):
         self.prompts: list[Prompt] = []
         self.answer_metrics: dict[str, float] = {}  # of the step before
         self.prompts_digest = ""  # of the run that resumes
+        self.file_digests: dict[str, str] = {}  # of the verifiers of the run that resumes
+        self.has_signal = False  # in any step of the run
         self.reference: ReferencePolicy | None = None
 
     def setup(self, parts: TrainingParts) -> None:
@@ -83,10 +88,11 @@ class GRPOLoss(Callback):
         digest = digest_of(self.prompts)
         if self.prompts_digest not in ("", digest):
             raise UserError(
-                "the prompts, or the rows that verifiers read, have changed since this run "
-                "started; restore them"
+                "the training prompts, or the rows that verifiers read, have changed since this "
+                "run started; restore them, or choose another run.dir"
             )
         self.prompts_digest = digest
+        self._say_what_has_changed()
         make_folder(run.directory.path, "run.dir")  # rank 0 may not have made it yet
         verifiers = VerifierProcess(
             list(self.options.rewards), self.options.timeout, run.directory.path / LOG
@@ -113,6 +119,9 @@ class GRPOLoss(Callback):
             if math.isfinite(mismatch):  # a line of the log, in JSON, cannot have NaN
                 self.rollouts.metrics["policy_mismatch"] = mismatch
         self.answer_metrics = self.rollouts.metrics
+        self.has_signal = self.has_signal or bool(self.rollouts.is_used.any())
+        if info.step == EARLY and not self.has_signal and self.parts.dist.is_main:
+            Progress.write(f"{NO_SIGNAL} (in the first {EARLY} steps)", file=sys.stderr)
 
     def before_batch(self, info: StepInfo) -> None:
         """Sample the answers of the next step, if they are due."""
@@ -133,7 +142,7 @@ class GRPOLoss(Callback):
     def on_summary(self, summary: RunSummary) -> None:
         """Draw the rewards of the run, and say if nothing was learned from them."""
         lines = list(self.run.directory.read_metrics())
-        if not any(line.get("groups_with_signal", 0) > 0 for line in lines):
+        if not self.has_signal:
             print(NO_SIGNAL, file=sys.stderr)
         if not any("reward" in line for line in lines):
             return
@@ -147,7 +156,8 @@ class GRPOLoss(Callback):
         """End the verifiers, and say how many answers they could not judge."""
         failures = self.sampler.verifiers.failures
         for reason, n in failures.most_common():
-            print(f"{n:,} answers could not be judged: {reason}", file=sys.stderr)
+            answers = "1 answer" if n == 1 else f"{n:,} answers"
+            print(f"{answers} could not be judged: {reason}", file=sys.stderr)
         self.sampler.verifiers.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,13 +168,18 @@ class GRPOLoss(Callback):
             "grpo_metrics": self.rollouts.metrics,
             "grpo_reference": digest,
             "grpo_prompts": self.prompts_digest,
+            "grpo_verifiers": self.file_digests,
+            "grpo_has_signal": self.has_signal,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what was saved. Raises UserError if the reference has other weights."""
         self.first = state["grpo_first"]
         self.loaded_metrics = state["grpo_metrics"]
-        self.prompts_digest = state.get("grpo_prompts", "")  # earlier versions have none
+        # Earlier versions have not saved these.
+        self.prompts_digest = state.get("grpo_prompts", "")
+        self.file_digests = state.get("grpo_verifiers", {})
+        self.has_signal = state.get("grpo_has_signal", True)
         if self.reference is not None:
             self.reference.check(state["grpo_reference"])
 
@@ -223,6 +238,17 @@ class GRPOLoss(Callback):
         with without_kernels(policy, self.parts.kernels):
             values = self.engine(policy, batch.inputs, batch.targets)
         return with_values(log_probs, values)
+
+    def _say_what_has_changed(self) -> None:
+        """Print which verifiers of the user have changed since the run was saved."""
+        digests = file_digests(list(self.options.rewards))
+        for path, digest in digests.items():
+            if self.file_digests.get(path, digest) != digest and self.parts.dist.is_main:
+                print(
+                    f"{path} has changed since the last save; rewards before and after may differ",
+                    file=sys.stderr,
+                )
+        self.file_digests = digests
 
     def _token_weights(self) -> Tensor:
         """How much a token of each answer of the batch counts, (R,) fp32."""

@@ -20,6 +20,7 @@ from thinker.training.settings.settings import Settings
 
 if TYPE_CHECKING:
     from thinker.features.rewards.reward_evaluator import RewardEvaluator
+    from thinker.training.callbacks.samples import SamplePrompt
 
 MANY_CUT = 0.5  # share of answers
 ROOM = 0.8  # share of a sequence; texts that need more do not waste much
@@ -94,6 +95,19 @@ def make_evaluator(
     windows = pack_validation(settings, corpus)
     losses = build_evaluator(settings, corpus, windows, settings.train.eval_sequences, dist)
     return RewardEvaluator(losses, prompts, loader.dataset, dist)
+
+
+def sample_prompt(settings: Settings, corpus: Corpus) -> SamplePrompt | None:
+    """The first prompt of the validation split, or of the training split if that has none."""
+    if settings.train.grpo is None:
+        return None
+    from thinker.features.rewards.prompts import prompts_of_split
+    from thinker.training.callbacks.samples import SamplePrompt
+
+    for split in ("val", "train"):
+        for prompt in prompts_of_split(settings, corpus.tokenizer, split):
+            return SamplePrompt(prompt.text, list(prompt.tokens))
+    return None
 
 
 def describe_evaluation(val: dict[str, Any]) -> list[str]:

@@ -76,9 +76,11 @@ class RewardKeys(ConfigSection):
 
 
 def complete_config(tree: dict[str, Any]) -> None:
-    """Answers are sampled when a step needs them, not ahead of time, and without dropout."""
+    """Answers are sampled when a step needs them, not ahead of time, and without dropout. Texts are
+    evaluated as they are answered: each from its beginning."""
     if tree["train"].get("grpo") is not None:
         tree["data"].setdefault("num_workers", 0)
+        tree["data"].setdefault("packing", "documents")
         tree["model"].setdefault("dropout", 0.0)
     if tree["train"].get("exact"):
         tree["train"].setdefault("device", "cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,8 @@ def load_prompts(settings: Settings, tokenizer: Tokenizer, split: str) -> tuple[
     """The prompts of a split, and the number of those that are too long for an answer. Raises
     UserError if the training split has none."""
     data, grpo = settings.data, settings.train.grpo
-    source = open_source(**data.source_options(), seed=settings.run.seed)
-    pieces = split_documents(source, data.val_fraction)
-    documents = (document for place, document in pieces if place == split)
-    longest = min(settings.model.max_seq_len, data.seq_len) - grpo.max_new_tokens + 1
+    longest = longest_prompt(settings)
+    documents = _documents_of_split(settings, split)
     prompts, n_too_long = read_prompts(documents, tokenizer, grpo.prompt_tokens, longest)
     if not prompts and split == "train":
         if n_too_long == 0 and grpo.prompt_tokens is not None:
@@ -50,12 +48,34 @@ def load_prompts(settings: Settings, tokenizer: Tokenizer, split: str) -> tuple[
     return prompts, n_too_long
 
 
+def prompts_of_split(settings: Settings, tokenizer: Tokenizer, split: str) -> Iterator[Prompt]:
+    """The prompts of a split that leave room for an answer, one by one."""
+    for document in _documents_of_split(settings, split):
+        prompt = read_prompt(document, tokenizer, settings.train.grpo.prompt_tokens)
+        if prompt is not None and len(prompt.tokens) <= longest_prompt(settings):
+            yield prompt
+
+
+def longest_prompt(settings: Settings) -> int:
+    """Tokens of a prompt that leave room for an answer. The last token of an answer is not read."""
+    seq_len = min(settings.model.max_seq_len, settings.data.seq_len)
+    return seq_len - settings.train.grpo.max_new_tokens + 1
+
+
+def _documents_of_split(settings: Settings, split: str) -> Iterator[Document]:
+    data = settings.data
+    source = open_source(**data.source_options(), seed=settings.run.seed)
+    for place, document in split_documents(source, data.val_fraction):
+        if place == split:
+            yield document
+
+
 def digest_of(prompts: Iterable[Prompt]) -> str:
     """A digest of prompts and of what verifiers read of their rows."""
     digest = hashlib.sha256()
     for prompt in prompts:
         values = [prompt.tokens, prompt.text, dict(prompt.row)]
-        digest.update(json.dumps(values, sort_keys=True, default=str).encode())
+        digest.update(json.dumps(values, default=str).encode())
     return digest.hexdigest()
 
 

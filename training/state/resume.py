@@ -221,16 +221,26 @@ def give_state_to_callbacks(state: RunState, callbacks: Sequence[Callback], fold
     callbacks."""
     left = dict(state.of_callbacks)
     for callback in callbacks:
-        keys = callback.state_dict().keys()
-        missing = [key for key in keys if key not in left]
-        if missing:
-            name = type(callback).__name__
+        keys = list(callback.state_dict())
+        saved = {key: left.pop(key) for key in keys if key in left}
+        missing = [key for key in keys if key not in saved]
+        name = type(callback).__name__
+        if keys and not saved:
             raise UserError(
                 f"{folder} was saved without the callback {name}, so it has no {missing[0]}; "
                 f"{REMEDY}"
             )
-        if keys:
-            callback.load_state_dict({key: left.pop(key) for key in keys})
+        if not keys:
+            continue
+        try:
+            callback.load_state_dict(saved)
+        except KeyError as error:
+            if not missing:
+                raise
+            raise UserError(
+                f"{folder} was saved with another version of the callback {name}, so it has no "
+                f"{missing[0]}; {REMEDY}"
+            ) from error
     for key, value in left.items():
         if value:
             raise UserError(

@@ -85,10 +85,9 @@ def _column(answer: Answer, name: str) -> Any:
 def evaluate(expression: str) -> int:
     """The value of sums, differences and products of whole numbers. Raises ValueError."""
     try:
-        tree = ast.parse(LEADING_ZEROS.sub("", expression), mode="eval")
-    except SyntaxError as error:
-        raise ValueError(f"{expression} is no sum, difference or product") from error
-    return _value(tree.body)
+        return _value(ast.parse(LEADING_ZEROS.sub("", expression), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:  # the last two: it is too long
+        raise ValueError(f"{expression[:100]} is no sum, difference or product") from error
 
 
 def _value(node: ast.expr) -> int:

@@ -11,8 +11,9 @@ from types import ModuleType
 
 from thinker.features.rewards.verifiers.verifier import VERIFIERS, Verifier
 from thinker.runtime.errors import UserError, did_you_mean
+from thinker.runtime.reading import sha256_of_file
 
-_folders: set[str] = set()  # of verifiers that were loaded
+_files: list[Path] = []  # of verifiers that were loaded
 
 
 def load_verifier(name: str) -> Verifier:
@@ -52,26 +53,45 @@ def check_verifier(name: str) -> None:
         raise UserError(f"{path} is not a file; use FILE.py:FUNCTION")
 
 
-def _check_neighbours(path: str) -> None:
-    """Raise UserError if a file next to this one has the name of one that another verifier has
-    imported: Python would take that one."""
-    verifier = Path(path).resolve()
-    for name, module in sys.modules.items():
-        file = getattr(module, "__file__", None)
-        if file is None or str(Path(file).parent) not in _folders:
+def file_digests(names: list[str]) -> dict[str, str]:
+    """A digest of each file of the user among these verifiers, by path."""
+    digests = {}
+    for name in names:
+        path, _, _ = name.rpartition(":")
+        if path:
+            digests[path] = sha256_of_file(Path(path))
+    return digests
+
+
+def _check_neighbours(file: Path) -> None:
+    """Raise UserError if a module next to this file has the name of one next to another verifier:
+    Python would import the same one for both."""
+    for other in _files:
+        if other.parent == file.parent:
             continue
-        own = verifier.with_name(f"{name}.py")
-        if own.is_file() and own not in (verifier, Path(file)):
-            raise UserError(f"{own} and {file} have the same name; rename one of them")
-    _folders.add(str(verifier.parent))
+        shared = _modules_beside(file) & _modules_beside(other)
+        shared -= {file.stem, other.stem}
+        if shared:
+            raise UserError(
+                f"{file.parent} and {other.parent} both have a module {min(shared)}; rename one of "
+                "them, or put the verifiers into one folder"
+            )
+    _files.append(file)
+
+
+def _modules_beside(file: Path) -> set[str]:
+    """The names of the modules and packages in the folder of a file."""
+    modules = {path.stem for path in file.parent.glob("*.py")}
+    packages = {path.parent.name for path in file.parent.glob("*/__init__.py")}
+    return modules | packages
 
 
 @cache
 def _load_module(path: str) -> ModuleType:
     """The module in a file, which may import its neighbours."""
     folder = str(Path(path).resolve().parent)
+    _check_neighbours(Path(path).resolve())
     if folder not in sys.path:
-        _check_neighbours(path)
         sys.path.append(folder)
     name = Path(path).stem
     spec = importlib.util.spec_from_file_location(name, path)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import json
 import os
-import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from typing import Any, TextIO
 
@@ -21,10 +21,12 @@ from thinker.features.rewards.verifiers.verifier import Answer, checked_parts
 from thinker.runtime.errors import UserError
 
 MAX_LOGGED = 10  # errors whose traceback is printed
+WATCH_SECONDS = 1.0
 
 
 def main() -> None:
     """Answer the lines of standard input until it ends. Arguments: names of verifiers."""
+    _end_with_parent()
     requests, replies = _take_standard_streams()
     verifiers = {}
     for name in sys.argv[1:]:
@@ -35,7 +37,6 @@ def main() -> None:
         except Exception as error:  # of the user's file
             traceback.print_exc()
             sys.exit(_describe(name, error))
-    _end_with(requests)
     print(json.dumps({"ready": True}), file=replies, flush=True)
     own_id = os.getpid()
     logged: set[str] = set()
@@ -47,19 +48,20 @@ def main() -> None:
             print(json.dumps(reply), file=replies, flush=True)
 
 
-def _end_with(requests: TextIO) -> None:
-    """End this process, and those that it has started, when nobody can send a request any more: the
-    training has been killed. A verifier may be at work then, which may hang."""
-    if not hasattr(select, "poll"):  # Windows
+def _end_with_parent() -> None:
+    """End this process, and those that it has started, when the training is gone that started it. A
+    verifier may be at work then, and may hang."""
+    leads_its_group = hasattr(os, "killpg") and os.getpgrp() == os.getpid()
+    if not leads_its_group:  # on Windows, or started by hand
         return
-    poll = select.poll()
-    poll.register(requests, 0)  # for the end of the other side alone
+    parent = os.getppid()
 
-    def wait() -> None:
-        poll.poll()
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_SECONDS)
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _take_standard_streams() -> tuple[TextIO, TextIO]:

@@ -3,7 +3,6 @@
 import datetime
 import json
 import os
-import select
 import subprocess
 import sys
 from pathlib import Path
@@ -330,10 +329,17 @@ def test_neighbours_of_one_name_are_refused(tmp_path):
         path = tmp_path / folder / f"of_{folder}.py"
         path.write_text("import helper\n\n\ndef score(answer):\n    return 0.0\n")
         names.append(f"{path}:score")
-    with pytest.raises(UserError, match="b/helper.py and .*a/helper.py have the same name"):
+    with pytest.raises(UserError, match="b and .*a both have a module helper; rename one"):
         VerifierProcess(names, 60.0, tmp_path / "log")
     for name in names:
         VerifierProcess([name], 60.0, tmp_path / "log").close()
+    (tmp_path / "a" / "helper.py").unlink()
+    (tmp_path / "a" / "of_a.py").write_text("def score(answer):\n    return 0.0\n")
+    VerifierProcess(names, 60.0, tmp_path / "log").close()
+    (tmp_path / "a" / "helper").mkdir()
+    (tmp_path / "a" / "helper" / "__init__.py").touch()  # a package, which a function may import
+    with pytest.raises(UserError, match="both have a module helper"):
+        VerifierProcess(names, 60.0, tmp_path / "log")
 
 
 HANGS = """
@@ -359,7 +365,7 @@ VerifierProcess([sys.argv[1]], 1000.0, Path(sys.argv[2])).judge([Answer("", "")]
 """
 
 
-@pytest.mark.skipif(not hasattr(select, "poll"), reason="this system has no poll()")
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="this system has no groups of processes")
 def test_a_verifier_ends_with_the_training_that_was_killed(tmp_path):
     path = tmp_path / "hangs.py"
     path.write_text(HANGS)
