@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.shards import TokenShards
-from thinker.data.text.sources import open_source
+from thinker.data.text.sources import SOURCES, open_source
 from thinker.data.tokenizers.text_bytes import scaled_byte_lengths
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.perplexity import TextLoss, text_loss, tokenize
@@ -104,8 +104,9 @@ def open_text(choice: TextChoice, folder: Path, tokenizer: Tokenizer, scratch: P
     read."""
     if choice.source is not None:
         config = load_run_config(folder)
-        trained = None if config is None else config.data.seq_len
-        return _read_source(choice, tokenizer, scratch, trained)
+        if config is None:
+            return _read_source(choice, tokenizer, scratch, None, "contiguous")
+        return _read_source(choice, tokenizer, scratch, config.data.seq_len, config.data.packing)
     part = choice.part
     config, tokens = load_validation_data(
         folder, tokenizer, "--source", scratch, choice.read_data, part
@@ -115,22 +116,30 @@ def open_text(choice: TextChoice, folder: Path, tokenizer: Tokenizer, scratch: P
     if source is None:
         names = ", ".join(data.source_names())
         source = f"all tokens of {names}, not weighted; --part NAME for one of them"
-    layout = {"packing": data.val_packing, "document_masking": data.document_masking}
+    is_masked = data.document_masking
+    if data.source is not None and SOURCES.get(data.source).is_read_alone:
+        is_masked = True
+    layout = {"packing": data.val_packing, "document_masking": is_masked}
     return Text(source, data.seq_len, layout, False, tokens)
 
 
 def _read_source(
-    choice: TextChoice, tokenizer: Tokenizer, scratch: Path, trained: int | None
+    choice: TextChoice, tokenizer: Tokenizer, scratch: Path, trained: int | None, packing: str
 ) -> Text:
+    """The source that the flags choose. packing: of the model's training: one that has only seen
+    texts from their beginning reads them so here, too."""
     options = {"path": choice.path}
     if choice.column:
         options["column"] = choice.column
     max_tokens = choice.max_tokens or MAX_TOKENS
-    packing = "contiguous"
     if choice.source == "tales":  # a seed of stories that no run trains on
         options |= {"max_documents": 1 + max_tokens // 16, "seed": 1 << 40}
         packing = "documents"
     source = open_source(choice.source, **options)
+    if packing != "contiguous":
+        packing = "documents"
+    if source.whole_text:
+        packing = "contiguous"
     tokens = tokenize(source, tokenizer, max_tokens, scratch)
     return Text(source.name, trained, {"packing": packing}, source.whole_text, tokens)
 

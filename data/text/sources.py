@@ -56,12 +56,14 @@ class SourceKind:
     open: a function (name, SourceOptions) -> Source, or "module:function" to import it when it is
     used. options: the options that it reads, besides max_documents, seed and first_bytes.
     has_conversations: documents may be conversations, whose answers end with a token.
+    is_read_alone: the model is trained on each document without those before it in a sequence.
     """
 
     open: str | Callable[[str, SourceOptions], Source]
     options: tuple[str, ...] = ()
     path_means: str = "a file, folder or glob"
     has_conversations: bool = False
+    is_read_alone: bool = False
 
 
 SOURCES: Registry[SourceKind] = Registry("data.source")

@@ -10,6 +10,7 @@ SOURCES.register(
         ("path", "config", "split", "streaming", "allow_special_tokens"),
         "a JSONL or Parquet file, or a dataset, with the columns chosen and rejected",
         has_conversations=True,
+        is_read_alone=True,
     ),
 )
 

@@ -8,6 +8,7 @@ loss, and the policy is trained without a reward model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,7 @@ class DPOLoss(Callback):
         self.windows: PairWindows | None = None
         self.reference: Reference | None = None
         self.digest = ""
+        self.accuracy = ""  # of the newest step that was logged
         self._counted_step = -1
         self._counts = BatchCounts(0, 0)
 
@@ -87,6 +89,15 @@ class DPOLoss(Callback):
         with cached_weight_casts(parts.model), fused_kernels(parts.model, parts.kernels):
             self.reference.compute(parts.model, self.windows, val, batch_size, parts.dist)
         self.digest = self.reference.digest
+
+    def on_log(self, line: Mapping[str, Any]) -> None:
+        """Keep what the progress bar shows."""
+        if "dpo_accuracy" in line:
+            self.accuracy = f"right order {line['dpo_accuracy']:.1%}"
+
+    def progress_text(self) -> str:
+        """The share of pairs whose chosen answer has the higher reward."""
+        return self.accuracy
 
     def state_dict(self) -> dict[str, Any]:
         """Which reference the run has."""

@@ -3,6 +3,7 @@ it is set."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -112,10 +113,16 @@ def describe_evaluation(val: dict[str, Any]) -> list[str]:
     """The comparison of pairs."""
     if "val_dpo_loss" not in val:
         return []
-    return [
+    lines = [
         f"pairs: DPO loss {val['val_dpo_loss']:.4f} nats; the chosen answer has the higher reward "
         f"in {val['val_dpo_accuracy']:.1%}; mean margin {val['val_dpo_margin']:.2f}"
     ]
+    if val["val_dpo_loss"] > math.log(2):
+        lines.append(
+            "advice: the DPO loss of the validation pairs is above ln 2 = 0.693, where training "
+            "began; take fewer steps, lower optimizer.lr, or collect more pairs"
+        )
+    return lines
 
 
 def comparable_losses(
