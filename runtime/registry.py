@@ -110,6 +110,9 @@ class Feature:
     # (settings, corpus, loader, dist) -> what measures the validation loss, as
     # evaluation.loss.Evaluator does; or None.
     evaluator: str = ""
+    # (settings, corpus) -> training.callbacks.samples.SamplePrompt: what samples go on from if the
+    # config has no prompt for them; or None.
+    sample_prompt: str = ""
     # (settings, corpus, loader) -> lines that describe the data before a run.
     describe_data: str = ""
     # (a line of metrics.jsonl with val_loss) -> lines that describe the evaluation after a run.

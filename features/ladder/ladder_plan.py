@@ -40,6 +40,7 @@ class LadderPlan:
     corpus: Corpus
     target: Rung
     rungs: list[Rung]  # smallest first
+    has_fit: bool = False  # thinker train may fit the model to pairs, which no size here does
 
     def sweep(self, rungs: Sequence[Rung], seeds: int, folder: Path) -> Sweep:
         """The runs of some sizes."""
@@ -95,7 +96,8 @@ def make_ladder_plan(
         )
     overrides = [*overrides, *(f"{key}=null" for key in OF_LADDER)]
     if getattr(read.train, "eval_suite", None) is not None:
-        overrides += ["train.eval_suite=null", "train.eval_suite_every=null"]
+        keys = ("eval_suite", "eval_suite_every", "eval_suite_limit")
+        overrides += [f"train.{key}=null" for key in keys]
     # Only the larger sizes could afford it, and a law through both kinds would be wrong.
     overrides.append("train.fit_bigrams=off")
     if read.train.max_steps is None:
@@ -109,7 +111,8 @@ def make_ladder_plan(
         ratio = read.train.max_steps * tokens_per_step / one.parameters
     target = make_rung(model, ratio or TOKENS_PER_PARAMETER, seq_len, tokens_per_step)
     rungs = plan_rungs(target, n_sizes, gap, seq_len)
-    return LadderPlan(config, overrides, corpus, target, rungs)
+    has_fit = read.train.fit_bigrams == "auto"
+    return LadderPlan(config, overrides, corpus, target, rungs, has_fit)
 
 
 def gap_of_budget(target: Rung, n_runs_of_a_size: int, n_sizes: int, flops: float) -> float:

@@ -62,10 +62,11 @@ class LadderReport:
         if target not in shown:
             text = f"then: the loss of {target.name} after {target.steps:,} steps"
             lines.append(f"{text}, {target.flops:.2e} FLOPs")
-        lines.append(
-            "no size is fitted to the pairs of its tokens before it is trained "
-            "(train.fit_bigrams=off); thinker train may do that, and end lower"
-        )
+        if self.plan.has_fit:
+            lines.append(
+                "no size is fitted to the pairs of its tokens before it is trained "
+                "(train.fit_bigrams=off); thinker train may do that, and end lower"
+            )
         if epochs is not None and epochs > GOOD_EPOCHS:
             lines.append(
                 f"advice: {target.name} would read the text {epochs:.0f} times. Repeated text "

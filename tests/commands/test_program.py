@@ -79,7 +79,7 @@ def test_the_version():
         ("tran", "quickstart"): "there is no command tran; did you mean train?",
         ("qwerty",): "there is no command qwerty; thinker --help lists them",
         ("map", "runs/x"): "there is no command map; did you mean inspect map?",
-        ("train", "README.md"): "README.md is text, not a config; train on it with data.path=README.md",
+        ("train", "README.md"): "README.md is text, not a config; train on it with small-text or",
         ("export", "runs/x"): "thinker export needs one more word; use export hf or export gguf",
         ("--keys",): "thinker has no flag --keys; flags follow the name of a command",
         ("generate", "x", "--promt", "y"): "unrecognized arguments: --promt y; did you mean --prompt?",

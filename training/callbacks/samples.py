@@ -8,10 +8,11 @@ from thinker.data.corpus.corpus import Corpus
 from thinker.data.corpus.shards import TokenShards
 from thinker.data.text.document import Message
 from thinker.data.tokenizers.tokenizer import Tokenizer
-from thinker.runtime.errors import RunError
+from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.process.progress import Progress
+from thinker.runtime.registry import offers
 from thinker.training.callback import Callback, StepInfo, TrainingParts, TrainingRun
-from thinker.training.config.sections import TrainConfig
+from thinker.training.settings.settings import Settings
 
 if TYPE_CHECKING:
     from thinker.generation import Generator
@@ -44,51 +45,56 @@ class SamplePrompt(NamedTuple):
 
     text: str
     tokens: list[int]  # with BOS
-    is_question: bool = False
 
 
-def find_prompt(text: str, corpus: Corpus) -> SamplePrompt:
-    """The prompt of the samples of a run. In conversations, `text` is the message of a user;
-    without one, samples answer the first question of the validation split."""
+def find_prompt(settings: Settings, corpus: Corpus) -> SamplePrompt:
+    """The prompt of the samples of a run. In conversations, that of the config is the message of a
+    user; without one, samples answer the first question of the validation split."""
+    text = settings.train.sample_prompt
     tokenizer = corpus.tokenizer
-    if corpus.train.has_conversations:
-        if not text:
-            question = first_question(corpus.val, tokenizer)
-            if question is not None:
-                return question
-        elif tokenizer.chat_template is not None:
-            from thinker.data.chat import chat  # texts do not need it
+    if not text:
+        for offer in offers("sample_prompt"):
+            prompt = offer(settings, corpus)
+            if prompt is not None:
+                return prompt
+        question = first_question(corpus.val, tokenizer)
+        if question is not None:
+            return question
+    elif corpus.train.has_conversations and tokenizer.chat_template is not None:
+        from thinker.data.chat import chat  # texts do not need it
 
-            message: Message = {"role": "user", "content": text}
-            return SamplePrompt(text, chat.encode_prompt(tokenizer, [message]), is_question=True)
+        message: Message = {"role": "user", "content": text}
+        try:
+            return SamplePrompt(text, chat.encode_prompt(tokenizer, [message]))
+        except UserError as error:
+            raise UserError(f"train.sample_prompt: {error}") from error
     tokens = [*tokenizer.bos_prefix, *tokenizer.encode(text)] or [tokenizer.bos_id]
     return SamplePrompt(text, tokens)
 
 
 def first_question(split: TokenShards, tokenizer: Tokenizer) -> SamplePrompt | None:
     """What is before the first answer of a split; None if nothing is."""
-    shard = split.shards[0]
-    if shard.loss_mask is None:
+    if not split.shards or split.shards[0].loss_mask is None:
         return None
+    shard = split.shards[0]
     begin, end = shard.offsets[0:2].tolist()
     is_target = shard.loss_mask[begin:end] != 0
     tokens = shard.tokens[begin:end][: int(is_target.argmax())].tolist()
     text = tokenizer.decode(tokens[len(tokenizer.bos_prefix) :]).strip()
     if not text:
         return None
-    return SamplePrompt(text, tokens, is_question=True)
+    return SamplePrompt(text, tokens)
 
 
 class Samples(Callback):
     """Takes samples as train.sample_every says: prints each as one line, and writes it to
     samples.jsonl."""
 
-    def __init__(self, train: TrainConfig, corpus: Corpus) -> None:
-        self.train = train
-        self.every = train.sample_every
-        self.corpus = corpus
+    def __init__(self, settings: Settings, corpus: Corpus) -> None:
+        self.train = settings.train
+        self.every = self.train.sample_every
         self.tokenizer = corpus.tokenizer
-        self.prompt = find_prompt(train.sample_prompt, corpus)
+        self.prompt = find_prompt(settings, corpus)
         self.share = 0.0  # of the run that is done
 
     def setup(self, parts: TrainingParts) -> None:
@@ -97,7 +103,8 @@ class Samples(Callback):
         Without a prompt, a model that reads a prefix takes no samples by default.
         """
         config = parts.model.config
-        if not self.train.sample_prompt and len(self.prompt.tokens) > config.max_cached_len:
+        fits = config.prefix <= len(self.prompt.tokens) <= config.max_cached_len
+        if not fits and not self.train.sample_prompt:  # a question of the text
             self.prompt = SamplePrompt("", [self.tokenizer.bos_id])
         tokens = self.prompt.tokens
         if self.every == "auto" and not self.prompt.text and len(tokens) < config.prefix:
@@ -139,7 +146,9 @@ class Samples(Callback):
         if text is None:
             return
         if run.directory.writes:
-            gap = " " if self.prompt.is_question else ""
+            gap = ""
+            if self.tokenizer.chat_template is not None:  # then the sample is an answer
+                gap = " "
             line = " ".join(f"{self.prompt.text}{gap}{text}".split())
             Progress.write(f"step {info.step}: {line}", file=sys.stderr)
             run.directory.log_sample(info.step, self.prompt.text, text)

@@ -39,7 +39,7 @@ def callbacks_of_output(settings: Settings, corpus: Corpus) -> list[Callback]:
     if train.sample_every is not None:
         from thinker.training.callbacks.samples import Samples
 
-        callbacks.append(Samples(train, corpus))
+        callbacks.append(Samples(settings, corpus))
     trackers = make_trackers(settings)
     if trackers:
         from thinker.training.tracking.tracking_callback import Tracking

@@ -306,7 +306,8 @@ class TrainConfig(ConfigSection):
     eighth of the run; fewer if it has less than 40 steps. null: none."""
     sample_prompt: str = ""
     """Prompt of the samples; with conversations, the message of a user. Without one, samples begin
-    with nothing, or answer the first question of the validation split."""
+    with nothing, or with train.grpo or data.assistant_only_loss answer the first question of the
+    validation split."""
 
 
 @with_feature_keys("tracking")

@@ -27,7 +27,7 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem: path for path in paths}
 
 
-TEXT_ENDINGS = (".txt", ".md", ".jsonl", ".parquet", ".csv")
+TEXT_ENDINGS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
 
 
 def find_config(given: str | Path) -> Path:
@@ -37,9 +37,10 @@ def find_config(given: str | Path) -> Path:
     if path.is_dir() and (path / "config.yaml").is_file():
         return path / "config.yaml"
     if path.suffix.lower() in TEXT_ENDINGS and path.is_file():
+        source = TEXT_ENDINGS[path.suffix.lower()]
         raise UserError(
-            f"{given} is text, not a config; train on it with data.path={given} after the name of "
-            "a config, such as small-text"
+            f"{given} is text, not a config; train on it with small-text or another config: "
+            f"small-text data.source={source} data.path={given}"
         )
     if path.exists() and not path.is_dir():
         return path
