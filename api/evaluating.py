@@ -20,6 +20,7 @@ from thinker.model import Thinker
 from thinker.runtime.backend import configure_backend
 from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
+from thinker.training.config.data_section import DataConfig
 from thinker.training.data.open_run import load_run_config, load_validation_data
 
 MAX_TOKENS = 200_000  # of a text that is not the run's
@@ -104,9 +105,8 @@ def open_text(choice: TextChoice, folder: Path, tokenizer: Tokenizer, scratch: P
     read."""
     if choice.source is not None:
         config = load_run_config(folder)
-        if config is None:
-            return _read_source(choice, tokenizer, scratch, None, "contiguous")
-        return _read_source(choice, tokenizer, scratch, config.data.seq_len, config.data.packing)
+        data = None if config is None else config.data
+        return _read_source(choice, tokenizer, scratch, data)
     part = choice.part
     config, tokens = load_validation_data(
         folder, tokenizer, "--source", scratch, choice.read_data, part
@@ -124,24 +124,27 @@ def open_text(choice: TextChoice, folder: Path, tokenizer: Tokenizer, scratch: P
 
 
 def _read_source(
-    choice: TextChoice, tokenizer: Tokenizer, scratch: Path, trained: int | None, packing: str
+    choice: TextChoice, tokenizer: Tokenizer, scratch: Path, data: DataConfig | None
 ) -> Text:
-    """The source that the flags choose. packing: of the model's training: one that has only seen
-    texts from their beginning reads them so here, too."""
+    """The source that the flags choose. data: of the model's training, if it is known. A model that
+    has only seen texts from their beginning, or alone, reads them so here, too."""
     options = {"path": choice.path}
     if choice.column:
         options["column"] = choice.column
     max_tokens = choice.max_tokens or MAX_TOKENS
     if choice.source == "tales":  # a seed of stories that no run trains on
         options |= {"max_documents": 1 + max_tokens // 16, "seed": 1 << 40}
-        packing = "documents"
     source = open_source(choice.source, **options)
-    if packing != "contiguous":
-        packing = "documents"
-    if source.whole_text:
-        packing = "contiguous"
+    layout: dict[str, Any] = {"packing": "contiguous"}
+    if data is not None and not source.whole_text:
+        layout["document_masking"] = data.document_masking
+        if data.packing != "contiguous":
+            layout["packing"] = "documents"
+    if choice.source == "tales":
+        layout["packing"] = "documents"
     tokens = tokenize(source, tokenizer, max_tokens, scratch)
-    return Text(source.name, trained, {"packing": packing}, source.whole_text, tokens)
+    trained = None if data is None else data.seq_len
+    return Text(source.name, trained, layout, source.whole_text, tokens)
 
 
 def measure_text(

@@ -9,10 +9,12 @@ import yaml
 from conftest import ROOT, random_model
 
 from thinker import interop
+from thinker.api.evaluating import TextChoice, open_text
 from thinker.data.tokenizers import tokenizer_conversion
 from thinker.data.tokenizers.tokenizer_factory import make_tokenizer
 from thinker.evaluation import needle
-from thinker.interop import huggingface
+from thinker.interop import huggingface, load
+from thinker.interop.find import find_model
 from thinker.runtime.errors import UserError
 
 EVAL = ROOT / "scripts" / "eval.py"
@@ -396,6 +398,12 @@ def test_the_same_loss_as_in_training(
     assert command(tmp_path / "run", "--device", "cpu", "--json") == 0
     (found,) = json.loads(capsys.readouterr().out)["losses"]
     assert found["nats_per_token"]["mean"] == pytest.approx(lines[-1]["val_loss"], rel=1e-4)
+    # Other texts are read as those of training.
+    choice = TextChoice("jsonl", f"{tmp_path}/rows.jsonl")
+    folder = find_model(tmp_path / "run")
+    _, tokenizer = load(folder)
+    text = open_text(choice, folder, tokenizer, tmp_path)
+    assert text.layout == {"packing": packing, "document_masking": masking == "true"}
 
 
 @pytest.mark.parametrize("prefix", [0, 20])

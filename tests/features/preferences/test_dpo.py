@@ -14,6 +14,7 @@ from conftest import ROOT, random_model, run_script
 from training_contract import BASE, SMALL, check_ranks
 from training_runs import assert_same_run, read_metrics
 
+from thinker import evaluate
 from thinker.data.batches.prefetch import Batch
 from thinker.data.corpus.corpus import prepare_corpus
 from thinker.features.preferences.dpo import DPOLoss, dpo_loss
@@ -21,6 +22,7 @@ from thinker.features.preferences.dpo_evaluator import PreferenceEvaluator
 from thinker.features.preferences.keys import DPOConfig
 from thinker.features.preferences.pair_log_probs import all_log_probs, pair_batch, pair_log_probs
 from thinker.features.preferences.pair_windows import PairWindows
+from thinker.interop import load
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training.config.load import load_config
@@ -77,10 +79,9 @@ def plain_loss(log_probs, reference, beta):
     return -(chosen.exp() / (chosen.exp() + rejected.exp())).log()
 
 
-def pair_texts(corpus):
-    """(prompt, chosen, rejected) of the pairs of the training split, from the tokens of the
-    corpus."""
-    (shard,) = corpus.train.shards
+def pair_texts(corpus, split="train"):
+    """(prompt, chosen, rejected) of the pairs of a split, from the tokens of the corpus."""
+    (shard,) = getattr(corpus, split).shards
     offsets = shard.offsets[:].tolist()
     tokens, mask = shard.tokens[:], shard.loss_mask[:]
     found = []
@@ -203,6 +204,37 @@ def test_a_run_learns_and_resumes_bit_for_bit(start):
     assert lines[0]["dpo_loss"] == pytest.approx(math.log(2), abs=0.05)  # but for dropout
     last = read_metrics(whole)[-1]
     assert last["val_dpo_loss"] < math.log(2) - 0.01
+
+
+def test_an_evaluation_reads_each_answer_alone(start):
+    """As it was trained, although several pairs share a sequence."""
+    folder, overrides = start
+    config = load_config(BASE, [*overrides, f"run.dir={folder / 'alone'}", "train.max_steps=3"])
+    trainer = build_trainer(config)
+    assert trainer.train() == 0
+    model, tokenizer = load(folder / "alone")
+    nats, n_tokens = 0.0, 0
+    for prompt, *both in pair_texts(trainer.corpus, "val"):
+        for text in both:
+            with torch.no_grad():
+                nats -= float(answer_log_prob(model, tokenizer, prompt, text))
+            n_tokens += len(tokenizer.encode(text)) + 1
+    (found,) = evaluate(folder / "alone")
+    assert found.n_tokens == n_tokens
+    assert found.nats_per_token.mean == pytest.approx(nats / n_tokens, abs=1e-5)
+
+
+def test_the_bar_shows_the_accuracy(start, tmp_path):
+    _, overrides = start
+    run = tmp_path / "run"
+    more = [f"run.dir={run}", "train.max_steps=2", "optimizer.lr=3.0"]
+    done = run_script("train.py", BASE, *overrides, *more)
+    assert done.returncode == 0, done.stderr
+    last = [line for line in read_metrics(run) if "dpo_accuracy" in line][-1]
+    assert f"right order {last['dpo_accuracy']:.1%}" in done.stderr
+    worse = read_metrics(run)[-1]["val_dpo_loss"] > math.log(2)
+    assert worse
+    assert "above ln 2 = 0.693, where training began" in done.stdout
 
 
 def test_the_reference_is_kept(start):
