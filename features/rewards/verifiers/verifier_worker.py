@@ -83,9 +83,11 @@ def _judge(verifiers: dict[str, Any], answer: dict[str, Any], logged: set[str]) 
     """
     rewards = {}
     for name, verifier in verifiers.items():
-        own = Answer(**copy.deepcopy(answer))  # a verifier may change the row
+        fields = answer
+        if len(verifiers) > 1:  # one of them may change the row
+            fields = copy.deepcopy(answer)
         try:
-            rewards[name] = checked_parts(verifier(own))
+            rewards[name] = checked_parts(verifier(Answer(**fields)))
         except Exception as error:
             reason = f"{name}: {_describe(name, error)}"
             if reason not in logged and len(logged) < MAX_LOGGED:
