@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from thinker.data.batches.windows import PackedDataset
 from thinker.data.corpus.shards import TokenShards
-from thinker.data.text.sources import SOURCES, open_source
+from thinker.data.text.sources import open_source
 from thinker.data.tokenizers.text_bytes import scaled_byte_lengths
 from thinker.data.tokenizers.tokenizer import Tokenizer
 from thinker.evaluation.perplexity import TextLoss, text_loss, tokenize
@@ -116,10 +116,7 @@ def open_text(choice: TextChoice, folder: Path, tokenizer: Tokenizer, scratch: P
     if source is None:
         names = ", ".join(data.source_names())
         source = f"all tokens of {names}, not weighted; --part NAME for one of them"
-    is_masked = data.document_masking
-    if data.source is not None and SOURCES.get(data.source).is_read_alone:
-        is_masked = True
-    layout = {"packing": data.val_packing, "document_masking": is_masked}
+    layout = {"packing": data.val_packing, "document_masking": data.val_masking}
     return Text(source, data.seq_len, layout, False, tokens)
 
 

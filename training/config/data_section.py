@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from thinker.data.text.sources import SOURCES
 from thinker.runtime.constants import MAX_SIZE
 from thinker.training.config.shipped import find_template
 from thinker.training.config.source_section import TextSource
@@ -58,6 +59,14 @@ class DataConfig(TextSource):
         """The packing of the validation split: whole documents for tales, whose entropy is
         known."""
         return "documents" if self.source == "tales" else self.packing
+
+    @property
+    def val_masking(self) -> bool:
+        """Whether a document of the validation split is read without those before it in a
+        sequence."""
+        if self.source is not None and SOURCES.get(self.source).is_read_alone:
+            return True
+        return self.document_masking
 
     def text_sources(self) -> list[TextSource]:
         """Where the text comes from: here one source."""

@@ -141,7 +141,7 @@ def sample_sequences(
         config, tokens = load_validation_data(folder, tokenizer, "--text", scratch)
         T = min(T, config.data.seq_len)
         packing = config.data.val_packing
-        masking = config.data.document_masking
+        masking = config.data.val_masking
     else:
         source = open_source("text", path=str(path))
         tokens = tokenize(source, tokenizer, n * max_len + 1, scratch)
