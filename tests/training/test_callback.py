@@ -116,6 +116,15 @@ def test_hooks_run_in_the_order_of_the_list(tmp_path, monkeypatch):
     ]
 
 
+def test_no_batch_is_prepared_once_a_run_is_interrupted(tmp_path, monkeypatch):
+    """What samples with the model would do so for nothing."""
+    calls = []
+    config = small_config(tmp_path, "run", ["train.max_steps=3", "train.sample_every=null"])
+    assert train(config, callbacks=[Recorder("a", calls), InterruptAt(2)]) == 130
+    assert calls.count("a.after_step") == 2
+    assert calls.count("a.before_batch") == 1
+
+
 class SampleList(Callback):
     """Keeps the samples that it is told of."""
 
