@@ -54,9 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=int, default=5, help="timing rounds; medians are reported"
     )
     variants_help = "list of [transformers-]PRECISION[-eager|-compiled|-inductor][@BATCH], or llama.cpp-q8_0, -q4_0, "
-    variants_help += (
-        "-f16, -f32 (default: depends on the device); inductor: torch.compile without our kernels"
-    )
+    variants_help += "-f16, -f32 (default: by device); inductor: no kernels of ours"
     parser.add_argument("--variants", metavar="NAME,...", help=variants_help)
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot the decoding speeds")
 

@@ -48,11 +48,11 @@ class SuiteFlags(EvalFlags):
     def __init__(self, parser: ArgumentParser) -> None:
         title = "suites with fixed settings (see --confidence, --limit)"
         add = parser.add_argument_group(title).add_argument
-        lines = [f"{TALES_PAIRS}: minimal pairs from the grammar of tales, without network"]
-        for name, preset in PRESETS.items():
-            lines.append(f"{name}: {preset.summary}")
-        lines.append("the last four are tasks of lm-eval, which downloads their data")
-        add("--suite", choices=SUITES, help="; ".join(lines))
+        suite_help = (
+            f"{TALES_PAIRS}: minimal pairs from the grammar of tales, without network; others: "
+            "lm-eval's tasks, downloaded"
+        )
+        add("--suite", choices=SUITES, help=suite_help)
         pairs_help = (
             "minimal pairs of your own: JSONL with good, bad and phenomenon, or a folder of "
             "BLiMP's files"

@@ -34,7 +34,6 @@ class SuiteTask(NamedTuple):
 class Preset(NamedTuple):
     """A suite. `tasks` may name a group of lm-eval, all of whose tasks have the same settings."""
 
-    summary: str
     tasks: Sequence[SuiteTask]
     mean: str  # the name of the mean over the tasks; "" if there is only one
     is_centered: bool = False  # the mean is of (accuracy - chance) / (1 - chance)
@@ -77,22 +76,11 @@ BABYLM_MISSING = (
 )
 PRESETS: Mapping[str, Preset] = {
     "babylm": Preset(
-        "the 67 tasks of BLiMP (minimal pairs)",
-        (SuiteTask("blimp", "acc", 0.5),),
-        "mean of the tasks",
-        missing=BABYLM_MISSING,
+        (SuiteTask("blimp", "acc", 0.5),), "mean of the tasks", missing=BABYLM_MISSING
     ),
-    "core": Preset(
-        "13 of the 22 tasks of DCLM's CORE, centered",
-        CORE_TASKS,
-        "13 of CORE's 22, centered",
-        is_centered=True,
-        missing=CORE_MISSING,
-    ),
-    "lambada": Preset(
-        "lambada_openai", (SuiteTask("lambada_openai", "acc", 0.0, folder="lambada"),), ""
-    ),
-    "hellaswag": Preset("hellaswag", (SuiteTask("hellaswag", "acc_norm", 0.25),), ""),
+    "core": Preset(CORE_TASKS, "13 of CORE's 22, centered", is_centered=True, missing=CORE_MISSING),
+    "lambada": Preset((SuiteTask("lambada_openai", "acc", 0.0, folder="lambada"),), ""),
+    "hellaswag": Preset((SuiteTask("hellaswag", "acc_norm", 0.25),), ""),
 }
 
 

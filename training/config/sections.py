@@ -102,12 +102,11 @@ class ModelConfig(ConfigSection):
     token_shift: bool = False
     """Add to each embedding that of the token before, scaled by a learned weight per channel."""
     value_embeddings: bool = False
-    """Add to the values of each layer an embedding of the token. Lowers the loss of short runs with
-    tokens of several characters, but hardly with characters. Cannot be exported."""
+    """Add to the values of each layer an embedding of the token. Lowers the loss of short runs, but
+    hardly with characters. Cannot be exported."""
     bigram_rows: Natural = 0
-    """Rows of a table of pairs of tokens, such as 5 times the vocabulary. A hash of the token and
-    the one before it chooses the row that is added to the embedding. Helps where value_embeddings
-    does. Cannot be exported. 0: no table."""
+    """Rows of a table of pairs of tokens, such as 5 times the vocabulary; 0: none. The row of a
+    token and the one before it is added to the embedding. Cannot be exported."""
     no_rope_layers: list[int] | None = None
     """Layers without RoPE, counted from 0. null: none."""
     n_kv_heads_per_layer: list[int] | None = None
@@ -125,9 +124,8 @@ class ModelConfig(ConfigSection):
     block: Literal["pre_norm", "post_norm", "both_norms", "parallel", "parallel_one_norm"] = (
         "pre_norm"
     )
-    """Norms of the inputs of attention and MLP (pre_norm), of their outputs (post_norm, as in OLMo
-    2), or both_norms (Gemma 2). parallel: both read the same input, as in GPT-NeoX, or with
-    parallel_one_norm through one norm, as in Phi."""
+    """Norms before attention and MLP (pre_norm), after (post_norm, OLMo 2), or both (Gemma 2).
+    parallel: both read the same input (GPT-NeoX), or through one norm (Phi)."""
     qk_norm_type: Literal[
         "rmsnorm", "rmsnorm_one_plus", "rmsnorm_width", "layernorm", "layernorm_per_head"
     ] = "rmsnorm"
