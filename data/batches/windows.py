@@ -263,9 +263,9 @@ def _check_documents_begin_with_bos(tokens: TokenShards) -> None:
 
 
 def check_fills_a_window(tokens: TokenShards, seq_len: int) -> None:
-    """Raise UserError if the training split is shorter than a window."""
+    """Raise UserError if the training split is shorter than a window. Conversations are padded."""
     n_tokens = tokens.n_tokens
-    if n_tokens <= seq_len:
+    if n_tokens <= seq_len and not tokens.has_conversations:
         needs = f"data.seq_len={seq_len} needs {seq_len + 1}; lower data.seq_len or add text"
         raise UserError(f"the training split has {n_tokens} tokens, but {needs}")
 

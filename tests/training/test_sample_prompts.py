@@ -89,6 +89,14 @@ def test_samples_of_a_chat_are_answers(prompt, base, tmp_path, capsys):
     assert printed == " ".join(f"step 2: {sample['prompt']} {sample['text']}".split())
 
 
+def test_a_few_conversations_are_enough(base, tmp_path, capsys):
+    """As in the guide: together they are shorter than a sequence, which is padded."""
+    _, overrides = questions(tmp_path, base, n=10)
+    overrides += ["data.seq_len=400", "model.max_seq_len=400", "data.val_fraction=0.45"]
+    sample, _ = sample_of(tmp_path, overrides, capsys)
+    assert "Say" in sample["prompt"]
+
+
 def test_a_first_question_that_is_too_long_is_not_asked(base, tmp_path):
     _, overrides = questions(tmp_path, base)
     trainer = build_trainer(small_config(tmp_path, "run", overrides))
